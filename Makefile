@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: study test lint check-code check-format check-types real-weights clean
+
+study: $(INSTALLED)
+	$(BIN)/sinkscope trace
+
+# One thread a worker: torch takes every core by default, and two workers that do so fight over them.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real_weights"
+
+lint: check-code check-format check-types
+
+check-code: $(INSTALLED)
+	$(BIN)/ruff check .
+
+check-format: $(INSTALLED)
+	$(BIN)/ruff format --check .
+
+check-types: $(INSTALLED)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+real-weights: $(INSTALLED)
+	$(BIN)/python -m pytest -m real_weights -rs tests/real_weights
+
+# The stamp is touched last, so an install that was interrupted starts again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Removes the default environment only: VENV may name one that serves other projects. Results in runs/ stay.
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -f $(INSTALLED)
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

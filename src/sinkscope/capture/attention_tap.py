@@ -1,0 +1,204 @@
+"""Hands every layer's queries, keys and values to a function of ours, through the doors that a model offers.
+
+Most families ask the attention registry of transformers for a function by name; a mask function of the same name must
+stand beside it, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal, with or
+without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch function
+mode sees. Registration is process-wide, so both functions look up a context variable for the tap that is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sinkscope.capture.tiled_attention import AttentionRule
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import Anatomy
+
+NAME = "sinkscope"
+
+OnAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""(layer, query [B, H, T, D], key [B, K, S, D], value [B, K, S, D], rule) -> value aggregation [B, T, H, D]."""
+
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "sliding_window",
+    "is_causal",
+}
+"""Arguments that models pass on to attention and that change nothing here: windows are read from the mask, positions
+are already in q, k."""
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """What a model's mask means; it travels where the mask would."""
+
+    window: int | None
+
+
+@dataclass
+class _ActiveTap:
+    layer_of: dict[int, int]
+    on_attention: OnAttention
+    current_layer: int | None = None
+
+
+_active: ContextVar[_ActiveTap | None] = ContextVar("sinkscope_attention_tap", default=None)
+
+
+@contextlib.contextmanager
+def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]:
+    """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was.
+
+    Yields the arguments that a forward call needs beside the tokens.
+    """
+    tap = _ActiveTap({id(layer.attention): layer.index for layer in anatomy.layers}, on_attention)
+    config = anatomy.decoder.config
+    before = config._attn_implementation
+    token = _active.set(tap)
+    try:
+        with contextlib.ExitStack() as stack:
+            if anatomy.family.attention_door == "registry":
+                anatomy.decoder.set_attn_implementation(NAME)
+                yield {}
+            else:
+                # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
+                config._attn_implementation = "sdpa"
+                for layer in anatomy.layers:
+                    hook = layer.attention.register_forward_pre_hook(lambda module, args: _enter_layer(module))
+                    stack.callback(hook.remove)
+                marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
+                stack.enter_context(_SdpaCalls(marker))
+                # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+                yield {"attention_mask": marker}
+    finally:
+        _active.reset(token)
+        config._attn_implementation = before
+
+
+def _tap() -> _ActiveTap:
+    tap = _active.get()
+    if tap is None:
+        raise RuntimeError(f"the attention implementation '{NAME}' only works inside sinkscope's attention tap")
+    return tap
+
+
+def _attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    **others,
+):
+    tap = _tap()
+    if not isinstance(attention_mask, CausalMask):
+        raise RuntimeError(
+            f"layer {tap.layer_of.get(id(module))} got a mask of type {type(attention_mask)}, not sinkscope's own"
+        )
+    unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
+    if unknown or dropout or others.get("is_causal") is False:
+        raise InputError(
+            expected="attention made of scaling, a causal mask, windows, soft-capping and learned sinks",
+            found=f"further arguments to attention: {', '.join(sorted(unknown)) or 'dropout or a bidirectional mask'}",
+            next_step="Use a model without them, or teach sinkscope/capture/attention_tap.py what they mean",
+        )
+    rule = AttentionRule(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=attention_mask.window,
+        softcap=softcap,
+        sink_logits=s_aux,
+    )
+    return tap.on_attention(tap.layer_of[id(module)], query, key, value, rule), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=None,
+    attention_mask=None,
+    local_size=None,
+    **_,
+) -> CausalMask:
+    """The meaning of the mask that a model asks for; refuses padding, caches and shapes other than causal windows."""
+    _tap()
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError(
+            expected="sequences of equal length",
+            found="padding in the attention mask",
+            next_step="Cut the sequences to one length",
+        )
+    window = local_size if local_size is not None and local_size < kv_length else None
+    if q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
+        raise InputError(
+            expected="a causal mask, with or without a sliding window",
+            found="another pattern of who may attend to whom (chunks, packed sequences, a prefix or a cache)",
+            next_step="Use a model or input without it",
+        )
+    return CausalMask(window)
+
+
+def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
+    """Whether a mask function agrees with a causal window on a grid of positions that holds both edges of every
+    pattern known."""
+    marks = {0, 1, 2, length // 3, length // 2, length - 2, length - 1}
+    if window is not None:
+        marks |= {window - 1, window, window + 1, length - 1 - window, length - window}
+    positions = torch.tensor(sorted(mark for mark in marks if 0 <= mark < length))
+    queries, keys = positions[:, None], positions[None, :]
+    expected = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    zero = torch.zeros((), dtype=torch.long)
+    return bool(
+        torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected).cpu(), expected)
+    )
+
+
+def _enter_layer(module) -> None:
+    tap = _tap()
+    tap.current_layer = tap.layer_of[id(module)]
+
+
+class _SdpaCalls(TorchFunctionMode):
+    """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
+
+    def __init__(self, marker: Tensor) -> None:
+        super().__init__()
+        self.marker = marker
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        tap = _tap()
+        query, key, value = args[:3]
+        mask = kwargs.get("attn_mask")
+        if mask is None or mask.shape != self.marker.shape or tap.current_layer is None:
+            raise InputError(
+                expected="a plain causal call of scaled_dot_product_attention",
+                found="a mask tensor (padding or a bias)",
+                next_step="Cut the sequences to one length, or use a model without an attention bias",
+            )
+        rule = AttentionRule(scaling=kwargs.get("scale") or query.shape[-1] ** -0.5)
+        return tap.on_attention(tap.current_layer, query, key, value, rule).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -1,0 +1,321 @@
+"""What a trace shows: sinks, where disparity is born and erased, the massive dimensions, and the units that write or
+erase them.
+
+No position, layer, dimension or count is assumed; every threshold stands in `sinkscope.measures` or here, with its
+reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.layer_statistics import LayerStatistics
+from sinkscope.capture.reading import Reading
+from sinkscope.measures.dimension_disparity import (
+    MASSIVE_CONTRAST,
+    MASSIVE_RATIO,
+    massive_dimensions,
+    num_massive_activations,
+)
+from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
+from sinkscope.measures.super_neurons import ChannelSparsity, channel_sparsity, write_share
+from sinkscope.measures.value_variance import log_r_squared, variance_ratio
+from sinkscope.statistics import bootstrap_mean_interval
+
+SIGNIFICANT_WRITE = 0.1
+"""A layer's units are listed when together they move a massive dimension by this part of the largest value it ever
+takes."""
+LISTED_SHARE = 0.01
+"""Units below this part of the squared write are not listed."""
+HYSTERESIS = 0.5
+"""Disparity counts as erased only when it has fallen below this part of what made it count as born, so that noise at
+the threshold makes no births."""
+
+
+@dataclass(frozen=True)
+class Sink:
+    position: int
+    rate: float
+    low: float
+    high: float
+    """Bootstrap interval of the rate over sequences, at 95 %."""
+    layers: list[int]
+    """Layers in which at least 5 % of heads and sequences count the position."""
+    mean_attention: float
+
+
+@dataclass(frozen=True)
+class MassiveDimension:
+    layer: int
+    """-1 is the residual stream that enters layer 0."""
+    position: int
+    dimension: int
+    value: float
+    magnitude: float
+    ratio: float
+    contrast: float
+
+
+@dataclass(frozen=True)
+class SuperNeuron:
+    position: int
+    layer: int
+    expert: int | None
+    neuron: int
+    dimension: int
+    activation: float
+    write: float
+    """Mean write into the dimension at the position."""
+    write_share: float
+    contrast: float
+    """Root mean square write at the position over that at all others."""
+    role: str
+    sparsity: ChannelSparsity
+    layer_top_share: float
+    """Median over the layer's units of the energy share of the top dimension."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything found in one trace, computed when it is first asked for."""
+
+    reading: Reading
+
+    @cached_property
+    def sinks(self) -> list[Sink]:
+        """Every sink, strongest first."""
+        reading = self.reading
+        rates = reading.sequence_sink_rate.double()
+        eligible = eligible_positions(reading.batch.length)[reading.keys]
+        found = ((rates.mean(0) >= SINK_RATE) & eligible).nonzero().flatten()
+        low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
+        sinks = []
+        for number, index in enumerate(found.tolist()):
+            by_layer = reading.head_sink_rate[:, :, index].mean(1)
+            sinks.append(
+                Sink(
+                    position=int(reading.keys[index]),
+                    rate=float(rates[:, index].mean()),
+                    low=float(low[number]),
+                    high=float(high[number]),
+                    layers=(by_layer >= SINK_RATE).nonzero().flatten().tolist(),
+                    mean_attention=float(reading.received[:, :, index].mean()),
+                )
+            )
+        return sorted(sinks, key=lambda sink: -sink.rate)
+
+    @cached_property
+    def strongest(self) -> tuple[int, float]:
+        """(position, sink rate) of the key with the largest rate among those with enough later queries, sink or not."""
+        eligible = eligible_positions(self.reading.batch.length)[self.reading.keys]
+        if not bool(eligible.any()):
+            return int(self.reading.keys[0]), float("nan")
+        rate = torch.where(eligible, self.reading.sink_rate, -1.0)
+        return int(self.reading.keys[rate.argmax()]), float(rate.max())
+
+    @cached_property
+    def massive(self) -> list[MassiveDimension]:
+        """Every massive dimension at every position that was kept, layer by layer."""
+        found = []
+        for row, statistics in enumerate(self.reading.residual):
+            massive, ratio, contrast = self._disparity(row)
+            value, magnitude = statistics.mean("dimension").cpu(), statistics.mean("dimension_abs").cpu()
+            for slot, dimension in massive.nonzero().tolist():
+                found.append(
+                    MassiveDimension(
+                        layer=row - 1,
+                        position=int(statistics.candidates[slot]),
+                        dimension=dimension,
+                        value=float(value[slot, dimension]),
+                        magnitude=float(magnitude[slot, dimension]),
+                        ratio=float(ratio[slot, dimension]),
+                        contrast=float(contrast[slot, dimension]),
+                    )
+                )
+        return found
+
+    @cached_property
+    def focus(self) -> list[int]:
+        """The positions that the findings on layers, dimensions and units are about: the sinks, or where there are
+        none those with disparity."""
+        return [sink.position for sink in self.sinks] or sorted({entry.position for entry in self.massive})
+
+    @cached_property
+    def births(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By focus position: layers in which disparity is born, and in which it is erased; -1 is the stream entering
+        layer 0."""
+        result = {}
+        for position in self.focus:
+            births, erasures, alive = [], [], False
+            for row in range(len(self.reading.residual)):
+                born, still = self._is_disparate(row, position)
+                if not alive and born:
+                    births.append(row - 1)
+                elif alive and not still:
+                    erasures.append(row - 1)
+                alive = born or (alive and still)
+            result[position] = (births, erasures)
+        return result
+
+    @property
+    def birth_layers(self) -> list[int]:
+        return sorted({layer for births, _ in self.births.values() for layer in births})
+
+    @property
+    def erasure_layers(self) -> list[int]:
+        return sorted({layer for _, erasures in self.births.values() for layer in erasures})
+
+    @cached_property
+    def massive_dimensions(self) -> list[int]:
+        """Dimensions massive at a focus position in any layer, largest first."""
+        peak: dict[int, float] = {}
+        for entry in self.massive:
+            if entry.position in self.focus:
+                peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
+        return sorted(peak, key=lambda dimension: -peak[dimension])
+
+    @cached_property
+    def super_neurons(self) -> list[SuperNeuron]:
+        """The units that move the massive dimensions of the focus positions, strongest write first."""
+        found = []
+        for position in self.focus:
+            dimensions = sorted({entry.dimension for entry in self.massive if entry.position == position})
+            if dimensions:
+                found += self._writers(position, torch.tensor(dimensions))
+        return sorted(found, key=lambda unit: -abs(unit.write))
+
+    @cached_property
+    def variance_ratio(self) -> Tensor | None:
+        """[L] position 0 over the later half; None where position 0 has no variance across sequences to speak of."""
+        if self.reading.batch.num_sequences < 2 or self.reading.batch.shared_first_token:
+            return None
+        return variance_ratio(self.reading.by_position["value_variance"])
+
+    @cached_property
+    def averaging_law_r_squared(self) -> Tensor | None:
+        """[L] how much of log variance by position the averaging law explains; None as for `variance_ratio`."""
+        if self.variance_ratio is None or "averaging_law" not in self.reading.by_position:
+            return None
+        return log_r_squared(self.reading.by_position["value_variance"], self.reading.by_position["averaging_law"])
+
+    @cached_property
+    def effective_ranks(self) -> tuple[list[float] | None, list[float] | None]:
+        """([L] effective rank, [L] without the tokens at sinks); None where it was not asked for, or there is no
+        sink."""
+        if not self.reading.rank_tokens:
+            return None, None
+        sinks = [sink.position for sink in self.sinks]
+        return self.reading.effective_ranks(), self.reading.effective_ranks(sinks) if sinks else None
+
+    def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:
+        """([L] DomRatio at a position, [L] its mean over positions that are no sink)."""
+        ratio_LT = self.reading.by_position["dom_ratio"]
+        elsewhere = torch.ones(ratio_LT.shape[1], dtype=torch.bool)
+        elsewhere[[position, *(sink.position for sink in self.sinks)]] = False
+        return ratio_LT[:, position], ratio_LT[:, elsewhere].mean(1)
+
+    def massive_activations(self, layer: int) -> tuple[float, Tensor]:
+        """(median magnitude of a layer's tokens, [P] massive activations at the candidates), from mean magnitudes
+        over sequences."""
+        statistics = self.reading.residual[layer + 1]
+        median = (
+            self.reading.rank_tokens[layer].abs().float().median()
+            if self.reading.rank_tokens
+            else torch.tensor(float("nan"))
+        )
+        return float(median), num_massive_activations(statistics.mean("dimension_abs").cpu(), median.cpu())
+
+    def _disparity(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        statistics, batch = self.reading.residual[row], self.reading.batch
+        here = statistics.mean("dimension_abs").cpu()
+        elsewhere = (statistics.mean("dimension_total").cpu() - here) / (batch.length - 1)
+        return massive_dimensions(here, elsewhere)
+
+    def _is_disparate(self, row: int, position: int) -> tuple[bool, bool]:
+        """(enough to count as born, enough to count as still there)."""
+        slot = (self.reading.residual[row].candidates == position).nonzero().flatten()
+        if not len(slot):
+            return False, False
+        massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
+        still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
+        return bool(massive.any()), bool(still.any())
+
+    def _writers(self, position: int, dimensions_M: Tensor) -> list[SuperNeuron]:
+        reading = self.reading
+        nothing = torch.zeros(reading.anatomy.width)
+        values = [
+            _at_position(statistics, "dimension", position, reading)
+            if bool((statistics.candidates == position).any())
+            else nothing
+            for statistics in reading.residual
+        ]
+        peak_M = torch.stack([value_E[dimensions_M].abs() for value_E in values]).amax(0)
+        found = []
+        for layer in reading.anatomy.layers:
+            statistics = reading.residual[layer.index + 1]
+            if not bool((statistics.candidates == position).any()):
+                continue
+            written, square = ("unit_activation", "unit_square")
+            if layer.post_norm is not None:
+                written, square = ("unit_written", "unit_written_square")
+            written_U, square_U = (_at_position(statistics, name, position, reading) for name in (written, square))
+            activation_U = _at_position(statistics, "unit_activation", position, reading)
+            output_MU = torch.cat([weight[dimensions_M].float() for _, weight in layer.down_weights()], dim=1).cpu()
+            output_MU = output_MU * layer.write_gain().cpu()[dimensions_M, None]
+            write_MU = output_MU * written_U
+            if not bool((write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_M).any()):
+                continue
+            share_U = write_share(square_U, output_MU)
+            listed = share_U.argsort(descending=True)
+            listed = listed[share_U[listed] >= LISTED_SHARE]
+            if not len(listed):
+                continue
+            sparsity = channel_sparsity(layer.output_vectors(listed).cpu())
+            everyone = torch.cat(
+                [_top_shares(weight * layer.write_gain()[:, None].to(weight)) for _, weight in layer.down_weights()]
+            )
+            before, after = values[layer.index], values[layer.index + 1]
+            elsewhere_U = (statistics.mean("unit_energy").cpu() - square_U).clamp(min=1e-30) / (
+                reading.batch.length - 1
+            )
+            contrast_U = (square_U / elsewhere_U).sqrt()
+            for number, unit in enumerate(listed.tolist()):
+                strongest = int(write_MU[:, unit].abs().argmax())
+                dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
+                sides = [float(v[dimension]) for v in (before, after) if v is not None]
+                # A unit writes if it pushes the way the larger of the values before and after the layer points, else
+                # it erases.
+                writes = write * max(sides, key=abs) > 0
+                expert, neuron = layer.locate_unit(unit)
+                found.append(
+                    SuperNeuron(
+                        position=position,
+                        layer=layer.index,
+                        expert=expert,
+                        neuron=neuron,
+                        dimension=dimension,
+                        activation=float(activation_U[unit]),
+                        write=write,
+                        write_share=float(share_U[unit]),
+                        contrast=float(contrast_U[unit]),
+                        role="writes" if writes else "erases",
+                        sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
+                        layer_top_share=float(everyone.median()),
+                    )
+                )
+        return found
+
+
+def _at_position(statistics: LayerStatistics, name: str, position: int, reading: Reading) -> Tensor:
+    """A candidate statistic's mean over sequences at one of the candidate positions."""
+    slot = int((statistics.candidates == position).nonzero()[0])
+    return statistics.sums[name][slot].cpu() / reading.batch.num_sequences
+
+
+def _top_shares(output_EF: Tensor) -> Tensor:
+    energy = output_EF.float().square()
+    return (energy.amax(0) / energy.sum(0)).cpu()

@@ -1,0 +1,144 @@
+"""The feed-forward neurons of one layer as they enter the down projection, dense and mixture of experts alike.
+
+Dense neurons are held by reference until the layer ends. Of experts only their input and routing are held: the
+neurons are computed again from them, token by token where few are wanted, expert by expert where a reduction over all
+tokens is. A routed neuron counts with its routing weight, since that is what it writes.
+Axes: N tokens (sequence by sequence), U units of the layer (experts in order, the shared one last), F units of one
+expert, E width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinkscope.kernels.token_statistics import token_statistics
+from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
+
+
+@dataclass(frozen=True)
+class UnitReading:
+    """One reduction over all tokens and units of a layer."""
+
+    top_write: Tensor
+    """[N] largest |n_j| ||W_down[:, j]|| of any unit."""
+    top_unit: Tensor
+    """[N] that unit's number."""
+    energy: Tensor
+    """[U] sum over tokens of n_j^2, as written (behind a post-norm: scaled by it)."""
+
+
+class LayerUnits:
+    """Collects one layer's neurons during its feed-forward; read at the layer's end, then dropped."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.dense_NF: Tensor | None = None
+        self.shared_NF: Tensor | None = None
+        self.routed: tuple[Tensor, Tensor, Tensor] | None = None
+        self.write_scale_N: Tensor | None = None
+        """What a post-norm multiplies each token's write by, beside its gain."""
+
+    def hooks(self) -> list:
+        """Registers the hooks that fill this object; each is removed through its handle."""
+        layer, handles = self.layer, []
+        if layer.down_projection is not None:
+            handles.append(layer.down_projection.register_forward_pre_hook(self._keep_dense))
+        if layer.shared_down_projection is not None:
+            handles.append(layer.shared_down_projection.register_forward_pre_hook(self._keep_shared))
+        if layer.experts is not None:
+            handles.append(layer.experts.register_forward_pre_hook(self._keep_routed, with_kwargs=True))
+        if layer.post_norm is not None:
+            handles.append(layer.post_norm.register_forward_hook(self._keep_write_scale))
+        return handles
+
+    def _keep_dense(self, module, args) -> None:
+        self.dense_NF = args[0].flatten(0, -2)
+
+    def _keep_shared(self, module, args) -> None:
+        self.shared_NF = args[0].flatten(0, -2)
+
+    def _keep_routed(self, module, args, kwargs) -> None:
+        self.routed = tuple([*args, *kwargs.values()][:3])  # type: ignore[assignment]
+
+    def _keep_write_scale(self, module, args, output) -> None:
+        # The norm gives gain * x / rms(x); projecting its output on gain * x gives 1 / rms(x) without knowing its
+        # epsilon.
+        scaled = args[0].float() * self.layer.write_gain()
+        self.write_scale_N = ((output.float() * scaled).sum(-1) / scaled.square().sum(-1)).flatten()
+
+    @property
+    def complete(self) -> bool:
+        return (self.dense_NF is not None) or (self.routed is not None)
+
+    def read(self) -> UnitReading:
+        """The largest write of each token, and the energy of each unit over all tokens."""
+        norms = [
+            torch.linalg.vector_norm(weight.float() * self._gain(weight), dim=0)
+            for _, weight in self.layer.down_weights()
+        ]
+        if self.dense_NF is not None:
+            statistics = token_statistics(self._written(self.dense_NF), norms[0], moments=False)
+            return UnitReading(statistics.largest, statistics.argmax, statistics.column_energy)
+        assert self.routed is not None
+        hidden_NE, index_Nk, _ = self.routed
+        top_write = torch.zeros(hidden_NE.shape[0], device=hidden_NE.device)
+        top_unit = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
+        energies, first_unit = [], 0
+        for (expert, weight), norm in zip(self.layer.down_weights(), norms, strict=True):
+            if expert == SHARED_EXPERT:
+                tokens, neurons = torch.arange(len(top_write), device=top_write.device), self.shared_NF
+            else:
+                tokens = (index_Nk == expert).any(-1).nonzero().squeeze(-1)
+                neurons = self._expert_neurons(expert, tokens)
+            assert neurons is not None
+            statistics = token_statistics(self._written(neurons, tokens), norm, moments=False)
+            larger = statistics.largest > top_write[tokens]
+            top_write[tokens] = torch.where(larger, statistics.largest, top_write[tokens])
+            top_unit[tokens] = torch.where(larger, statistics.argmax + first_unit, top_unit[tokens])
+            energies.append(statistics.column_energy)
+            first_unit += weight.shape[1]
+        return UnitReading(top_write, top_unit, torch.cat(energies))
+
+    def at(self, tokens_n: Tensor) -> Tensor:
+        """[n, U] float32: every unit's activation at the chosen tokens."""
+        if self.dense_NF is not None:
+            return self.dense_NF[tokens_n].float()
+        assert self.routed is not None
+        groups = []
+        for expert, weight in self.layer.down_weights():
+            if expert == SHARED_EXPERT:
+                groups.append(self.shared_NF[tokens_n].float())  # type: ignore[index]
+                continue
+            group = torch.zeros(len(tokens_n), weight.shape[1], device=weight.device)
+            hit = (self.routed[1][tokens_n] == expert).any(-1).nonzero().squeeze(-1)
+            group[hit] = self._expert_neurons(expert, tokens_n[hit]).float()
+            groups.append(group)
+        return torch.cat(groups, dim=-1)
+
+    def _written(self, neurons_NF: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
+        """Neurons as they count for the residual stream: scaled by the post-norm where there is one."""
+        return (
+            neurons_NF
+            if self.write_scale_N is None
+            else neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
+        )
+
+    def _gain(self, weight_EF: Tensor) -> Tensor | float:
+        return 1.0 if self.layer.post_norm is None else self.layer.write_gain().to(weight_EF.device)[:, None]
+
+    def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
+        """[n, F] neurons of one expert at tokens routed to it, times their routing weight."""
+        assert self.routed is not None
+        assert expert is not None
+        hidden_NE, index_Nk, weight_Nk = self.routed
+        experts: Part = self.layer.experts
+        chosen = hidden_NE[tokens_n]
+        projection = experts.gate_up_proj[expert]
+        gate_up = chosen @ (projection if experts.is_transposed else projection.T)
+        if experts.has_bias:
+            gate_up = gate_up + experts.gate_up_proj_bias[expert]
+        routing = (weight_Nk[tokens_n] * (index_Nk[tokens_n] == expert)).sum(-1, keepdim=True)
+        return experts._apply_gate(gate_up) * routing.to(gate_up.dtype)

@@ -1,0 +1,95 @@
+"""A trace in one JSON object and in one sentence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sinkscope.capture.findings import Findings
+
+
+def trace_summary(findings: Findings) -> dict:
+    """The object written as summary.json and printed with --json. Unknown or not applicable is null."""
+    reading = findings.reading
+    position, rate = findings.strongest
+    at_sink, elsewhere = findings.dom_ratio_at(position)
+    ranks, ranks_without_sink = findings.effective_ranks
+    return {
+        "model": reading.model_name,
+        "family": reading.anatomy.family.name,
+        "num_layers": reading.num_layers,
+        "tokens": reading.batch.describe(),
+        "sink_rate": rate,
+        "sinks": [
+            {
+                "position": sink.position,
+                "rate": sink.rate,
+                "low": sink.low,
+                "high": sink.high,
+                "layers": sink.layers,
+                "mean_attention": sink.mean_attention,
+            }
+            for sink in findings.sinks
+        ],
+        "birth_layers": findings.birth_layers,
+        "erasure_layers": findings.erasure_layers,
+        "massive_dimensions": findings.massive_dimensions,
+        "super_neurons": [
+            {
+                "layer": unit.layer,
+                "expert": unit.expert,
+                "neuron": unit.neuron,
+                "dimension": unit.dimension,
+                "activation": unit.activation,
+                "write_share": unit.write_share,
+                "role": unit.role,
+                "position": unit.position,
+            }
+            for unit in findings.super_neurons
+        ],
+        "variance_ratio": _list(findings.variance_ratio),
+        "dom_ratio": {
+            "position": position,
+            "sink": at_sink.tolist() if findings.sinks else None,
+            "elsewhere": elsewhere.tolist(),
+        },
+        "effective_rank": ranks,
+        "effective_rank_without_sink": ranks_without_sink,
+        "story": story(findings),
+    }
+
+
+def story(findings: Findings) -> str:
+    """One sentence that tells what was found."""
+    sinks = findings.sinks
+    position, rate = findings.strongest
+    if not sinks:
+        text = f"No sink: the strongest key, position {position}, is one for {rate:.1%} of heads (a sink needs 5 %)"
+        if findings.massive_dimensions:
+            places = ", ".join(map(str, findings.focus[:5]))
+            text += f", though a few dimensions dominate at position {places}"
+        return text + "."
+    others = f" and {len(sinks) - 1} more" if len(sinks) > 1 else ""
+    text = f"Position {position}{others} is a sink for {rate:.1%} of heads"
+    if not findings.massive_dimensions:
+        return text + ", with no dimension disparity behind it."
+    dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
+    born = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.birth_layers]
+    text += f"; disparity is born in {' and '.join(born)}" if born else ""
+    erased = [f"layer {layer}" for layer in findings.erasure_layers]
+    text += f", erased in {' and '.join(erased)}" if erased else ""
+    text += (
+        f", in dimension {dimensions}"
+        if len(findings.massive_dimensions) == 1
+        else f", foremost in dimensions {dimensions}"
+    )
+    writers = [unit for unit in findings.super_neurons if unit.role == "writes"]
+    if writers:
+        unit = writers[0]
+        expert = "" if unit.expert is None else f", expert {unit.expert}"
+        share = f"{unit.write_share:.0%} of that layer's write"
+        text += f", written most by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
+    return text + "."
+
+
+def _list(values: Tensor | None) -> list | None:
+    return None if values is None else values.tolist()

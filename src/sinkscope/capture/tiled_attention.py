@@ -1,0 +1,192 @@
+"""Exact causal attention in tiles of queries, read while it is computed: nothing of size T x T is ever held.
+
+One tile holds the scores of a few queries with all keys they may see. Its softmax gives the value aggregation, and
+before it is dropped the attention received by each key, the row entropies and the sums of squared weights. Output and
+readings thus share one `q k^T`, so on a CPU reading costs a few passes over a tile that lies in the cache.
+
+Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
+head size, N = B * K, n queries of a tile, P chosen keys, R distances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 18
+"""Scores in one tile: two float32 buffers of this size stay in the second-level cache of one core."""
+TILE_QUERIES = 64
+DISTANCE_QUERIES = 1024
+"""Attention by distance is read at no more queries than this, evenly spaced."""
+HIDDEN = -1e30
+"""Score of a hidden key. Finite, since its weight of 0 times its score must count as 0 in the entropy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionReading:
+    """What one layer's attention gave. Sums run over queries; `None` where it was not asked for."""
+
+    output: Tensor
+    """[B, T, H, D] value aggregation."""
+    received: Tensor
+    """[B, H, S] sum over queries of the attention on each key; [B, H, P] for chosen keys."""
+    by_distance: Tensor
+    """[B, H, R] attention on the key that lies each distance back, mean over the queries that `distance_queries`
+    picks."""
+    entropy: Tensor | None
+    """[B, H, T] -sum_s a log a of each query."""
+    mixing: Tensor | None
+    """[B, H, T] sum_s a^2 of each query."""
+    weighted_mixing: Tensor | None
+    """[B, H, T] sum_s a^2 w_s for the given key weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+    """How scores are made from queries and keys in one layer."""
+
+    scaling: float
+    window: int | None = None
+    """A query sees itself and window - 1 keys before it."""
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    """[H] learned logits that take part in the softmax and have no key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingRequest:
+    """Which readings are wanted."""
+
+    keys: Tensor | None = None
+    """[P] chosen key positions; None reads every key, and then the row readings too."""
+    distances: tuple[int, ...] = ()
+    key_weights: Tensor | None = None
+    """[K, S] weights of `weighted_mixing`."""
+
+
+def distance_queries(length: int) -> Tensor:
+    """[n] sorted queries at which attention by distance is read; all of them in a short text."""
+    return torch.linspace(0, length - 1, min(length, DISTANCE_QUERIES)).long()
+
+
+@torch.no_grad()
+def tiled_attention(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
+) -> AttentionReading:
+    """Attention and its readings, in float32, or in float64 for float64 inputs."""
+    num_batch, num_heads, num_queries, _ = query_BHTD.shape
+    num_kv_heads = key_BKSD.shape[1]
+    num_groups = num_heads // num_kv_heads
+    kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
+    query_NGTD = query_BHTD.reshape(num_batch * num_kv_heads, num_groups, num_queries, -1)
+    key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
+    num_pairs = key_NSD.shape[0]
+    rows = (num_pairs, num_groups, num_queries)
+    keys_P = request.keys
+
+    output_NGTD = torch.empty(*rows, value_NSD.shape[-1], dtype=value_BKSD.dtype, device=value_BKSD.device)
+    received_NGS = torch.zeros(num_pairs, num_groups, num_queries if keys_P is None else len(keys_P), **kind)
+    by_distance_NGR = torch.zeros(num_pairs, num_groups, len(request.distances), **kind)
+    entropy_NGT, mixing_NGT, weighted_NGT = (torch.empty(rows, **kind) for _ in range(3))
+    weights_NS = None if request.key_weights is None else request.key_weights.to(**kind).repeat(num_batch, 1)
+    sinks_NG = None
+    if rule.sink_logits is not None:
+        sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).expand(num_batch, -1, -1).flatten(0, 1)
+    distances_R = torch.tensor(request.distances, dtype=torch.long, device=query_BHTD.device)
+    sampled_T = torch.zeros(num_queries, **kind)
+    sampled_T[distance_queries(num_queries)] = 1
+
+    queries_per_tile = min(TILE_QUERIES, num_queries)
+    keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + queries_per_tile)
+    pairs_per_tile = max(1, min(num_pairs, TILE_ELEMENTS // (num_groups * queries_per_tile * keys_per_tile)))
+    buffers = torch.empty(2, pairs_per_tile * num_groups * queries_per_tile * keys_per_tile, **kind)
+
+    for first_pair in range(0, num_pairs, pairs_per_tile):
+        pairs = slice(first_pair, min(first_pair + pairs_per_tile, num_pairs))
+        count = pairs.stop - pairs.start
+        keys_t = key_NSD[pairs].to(**kind).transpose(1, 2)
+        values = value_NSD[pairs].to(**kind)
+        for start in range(0, num_queries, queries_per_tile):
+            stop = min(start + queries_per_tile, num_queries)
+            low = 0 if rule.window is None else max(0, start - rule.window + 1)
+            shape = (count, num_groups, stop - start, stop - low)
+            scores = buffers[0, : torch.Size(shape).numel()].view(shape)
+            tile = buffers[1, : scores.numel()].view(shape)
+            queries = query_NGTD[pairs, :, start:stop].to(**kind) * rule.scaling
+            torch.bmm(queries.flatten(1, 2), keys_t[:, :, low:stop], out=scores.flatten(1, 2))
+            if rule.softcap is not None:
+                scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+            _mask(scores, start, low, rule.window)
+
+            largest = scores.amax(-1, keepdim=True)
+            if sinks_NG is not None:
+                largest = torch.maximum(largest, sinks_NG[pairs, :, None, None])
+            torch.exp(scores.sub_(largest), out=tile)
+            total = tile.sum(-1)
+            if sinks_NG is not None:
+                total += torch.exp(sinks_NG[pairs, :, None] - largest.squeeze(-1))
+            inverse = total.reciprocal()
+
+            aggregation = torch.bmm(tile.flatten(1, 2), values[:, low:stop]).unflatten(1, shape[1:3])
+            output_NGTD[pairs, :, start:stop] = aggregation.mul_(inverse.unsqueeze(-1))
+            if request.distances:
+                by_distance_NGR[pairs] += _at_distances(tile, inverse * sampled_T[start:stop], distances_R, start - low)
+            if keys_P is not None:
+                received_NGS[pairs] += _at_keys(tile, inverse, keys_P, low, stop)
+                continue
+            received_NGS[pairs, :, low:stop] += torch.matmul(inverse.unsqueeze(-2), tile).squeeze(-2)
+            # -sum a log a with log a = score - largest - log total; the row's weights may add up to less than 1
+            # (learned sinks).
+            row_sum = 1.0 if sinks_NG is None else tile.sum(-1) * inverse
+            entropy_NGT[pairs, :, start:stop] = (
+                total.log() * row_sum - torch.mul(tile, scores, out=scores).sum(-1) * inverse
+            )
+            squared = inverse.square()
+            mixing_NGT[pairs, :, start:stop] = torch.linalg.vector_norm(tile, dim=-1).square_() * squared
+            if weights_NS is not None:
+                torch.mul(tile, tile, out=scores)
+                weighted = torch.matmul(scores.flatten(1, 2), weights_NS[pairs, low:stop, None])
+                weighted_NGT[pairs, :, start:stop] = weighted.view(shape[:3]) * squared
+
+    def by_head(x_NG: Tensor) -> Tensor:
+        return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
+
+    num_sampled_R = (distance_queries(num_queries)[:, None] >= distances_R.cpu()).sum(0)
+    every_key = keys_P is None
+    return AttentionReading(
+        output=by_head(output_NGTD).transpose(1, 2),
+        received=by_head(received_NGS),
+        by_distance=by_head(by_distance_NGR) / num_sampled_R.to(**kind),
+        entropy=by_head(entropy_NGT) if every_key else None,
+        mixing=by_head(mixing_NGT) if every_key else None,
+        weighted_mixing=by_head(weighted_NGT) if every_key and weights_NS is not None else None,
+    )
+
+
+def _mask(scores_NGnS: Tensor, start: int, low: int, window: int | None) -> None:
+    """Hides, in place, the keys after each query and those before its window; only the tile's two edges are touched."""
+    num_rows, num_keys = scores_NGnS.shape[-2:]
+    future = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores_NGnS.device).triu_(1)
+    scores_NGnS[..., start - low :].masked_fill_(future, HIDDEN)
+    if window is not None and num_keys > window:
+        edge = min(num_rows, num_keys)
+        rows = torch.arange(num_rows, device=scores_NGnS.device)[:, None] + start
+        keys = torch.arange(edge, device=scores_NGnS.device)[None, :] + low
+        scores_NGnS[..., :edge].masked_fill_(keys <= rows - window, HIDDEN)
+
+
+def _at_distances(tile_NGnS: Tensor, inverse_NGn: Tensor, distances_R: Tensor, offset: int) -> Tensor:
+    """[N, G, R] attention on the key each distance back, summed over the tile's queries."""
+    rows = torch.arange(tile_NGnS.shape[-2], device=tile_NGnS.device)
+    column_nR = rows[:, None] + offset - distances_R[None, :]
+    weights = torch.gather(tile_NGnS, -1, column_nR.clamp(min=0).expand(*tile_NGnS.shape[:-1], -1))
+    return torch.einsum("bgnr,bgn,nr->bgr", weights, inverse_NGn, (column_nR >= 0).to(weights.dtype))
+
+
+def _at_keys(tile_NGnS: Tensor, inverse_NGn: Tensor, keys_P: Tensor, low: int, stop: int) -> Tensor:
+    """[N, G, P] attention on chosen keys, summed over the tile's queries."""
+    seen = ((keys_P >= low) & (keys_P < stop)).to(tile_NGnS.dtype)
+    columns = tile_NGnS[..., (keys_P - low).clamp(0, stop - low - 1)]
+    return torch.einsum("bgnp,bgn->bgp", columns, inverse_NGn) * seen

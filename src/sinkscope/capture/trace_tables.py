@@ -1,0 +1,353 @@
+"""A trace and its findings as tidy tables; every column is declared with its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.capture.findings import Findings
+from sinkscope.models.anatomy import DENSE
+from sinkscope.results.tables import Column, Schema
+from sinkscope.statistics import kendall_tau
+
+KENDALL_POINTS = 1024
+"""Kendall's tau compares all pairs, so longer curves are read at as many evenly spaced points."""
+
+_LAYER = Column("layer", "int", "Layer, counted from 0")
+_POSITION = Column("position", "int", "Position in the sequence, counted from 0")
+_EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
+
+SINKS = Schema(
+    "sinks",
+    (
+        _POSITION,
+        Column(
+            "rate", "float", "Sink rate: share of sequences, layers and heads whose mean attention received exceeds 0.3"
+        ),
+        Column("low", "float", "Lower end of the rate's 95 % bootstrap interval over sequences", nullable=True),
+        Column("high", "float", "Upper end of the rate's 95 % bootstrap interval over sequences", nullable=True),
+        Column("num_sequences", "int", "Sequences behind the rate"),
+        Column("num_layers", "int", "Layers in which at least 5 % of heads and sequences count the position"),
+        Column("first_layer", "int", "First such layer", nullable=True),
+        Column("last_layer", "int", "Last such layer", nullable=True),
+        Column("mean_attention", "float", "Attention received, mean over sequences, layers and heads"),
+    ),
+)
+POSITIONS = Schema(
+    "positions",
+    (
+        _LAYER,
+        _POSITION,
+        Column(
+            "attention_received",
+            "float",
+            "Mean attention received, over heads and sequences; null if the key was not read",
+            True,
+        ),
+        Column(
+            "sink_rate",
+            "float",
+            "Share of heads and sequences that count the key as a sink; null if the key was not read",
+            True,
+        ),
+        Column("entropy", "float", "Entropy of the query's attention, mean over heads and sequences", True),
+        Column("mixing", "float", "sum a^2 of the query's attention, mean over heads and sequences", True),
+        Column(
+            "value_variance", "float", "Variance of the value aggregation across sequences, mean over channels", True
+        ),
+        Column("averaging_law", "float", "sum_j E[a_tj^2] Var(v_j), mean over heads", True),
+        Column(
+            "projected_variance",
+            "float",
+            "Variance across sequences behind the output projection, mean over dimensions",
+            True,
+        ),
+        Column("second_moment", "float", "E[o^2] of the value aggregation, over sequences and channels"),
+        Column("cosine", "float", "Mean cosine of the state that enters attention over pairs of sequences", True),
+        Column("dom_ratio", "float", "max |h| / mean |h| of the residual that leaves the layer, mean over sequences"),
+        Column("dom_ratio_normed", "float", "The same of the state that enters attention"),
+        Column("participation_ratio", "float", "(sum h^2)^2 / sum h^4, mean over sequences"),
+        Column("top_energy_share", "float", "Energy share of the largest dimension, mean over sequences"),
+        Column("kurtosis", "float", "Kurtosis over dimensions, mean over sequences"),
+        Column("largest_residual", "float", "Largest |h| of any sequence"),
+        Column("largest_residual_dimension", "int", "Its dimension"),
+        Column("largest_write", "float", "Largest |n_j| ||W_down[:, j]|| of any unit in any sequence"),
+        Column(
+            "largest_write_expert", "int", "Expert of that unit; -1 is the shared expert; null in a dense layer", True
+        ),
+        Column("largest_write_neuron", "int", "Number of that unit"),
+    ),
+)
+NEURONS = Schema(
+    "neurons",
+    (
+        _POSITION,
+        _LAYER,
+        _EXPERT,
+        Column("neuron", "int", "Unit within the layer or expert"),
+        Column("dimension", "int", "Massive dimension that the unit writes into most"),
+        Column("role", "str", "'writes' if it pushes the dimension the way it points, 'erases' if against it"),
+        Column("activation", "float", "Mean activation at the position, times the routing weight"),
+        Column("write", "float", "Mean write into the dimension at the position"),
+        Column("write_share", "float", "Part of the layer's squared write into the massive dimensions at the position"),
+        Column("contrast", "float", "Root mean square write at the position over that at all others"),
+        Column("max_over_median", "float", "Largest over median magnitude of the unit's output vector"),
+        Column("top_share", "float", "Energy share of the top dimension of the output vector"),
+        Column("participation_ratio", "float", "(sum w^2)^2 / sum w^4 of the output vector"),
+        Column("kurtosis", "float", "Kurtosis of the output vector"),
+        Column("layer_top_share", "float", "Median top share over the layer's units"),
+    ),
+)
+DIMENSIONS = Schema(
+    "dimensions",
+    (
+        Column("layer", "int", "Layer whose residual it is; -1 is the stream that enters layer 0"),
+        _POSITION,
+        Column("dimension", "int", "Massive dimension"),
+        Column("value", "float", "Mean value over sequences"),
+        Column("magnitude", "float", "Mean magnitude over sequences"),
+        Column("ratio", "float", "Magnitude over the position's mean magnitude over dimensions"),
+        Column("contrast", "float", "Magnitude over that of the same dimension at the other positions"),
+    ),
+)
+HEADS = Schema(
+    "heads",
+    (
+        _LAYER,
+        Column("head", "int", "Query head"),
+        Column("position", "int", "Key position: every sink, or the strongest key where there is none"),
+        Column("attention_received", "float", "Mean attention received by the key from this head"),
+        Column("sink_rate", "float", "Share of sequences in which the head counts the key as a sink"),
+        Column(
+            "positive_queries",
+            "float",
+            "Share of later queries with q . k > 0; null where the lock was not read there",
+            True,
+        ),
+        Column(
+            "lock_share", "float", "Share of q . k gone without the massive dimensions; null where there are none", True
+        ),
+        Column("entropy", "float", "Entropy of the head's attention, mean over queries and sequences", True),
+        Column("mixing", "float", "sum a^2 of the head's attention, mean over queries and sequences", True),
+    ),
+)
+LAYERS = Schema(
+    "layers",
+    (
+        _LAYER,
+        Column(
+            "variance_ratio",
+            "float",
+            "Value variance at position 0 over the later half; null where not applicable",
+            True,
+        ),
+        Column(
+            "averaging_law_r_squared",
+            "float",
+            "Share of log variance by position that the averaging law explains",
+            True,
+        ),
+        Column(
+            "kendall_positions",
+            "float",
+            "Kendall's tau of the standard deviations by position before and behind W_O",
+            True,
+        ),
+        Column(
+            "kendall_channels",
+            "float",
+            "Kendall's tau of the channels' standard deviations and the column norms of W_O",
+            True,
+        ),
+        Column("dom_ratio_sink", "float", "DomRatio at the strongest sink; null without a sink", True),
+        Column("dom_ratio_elsewhere", "float", "DomRatio, mean over positions that are no sink"),
+        Column("median_magnitude", "float", "Median |h| over the tokens of the effective rank", True),
+        Column("massive_activations_sink", "int", "Dimensions over 100 and 1000 medians at the strongest sink", True),
+        Column("effective_rank", "float", "Effective rank of up to 1,024 tokens", True),
+        Column(
+            "effective_rank_without_sink", "float", "The same without the tokens at sinks; null without a sink", True
+        ),
+        Column("born", "bool", "Whether disparity is born in this layer at a position in focus"),
+        Column("erased", "bool", "Whether it is erased here"),
+    ),
+)
+DISTANCES = Schema(
+    "distances",
+    (
+        _LAYER,
+        Column("distance", "int", "How far back the key lies"),
+        Column(
+            "attention",
+            "float",
+            "Mean attention on that key, over at most 1,024 queries that have one, heads and sequences",
+        ),
+    ),
+)
+
+
+TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES)
+
+
+def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray]]:
+    """The columns of every table, by the table's name."""
+    return {
+        SINKS.name: _sinks(findings),
+        POSITIONS.name: _positions(findings),
+        NEURONS.name: _neurons(findings),
+        DIMENSIONS.name: _rows(DIMENSIONS, findings.massive),
+        HEADS.name: _heads(findings),
+        LAYERS.name: _layers(findings),
+        DISTANCES.name: _distances(findings),
+    }
+
+
+def _rows(schema: Schema, entries: list, **columns: list) -> dict[str, list]:
+    """Columns from the attributes of the same name, or as given."""
+    return {
+        c.name: columns[c.name] if c.name in columns else [getattr(entry, c.name) for entry in entries]
+        for c in schema.columns
+    }
+
+
+def _sinks(findings: Findings) -> dict:
+    sinks = findings.sinks
+    return _rows(
+        SINKS,
+        sinks,
+        num_sequences=[findings.reading.batch.num_sequences] * len(sinks),
+        num_layers=[len(sink.layers) for sink in sinks],
+        first_layer=[min(sink.layers, default=None) for sink in sinks],
+        last_layer=[max(sink.layers, default=None) for sink in sinks],
+    )
+
+
+def _positions(findings: Findings) -> dict:
+    reading = findings.reading
+    num_layers, length = reading.by_position["dom_ratio"].shape
+    columns: dict[str, np.ndarray] = {
+        "layer": np.repeat(np.arange(num_layers), length),
+        "position": np.tile(np.arange(length), num_layers),
+    }
+    for name, by_head_LHS in (("attention_received", reading.received), ("sink_rate", reading.head_sink_rate)):
+        values_LT = torch.full((num_layers, length), float("nan"))
+        values_LT[:, reading.keys] = by_head_LHS.mean(1).float()
+        columns[name] = values_LT.flatten().numpy()
+    missing = np.full(num_layers * length, np.nan)
+    for column in POSITIONS.columns:
+        if column.name not in columns and not column.name.startswith("largest_write_"):
+            values = reading.by_position.get(column.name)
+            columns[column.name] = missing if values is None else values.flatten().numpy()
+    places = [
+        layer.unit_places(reading.by_position["largest_write_unit"][layer.index]) for layer in reading.anatomy.layers
+    ]
+    experts = torch.cat([expert for expert, _ in places]).numpy()
+    columns["largest_write_expert"] = np.ma.masked_array(experts, mask=experts == DENSE)
+    columns["largest_write_neuron"] = torch.cat([neuron for _, neuron in places]).numpy()
+    return columns
+
+
+def _neurons(findings: Findings) -> dict:
+    units = findings.super_neurons
+    sparsity = {
+        name: [float(getattr(unit.sparsity, name)) for unit in units]
+        for name in ("max_over_median", "top_share", "participation_ratio", "kurtosis")
+    }
+    return _rows(NEURONS, units, **sparsity)
+
+
+def _heads(findings: Findings) -> dict:
+    reading = findings.reading
+    positions = [sink.position for sink in findings.sinks] or [findings.strongest[0]]
+    num_layers, num_heads, _ = reading.received.shape
+    parts: dict[str, list[Tensor]] = {column.name: [] for column in HEADS.columns}
+    missing = torch.full((num_layers, num_heads), float("nan"))
+    for position in positions:
+        index = int((reading.keys == position).nonzero()[0])
+        at_lock = (reading.lock_positions == position)[:, None, :].float()
+        seen = at_lock.sum(-1) > 0
+        values = {
+            "layer": torch.arange(num_layers)[:, None].expand(num_layers, num_heads),
+            "head": torch.arange(num_heads)[None, :].expand(num_layers, num_heads),
+            "position": torch.full((num_layers, num_heads), position),
+            "attention_received": reading.received[:, :, index],
+            "sink_rate": reading.head_sink_rate[:, :, index],
+            "positive_queries": torch.where(seen, (reading.positive_queries * at_lock).sum(-1), missing),
+            "lock_share": torch.where(seen, torch.where(at_lock > 0, reading.lock_share, 0).sum(-1), missing),
+            "entropy": reading.by_head.get("entropy", missing),
+            "mixing": reading.by_head.get("mixing", missing),
+        }
+        for name, value in values.items():
+            parts[name].append(value.flatten())
+    return {name: torch.cat(values).numpy() for name, values in parts.items()}
+
+
+def _layers(findings: Findings) -> dict:
+    reading = findings.reading
+    num_layers = reading.num_layers
+    sinks = [sink.position for sink in findings.sinks]
+    unknown = [None] * num_layers
+    at_sink, elsewhere = findings.dom_ratio_at(sinks[0] if sinks else findings.strongest[0])
+    activations = [findings.massive_activations(layer) for layer in range(num_layers)]
+    massive_at_sink = []
+    for layer, (_, counts_P) in enumerate(activations):
+        slot = (
+            (reading.residual[layer + 1].candidates.cpu() == sinks[0]).nonzero().flatten()
+            if sinks and reading.rank_tokens
+            else []
+        )
+        massive_at_sink.append(int(counts_P[slot[0]]) if len(slot) else None)
+    ranks, ranks_without_sink = findings.effective_ranks
+    return {
+        "layer": list(range(num_layers)),
+        "variance_ratio": _floats(findings.variance_ratio, num_layers),
+        "averaging_law_r_squared": _floats(findings.averaging_law_r_squared, num_layers),
+        "kendall_positions": _kendall_positions(findings),
+        "kendall_channels": _kendall_channels(findings),
+        "dom_ratio_sink": at_sink.tolist() if sinks else unknown,
+        "dom_ratio_elsewhere": elsewhere.tolist(),
+        "median_magnitude": [median for median, _ in activations],
+        "massive_activations_sink": massive_at_sink,
+        "effective_rank": ranks or unknown,
+        "effective_rank_without_sink": ranks_without_sink or unknown,
+        "born": [layer in findings.birth_layers for layer in range(num_layers)],
+        "erased": [layer in findings.erasure_layers for layer in range(num_layers)],
+    }
+
+
+def _distances(findings: Findings) -> dict:
+    by_distance_LR = findings.reading.by_distance.mean(1)
+    num_layers, num_distances = by_distance_LR.shape
+    return {
+        "layer": np.repeat(np.arange(num_layers), num_distances),
+        "distance": np.tile(np.array(findings.reading.distances), num_layers),
+        "attention": by_distance_LR.flatten().numpy(),
+    }
+
+
+def _floats(values: Tensor | None, count: int) -> list:
+    return [None] * count if values is None else values.tolist()
+
+
+def _kendall_positions(findings: Findings) -> list[float | None]:
+    if findings.variance_ratio is None:
+        return [None] * findings.reading.num_layers
+    before, behind = (findings.reading.by_position[name] for name in ("value_variance", "projected_variance"))
+    return [_thinned_tau(before[layer], behind[layer]) for layer in range(findings.reading.num_layers)]
+
+
+def _kendall_channels(findings: Findings) -> list[float | None]:
+    variance_LC = findings.reading.channel_variance
+    if variance_LC is None:
+        return [None] * findings.reading.num_layers
+    return [
+        _thinned_tau(variance_LC[layer.index], layer.aggregation_channel_norms().cpu())
+        for layer in findings.reading.anatomy.layers
+    ]
+
+
+def _thinned_tau(x: Tensor, y: Tensor) -> float:
+    index = torch.linspace(0, len(x) - 1, min(len(x), KENDALL_POINTS)).long()
+    return kendall_tau(x[index].numpy(), y[index].numpy())

@@ -1,0 +1,135 @@
+"""What people see on a terminal: progress while work goes on, then a short table and one sentence.
+
+Progress goes to standard error, results to standard output. Text from models is printed as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from sinkscope.capture.trace import Trace
+    from sinkscope.models.loading import LoadedModel
+
+NUM_SHOWN = 8
+"""Rows of a list that are shown; the tables hold all of them."""
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Says on a terminal that something is being done."""
+    with Console(stderr=True).status(Text(what)):
+        yield
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; yields the function that moves it."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
+    console, findings, reading = Console(soft_wrap=True), trace.findings, trace.reading
+    tokens = reading.batch.describe()
+    console.print(
+        Text(
+            f"{loaded.name} ({reading.anatomy.family.name}, {reading.num_layers} layers, {loaded.dtype}), "
+            f"{tokens['count']} sequences of {tokens['length']} {tokens['kind']} tokens"
+            f"{', BOS first' if tokens['bos'] else ''}; "
+            f"attention read by {reading.attention_path}, {reading.elapsed_s:.1f} s"
+        )
+    )
+    if findings.sinks:
+        rows = [
+            (
+                str(s.position),
+                f"{s.rate:.1%}",
+                f"{s.low:.1%} to {s.high:.1%}",
+                f"{s.mean_attention:.3f}",
+                _span(s.layers),
+            )
+            for s in findings.sinks
+        ]
+        _table(console, "sinks", ("position", "sink rate", "95 % interval", "mean attention", "layers"), rows)
+    if findings.super_neurons:
+        rows = [
+            (
+                str(u.layer),
+                "-" if u.expert is None else str(u.expert),
+                str(u.neuron),
+                str(u.dimension),
+                u.role,
+                f"{u.write:.4g}",
+                f"{u.write_share:.1%}",
+                f"{u.contrast:.3g}x",
+                f"{float(u.sparsity.top_share):.1%}",
+            )
+            for u in findings.super_neurons
+        ]
+        heads = (
+            "layer",
+            "expert",
+            "neuron",
+            "dimension",
+            "role",
+            "write",
+            "share",
+            "against elsewhere",
+            "energy in top dimension",
+        )
+        _table(console, "super neurons", heads, rows)
+    console.print(Text(trace.story, style="bold"))
+    console.print(Text(f"Tables and summary: {path}"))
+
+
+def show_families(rows: list[dict]) -> None:
+    columns = ("family", "blocks", "output projection", "feed-forward", "notes")
+    _table(
+        Console(), "families", columns, [tuple(str(value) for value in row.values()) for row in rows], limit=len(rows)
+    )
+
+
+def show_anatomy(name: str, parts: dict) -> None:
+    console = Console(soft_wrap=True)
+    console.print(Text(name, style="bold"))
+    for key, value in parts.items():
+        console.print(Text(f"  {key}: {value}"))
+
+
+def _table(
+    console: Console, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], limit: int = NUM_SHOWN
+) -> None:
+    table = Table(title=f"{title} ({limit} of {len(rows)})" if len(rows) > limit else title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows[:limit]:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def _span(layers: list[int]) -> str:
+    """0, 2-5, 9 for [0, 2, 3, 4, 5, 9]."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and layer == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], layer]
+        else:
+            spans.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,399 @@
+"""Attention received per key, and row entropy and mixing, from q, k and each query's log-sum-exp; never the square.
+
+Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size, P chosen keys.
+With a_ts = exp(score_ts - lse_t), score = scaling * q.k or, soft-capped at c, c * tanh(scaling * q.k / c):
+
+    received_sum_s = sum over t of a_ts     entropy_t = sum over s of a_ts * (lse_t - score_ts)
+    mixing_t = sum over s of a_ts^2         weighted_mixing_t = sum over s of a_ts^2 * weight_s
+
+A query t sees the keys t - window < s <= t. A learned sink is already inside lse, so its rows sum to less than one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import InputError
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # triton is an extra: the definitions below must import without it
+    triton = tl = None
+
+LOG2_E = math.log2(math.e)
+QUERIES_PER_STRIP = 512  # at T = 65,536 and 32 heads 4,096 programs read q: every multiprocessor has several at work
+
+
+class AttentionReductions(NamedTuple):
+    """What one pass over the attention map leaves, in float32; None where it was not asked for."""
+
+    received_sum: Tensor  # [B, H, S]
+    entropy: Tensor | None  # [B, H, T], in nats
+    mixing: Tensor | None  # [B, H, T]
+    weighted_mixing: Tensor | None  # [B, H, T]
+
+
+class Blocks(NamedTuple):
+    """How one program works: block_t queries at a time against block_s keys (a multiple of block_t)."""
+
+    block_t: int
+    block_s: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+
+def attention_received(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    log_sum_exp_BHT: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    key_weights_BHS: Tensor | None = None,
+    rows: bool = True,
+    _blocks: Blocks | None = None,
+) -> AttentionReductions:
+    """Column sums of causal self attention and, unless `rows` is off, entropy and mixing of each query's row.
+
+    Column sums are deterministic. Row results are summed over key blocks with float32 atomics, so their last bits
+    differ between runs. Differentiates nothing: the results carry no gradient.
+    """
+    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, softcap, window)
+    if key_weights_BHS is not None and (not rows or key_weights_BHS.shape != (batch, num_heads, length)):
+        raise InputError(
+            expected=f"key weights [{batch}, {num_heads}, {length}] (expand is free), together with rows=True",
+            found=f"shape {list(key_weights_BHS.shape)} and rows={rows}",
+            next_step="Expand the weights to batch and heads",
+        )
+    options = dict(dtype=torch.float32, device=query_BHTD.device)
+    received_BHS = torch.empty(batch, num_heads, length, **options)
+    num_rows = (3 if key_weights_BHS is not None else 2) if rows else 0
+    rows_NBHT = torch.zeros(num_rows, batch, num_heads, length, **options)
+    results = AttentionReductions(received_BHS, *rows_NBHT, *[None] * (3 - num_rows))
+    if received_BHS.numel() == 0:
+        return results
+    blocks = _blocks or _blocks_for(head_size, query_BHTD.element_size(), weighted=key_weights_BHS is not None)
+    num_key_blocks = -(-length // blocks.block_s)
+    weights = received_BHS if key_weights_BHS is None else key_weights_BHS
+    entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
+    with torch.cuda.device_of(query_BHTD):
+        _received_kernel[(num_key_blocks * batch * num_heads,)](
+            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted,
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weights.stride(),
+            num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
+            *_scales(scaling, softcap), D=head_size, BLOCK_D=_padded(head_size), BLOCK_T=blocks.block_t,
+            BLOCK_S=blocks.block_s, SOFTCAP=softcap is not None, ROWS=rows, WEIGHTS=key_weights_BHS is not None,
+            INTERPRETED=_interpreted(), num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            maxnreg=blocks.max_registers,
+        )  # fmt: skip
+    return results
+
+
+def received_by_keys(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    log_sum_exp_BHT: Tensor,
+    positions_P: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Column sums [B, H, P] of the chosen keys alone: one read of q. A position outside [0, S) gives nan.
+
+    Out-of-range positions are answered with nan because looking at them on the host would wait for the device.
+    """
+    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, softcap, window)
+    if positions_P.dtype != torch.int64 or positions_P.dim() != 1 or positions_P.device != query_BHTD.device:
+        raise InputError(
+            expected=f"positions as a one-dimensional int64 tensor on {query_BHTD.device}",
+            found=f"{positions_P.dtype} with {positions_P.dim()} dimensions on {positions_P.device}",
+            next_step="Pass torch.tensor([...], device=query.device)",
+        )
+    num_keys = positions_P.numel()
+    num_strips = -(-length // QUERIES_PER_STRIP)
+    partial_BHPN = query_BHTD.new_zeros(batch, num_heads, num_keys, num_strips, dtype=torch.float32)
+    if partial_BHPN.numel() == 0:
+        return partial_BHPN.sum(-1)
+    # tl.dot wants at least 16 columns; the idle ones cost nothing because reading q is the bottleneck.
+    block_p = min(64, _padded(num_keys))
+    wide = query_BHTD.element_size() == 4 or head_size > 128
+    with torch.cuda.device_of(query_BHTD):
+        _by_keys_kernel[(num_strips * batch * num_heads, -(-num_keys // block_p))](
+            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN,
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3],
+            num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_keys, num_strips,
+            *_scales(scaling, softcap), D=head_size, BLOCK_D=_padded(head_size), BLOCK_T=64 if wide else 128,
+            BLOCK_P=block_p, STRIP=QUERIES_PER_STRIP, SOFTCAP=softcap is not None, INTERPRETED=_interpreted(),
+            num_warps=4, num_stages=2 if wide else 3,
+        )  # fmt: skip
+    return partial_BHPN.sum(-1)
+
+
+def attention_received_plain(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    log_sum_exp_BHT: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    key_weights_BHS: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> AttentionReductions:
+    """The definition: the same reductions from the whole square, in `dtype`. For tests and short sequences."""
+    key_BHSD = key_BKSD.to(dtype).repeat_interleave(query_BHTD.shape[1] // key_BKSD.shape[1], dim=1)
+    score_BHTS = query_BHTD.to(dtype) @ key_BHSD.mT * scaling
+    if softcap is not None:
+        score_BHTS = softcap * torch.tanh(score_BHTS / softcap)
+    position = torch.arange(query_BHTD.shape[2], device=query_BHTD.device)
+    distance_TS = position[:, None] - position
+    visible_TS = (distance_TS >= 0) & (distance_TS < (len(position) if window is None else window))
+    surprise_BHTS = log_sum_exp_BHT.to(dtype)[..., None] - score_BHTS
+    a_BHTS = torch.exp(-surprise_BHTS).where(visible_TS, 0)
+    weighted = None if key_weights_BHS is None else (a_BHTS.square() * key_weights_BHS.to(dtype)[:, :, None]).sum(-1)
+    return AttentionReductions(a_BHTS.sum(2), (a_BHTS * surprise_BHTS).sum(-1), a_BHTS.square().sum(-1), weighted)
+
+
+def can_run(query: Tensor) -> bool:
+    """Whether the kernels can run on this tensor's device here; `reason_not_to_run` says why not."""
+    return reason_not_to_run(query) is None
+
+
+def reason_not_to_run(query: Tensor) -> str | None:
+    """Why the kernels cannot run on this tensor, or None when they can."""
+    if triton is None:
+        return "triton is not installed"
+    if not query.is_cuda and not _interpreted():
+        return f"the tensor is on {query.device}, and Triton was imported without TRITON_INTERPRET=1"
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{query.dtype} has no kernel (float32, bfloat16 and float16 have)"
+    return None
+
+
+def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, window: int | None) -> torch.Size:
+    """The shape of the query, after every property that the kernels rely on was found to hold."""
+    reason = reason_not_to_run(query)
+    if reason is not None:
+        raise InputError(
+            expected="a tensor that the Triton kernels can read", found=reason, next_step="Use the tiled torch path"
+        )
+    grouped = query.dim() == key.dim() == 4 and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+    if not grouped or query.shape[2:] != key.shape[2:] or len(query) != len(key) or lse.shape != query.shape[:3]:
+        raise InputError(
+            expected="self attention: query [B, H, T, D], key [B, K, T, D] with K dividing H, log-sum-exp [B, H, T]",
+            found=f"query {list(query.shape)}, key {list(key.shape)}, log-sum-exp {list(lse.shape)}",
+            next_step="Pass the whole sequence, without a cache and with keys not repeated",
+        )
+    if query.dtype != key.dtype or lse.dtype != torch.float32 or not query.device == key.device == lse.device:
+        raise InputError(
+            expected="query and key of one dtype, a float32 log-sum-exp, and one device",
+            found=f"{query.dtype} on {query.device}, {key.dtype} on {key.device}, {lse.dtype} on {lse.device}",
+            next_step="Convert them first",
+        )
+    # Within a tile the kernels count elements in 32 bits, and the widest tile has 128 rows.
+    if query.stride(3) != 1 or key.stride(3) != 1 or query.stride(2) >= 2**24:
+        raise InputError(
+            expected="query and key contiguous along D, and query rows less than 2^24 elements apart",
+            found=f"query strides {query.stride()}, key strides {key.stride()}",
+            next_step="Call .contiguous() on them",
+        )
+    max_head_size = 1024 // query.element_size()  # what shared memory holds
+    if query.shape[3] > max_head_size or (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise InputError(
+            expected=f"a head size of at most {max_head_size}, a window of at least 1 and a positive softcap, or None",
+            found=f"head size {query.shape[3]}, window={window}, softcap={softcap}",
+            next_step="Pass None where the model has no window or softcap, and a wider head to the tiled torch path",
+        )
+    return query.shape
+
+
+def _interpreted() -> bool:
+    return not isinstance(_received_kernel, triton.JITFunction)
+
+
+def _padded(size: int) -> int:
+    """The next power of two, at least 16: what Triton can index and tl.dot can multiply."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _blocks_for(head_size: int, element_size: int, *, weighted: bool) -> Blocks:
+    """Fixed choices, made for Hopper, by the padded head size.
+
+    128 keys in a block, because every block streams all later queries out of the level-2 cache: half the keys, twice
+    the traffic. Several small programs on a multiprocessor, because one multiplies while another is busy with
+    exponentials: 128 registers let four of 4 warps live together at head size 64, 168 three of them. The masked loops
+    alone would take 168. From head size 256 on, shared memory holds one program and its size is all that counts.
+    """
+    padded = _padded(head_size)
+    if element_size == 4:  # each float32 operand is held three times: as it came, and as two TF32 parts
+        return Blocks(64, 64, 4, 2 if padded <= 64 else 1, None)
+    if padded <= 64:
+        return Blocks(64, 128, 4, 3, 168 if weighted else 128)
+    if padded <= 128:
+        return Blocks(64, 128, 4, 2, 168)
+    return Blocks(128, 128, 8, 2, None) if padded <= 256 else Blocks(64, 64, 4, 2, None)
+
+
+def _scales(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """Factors that take q.k to the score in base-2 units, so that the kernels call exp2, one instruction, and not exp.
+
+    Soft-capped, the first one takes q.k to the exponent of tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
+    """
+    if softcap is None:
+        return scaling * LOG2_E, 0.0
+    return 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
+
+
+def _jit(function):
+    """Compiles once for all lengths and head counts: what Triton would specialise on them buys nothing here."""
+    counts = ["num_heads", "group_size", "length", "window", "num_key_blocks", "num_keys", "num_strips"]
+    return function if triton is None else triton.jit(function, do_not_specialize=counts)
+
+
+@_jit
+def _log2_attention(product, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr):
+    """log2 of the attention, from q.k. The hardware's tanh has 11 good bits, too few at a cap of 50."""
+    if SOFTCAP:
+        product = cap_log2 - 2 * cap_log2 / (1 + tl.math.exp2(product * scale_log2))
+        return product - lse_log2[:, None]
+    return product * scale_log2 - lse_log2[:, None]
+
+
+@_jit
+def _product(query_TD, key_DS, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # Triton's interpreter multiplies bfloat16 as if its bits were integers
+        query_TD = query_TD.to(tl.float32)
+        key_DS = key_DS.to(tl.float32)
+    # Of float32 operands, three TF32 products keep 22 bits. An "ieee" product would run outside the tensor cores and
+    # spills kilobytes of registers from head size 128 on. Sixteen-bit operands ignore this setting.
+    return tl.dot(query_TD, key_DS, input_precision="tf32x3")
+
+
+@_jit
+def _received_kernel(
+    query, key, lse, weights, received, entropy, mixing, weighted,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_wb, stride_wh, stride_ws,
+    num_heads, group_size, length, window, num_key_blocks, scale_log2, cap_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One program: the column sums of BLOCK_S keys of one head, over the queries from the diagonal on.
+
+    Key blocks vary fastest, so the programs at work at one time stream the same head's queries out of the cache, and
+    within a head the longest columns start first, which leaves short ones to fill the end.
+    """
+    first = tl.program_id(0) % num_key_blocks * BLOCK_S
+    bh = (tl.program_id(0) // num_key_blocks).to(tl.int64)
+    b = bh // num_heads
+    h = bh % num_heads
+    query += b * stride_qb + h * stride_qh
+    key += b * stride_kb + h // group_size * stride_kh
+    lse += bh * length
+    entropy += bh * length
+    mixing += bh * length
+    weighted += bh * length
+
+    s = first + tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    key_exists = s < length
+    columns = key + s.to(tl.int64)[None, :] * stride_ks + d[:, None]
+    key_DS = tl.load(columns, mask=key_exists[None, :] & (d[:, None] < D), other=0.0)
+    if WEIGHTS:
+        weights += b * stride_wb + h * stride_wh + s.to(tl.int64) * stride_ws
+        weight_S = tl.load(weights, mask=key_exists, other=0.0).to(tl.float32)
+
+    # Three stretches of queries: the diagonal, the interior where every query of a tile sees every key of the block,
+    # and the rest, where the window closes or the sequence ends. Only the interior is long, and it has no mask.
+    diagonal_end = first + BLOCK_S
+    interior_tiles = tl.maximum(tl.minimum(length, first + window) - diagonal_end, 0) // BLOCK_T
+    interior_end = diagonal_end + interior_tiles * BLOCK_T
+    last_end = tl.minimum(length, diagonal_end - 1 + window)
+    offset_TD = tl.arange(0, BLOCK_T)[:, None] * stride_qt + d[None, :]
+    sums = tl.zeros([BLOCK_T // 16, 8, BLOCK_S], tl.float32)
+    for stretch in tl.static_range(3):
+        if stretch == 0:
+            begin = first
+            end = tl.minimum(diagonal_end, last_end)
+        elif stretch == 1:
+            begin = diagonal_end
+            end = interior_end
+        else:
+            begin = interior_end
+            end = last_end
+        for start in tl.range(begin, end, BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            tile = query + tl.cast(start, tl.int64) * stride_qt + offset_TD
+            if stretch == 1:
+                query_TD = tl.load(tile) if D == BLOCK_D else tl.load(tile, mask=d[None, :] < D, other=0.0)
+                lse_T = tl.load(lse + t)
+            else:
+                query_TD = tl.load(tile, mask=(t[:, None] < length) & (d[None, :] < D), other=0.0)
+                lse_T = tl.load(lse + t, mask=t < length, other=0.0)
+            product_TS = _product(query_TD, key_DS, INTERPRETED)
+            log_TS = _log2_attention(product_TS, lse_T * 1.4426950408889634, scale_log2, cap_log2, SOFTCAP)
+            if stretch != 1:
+                # A finite stand-in for minus infinity: a * log a below must come out as zero, not nan.
+                distance = t[:, None] - s[None, :]
+                visible = (distance >= 0) & (distance < window) & (t[:, None] < length)
+                log_TS = tl.where(visible, log_TS, -1e30)
+            a_TS = tl.math.exp2(log_TS)
+            # Rows 8 apart lie in one thread, in the layout that tensor cores leave: adding those pairs halves the
+            # registers of the column sums, and every other addition along the queries waits until the end.
+            sums += tl.sum(tl.reshape(a_TS, [BLOCK_T // 16, 2, 8, BLOCK_S]), 1)
+            if ROWS:
+                # One relaxed add per row and tile: nothing reads the buffers before the kernel ends.
+                square_TS = a_TS * a_TS
+                entropy_T = tl.sum(a_TS * log_TS, 1) * -0.6931471805599453
+                tl.atomic_add(entropy + t, entropy_T, mask=t < length, sem="relaxed")
+                tl.atomic_add(mixing + t, tl.sum(square_TS, 1), mask=t < length, sem="relaxed")
+                if WEIGHTS:
+                    weighted_T = tl.sum(square_TS * weight_S[None, :], 1)
+                    tl.atomic_add(weighted + t, weighted_T, mask=t < length, sem="relaxed")
+    tl.store(received + bh * length + s, tl.sum(tl.sum(sums, 0), 0), mask=key_exists)
+
+
+@_jit
+def _by_keys_kernel(
+    query, key, lse, positions, partial,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks,
+    num_heads, group_size, length, window, num_keys, num_strips, scale_log2, cap_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+    STRIP: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One program: what BLOCK_P chosen keys receive from one strip of one head's queries."""
+    strip = tl.program_id(0) % num_strips
+    bh = (tl.program_id(0) // num_strips).to(tl.int64)
+    b = bh // num_heads
+    h = bh % num_heads
+    query += b * stride_qb + h * stride_qh
+    key += b * stride_kb + h // group_size * stride_kh
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    d = tl.arange(0, BLOCK_D)
+    position = tl.load(positions + p, mask=p < num_keys, other=-1)
+    exists = (position >= 0) & (position < length)
+    columns = key + position[None, :] * stride_ks + d[:, None]
+    key_DP = tl.load(columns, mask=exists[None, :] & (d[:, None] < D), other=0.0)
+    s = tl.where(exists, position, length).to(tl.int32)
+    sums_TP = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+    # Queries before the first chosen key see none of them.
+    begin = tl.maximum(strip * STRIP, tl.min(s) // BLOCK_T * BLOCK_T)
+    for start in tl.range(begin, tl.minimum(strip * STRIP + STRIP, length), BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        tile = query + tl.cast(start, tl.int64) * stride_qt + tl.arange(0, BLOCK_T)[:, None] * stride_qt + d[None, :]
+        query_TD = tl.load(tile, mask=(t[:, None] < length) & (d[None, :] < D), other=0.0)
+        lse_T = tl.load(lse + bh * length + t, mask=t < length, other=0.0)
+        product_TP = _product(query_TD, key_DP, INTERPRETED)
+        log_TP = _log2_attention(product_TP, lse_T * 1.4426950408889634, scale_log2, cap_log2, SOFTCAP)
+        distance = t[:, None] - s[None, :]
+        visible = (distance >= 0) & (distance < window) & (t[:, None] < length)
+        sums_TP += tl.math.exp2(tl.where(visible, log_TP, -1e30))
+    sums = tl.where(exists, tl.sum(sums_TP, 0), float("nan"))
+    tl.store(partial + (bh * num_keys + p) * num_strips + strip, sums, mask=p < num_keys)

@@ -1,0 +1,66 @@
+"""How far a few dimensions dominate a token's residual. E is the width, N tokens."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MASSIVE_RATIO = 10.0
+"""A dimension is massive at a position when its mean magnitude is this many times the position's mean over dimensions
+... A Gaussian token stays under 7 at any width in use, so chance alone never reaches it."""
+MASSIVE_CONTRAST = 3.0
+"""... and this many times the same dimension's magnitude at the other positions: a dimension that is large everywhere
+marks no token."""
+MASSIVE_ACTIVATION = 100.0
+MASSIVE_ACTIVATION_RATIO = 1000.0
+"""A massive activation exceeds the first and the second times the median magnitude (Sun et al.); not scale-free, so
+never read alone."""
+
+
+def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """max_j |h_j| / mean_j |h_j|."""
+    return h.abs().amax(-1) / h.abs().mean(-1)
+
+
+def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """(sum h^2)^2 / sum h^4: how many dimensions share the energy; 0 for a zero vector."""
+    energy, fourth = h.square().sum(-1), h.pow(4).sum(-1)
+    return torch.where(fourth > 0, energy.square() / fourth, torch.zeros_like(fourth))
+
+
+def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """Share of the energy in the largest dimension; 0 for a zero vector."""
+    energy = h.square()
+    return torch.nan_to_num(energy.amax(-1) / energy.sum(-1), nan=0.0)
+
+
+def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant."""
+    centred = h - h.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1)
+    return torch.where(variance > 0, centred.pow(4).mean(-1) / variance.square(), torch.zeros_like(variance))
+
+
+def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, ""]) -> Tensor:
+    """How many dimensions of each token exceed 100 and 1000 times the median magnitude of the hidden state."""
+    magnitude = h.abs()
+    return ((magnitude > MASSIVE_ACTIVATION) & (magnitude > MASSIVE_ACTIVATION_RATIO * median)).sum(-1)
+
+
+def massive_dimensions(
+    magnitude_PE: Float[Tensor, "P E"], elsewhere_PE: Float[Tensor, "P E"]
+) -> tuple[Bool[Tensor, "P E"], Float[Tensor, "P E"], Float[Tensor, "P E"]]:
+    """(massive or not, ratio to the position's mean, contrast to other positions) from mean magnitudes here and
+    elsewhere."""
+    ratio = magnitude_PE / magnitude_PE.mean(-1, keepdim=True)
+    contrast = magnitude_PE / elsewhere_PE
+    return (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST), ratio, contrast
+
+
+def effective_rank(x_NE: Float[Tensor, "N E"]) -> float:
+    """exp of the entropy of the normalised singular values (Roy and Vetterli), of the tokens as they are, not centred.
+
+    From the singular values, not from a Gram matrix: squaring would lose every direction 1e-8 below a massive one.
+    """
+    values = torch.linalg.svdvals(x_NE.double())
+    weights = values / values.sum()
+    return float(torch.exp(torch.special.entr(weights).sum()))

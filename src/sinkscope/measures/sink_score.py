@@ -1,0 +1,38 @@
+"""Attention received per key, and the sink rate over sequences, layers and heads.
+
+Axes: B sequences, L layers, H heads, T query position, S key position.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+SINK_THRESHOLD = 0.3
+"""eps: a head counts a key as its sink when the key's mean attention received exceeds it (Gu et al.)."""
+SINK_RATE = 0.05
+"""There is a sink at a position when at least this share of sequences, layers and heads count it."""
+LATER_QUERIES = 16
+"""Only keys with as many queries after them are looked at: the last keys have few queries and look like sinks without
+being any."""
+
+
+def mean_received(
+    received_sum: Float[Tensor, "... S"], positions: Tensor | None = None, length: int | None = None
+) -> Tensor:
+    """alpha_k = mean over queries i >= k of a_ik, from sums over queries; `positions` says which keys were read, if
+    not all."""
+    if positions is None:
+        length = received_sum.shape[-1]
+        positions = torch.arange(length, device=received_sum.device)
+    assert length is not None
+    return received_sum / (length - positions)
+
+
+def eligible_positions(length: int) -> Bool[Tensor, " S"]:
+    """Which keys have enough later queries to be looked at."""
+    return torch.arange(length) < length - LATER_QUERIES
+
+
+def sink_rate(alpha_BLHS: Float[Tensor, "B L H S"], threshold: float = SINK_THRESHOLD) -> Float[Tensor, " S"]:
+    """Mean over sequences, layers and heads of alpha > threshold."""
+    return (alpha_BLHS > threshold).float().mean(dim=(0, 1, 2))

@@ -1,0 +1,331 @@
+"""Where each family keeps its parts: one row per family, and the parts of a given model read through its row.
+
+A row names module paths below the decoder's block. Numbers (heads, head size, width) are read from the configuration
+or the module, never inferred from shapes. A family that is missing raises an error that names the row to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import InputError
+
+Part = Any
+"""A module of somebody's model: its attributes are the family's, so no type can promise them."""
+SHARED_EXPERT = -1
+"""The expert number under which the units of a shared expert are listed."""
+DENSE = -2
+"""Stands for "no expert" where a tensor needs a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Module paths of one family, relative to a block unless said otherwise."""
+
+    name: str
+    model_types: tuple[str, ...]
+    blocks: str = "layers"
+    """Path of the list of blocks, relative to the decoder."""
+    attention: str = "self_attn"
+    output_projection: str = "self_attn.o_proj"
+    down_projection: str = "mlp.down_proj"
+    experts: str | None = None
+    shared_down_projection: str | None = None
+    post_norm: str | None = None
+    """A norm between the down projection and the residual stream: the neurons' write is what leaves it."""
+    attention_door: str = "registry"
+    """How queries and keys are read: the attention registry, or the model's own call of
+    scaled_dot_product_attention."""
+    notes: str = ""
+    parallel: Callable[[Any], bool] = field(default=lambda config: False)
+    """Whether attention and feed-forward read the same input and are added together."""
+    unsupported: Callable[[Any], str | None] = field(default=lambda config: None)
+    """What in a configuration of this family cannot be honoured, if anything."""
+
+    def row(self) -> dict:
+        """The family as a row of the table that people see."""
+        return {
+            "family": self.name,
+            "blocks": self.blocks,
+            "output_projection": self.output_projection,
+            "feed_forward": self.experts or self.down_projection,
+            "notes": self.notes,
+        }
+
+
+def _opt_unsupported(config) -> str | None:
+    return (
+        None if config.do_layer_norm_before else "do_layer_norm_before=False (the residual stream itself is normalised)"
+    )
+
+
+def _falcon_unsupported(config) -> str | None:
+    return "alibi=True (a bias of T x T per head)" if config.alibi else None
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(name="llama", model_types=("llama",), notes="grouped queries"),
+    Family(name="mistral", model_types=("mistral",), notes="grouped queries, sliding window"),
+    Family(name="qwen2", model_types=("qwen2",), notes="grouped queries, some layers with a sliding window"),
+    Family(name="qwen3", model_types=("qwen3",), notes="query and key norm"),
+    Family(
+        name="gemma2",
+        model_types=("gemma2",),
+        post_norm="post_feedforward_layernorm",
+        notes="soft-capped scores, alternating windows, post-norms",
+    ),
+    Family(
+        name="gemma3",
+        model_types=("gemma3_text", "gemma3"),
+        post_norm="post_feedforward_layernorm",
+        notes="query and key norm, alternating windows, post-norms",
+    ),
+    Family(
+        name="olmo2",
+        model_types=("olmo2",),
+        post_norm="post_feedforward_layernorm",
+        notes="query and key norm, post-norms and no pre-norms",
+    ),
+    Family(
+        name="olmo3",
+        model_types=("olmo3",),
+        post_norm="post_feedforward_layernorm",
+        notes="as olmo2, some layers with a sliding window",
+    ),
+    Family(name="phi3", model_types=("phi3",), notes="fused projections, sliding window"),
+    Family(name="smollm3", model_types=("smollm3",), notes="some layers without rotation"),
+    Family(name="glm4", model_types=("glm4",), post_norm="post_mlp_layernorm", notes="partial rotation, post-norms"),
+    Family(
+        name="gpt2",
+        model_types=("gpt2",),
+        blocks="h",
+        attention="attn",
+        output_projection="attn.c_proj",
+        down_projection="mlp.c_proj",
+        notes="learned positions, transposed weights",
+    ),
+    Family(
+        name="gpt_neox",
+        model_types=("gpt_neox",),
+        attention="attention",
+        output_projection="attention.dense",
+        down_projection="mlp.dense_4h_to_h",
+        parallel=lambda config: config.use_parallel_residual,
+        notes="attention and feed-forward in parallel",
+    ),
+    Family(
+        name="opt",
+        model_types=("opt",),
+        output_projection="self_attn.out_proj",
+        down_projection="fc2",
+        unsupported=_opt_unsupported,
+        notes="learned positions, ReLU",
+    ),
+    Family(
+        name="falcon",
+        model_types=("falcon",),
+        blocks="h",
+        attention="self_attention",
+        output_projection="self_attention.dense",
+        down_projection="mlp.dense_4h_to_h",
+        attention_door="sdpa_call",
+        parallel=lambda config: config.parallel_attn or config.new_decoder_architecture,
+        unsupported=_falcon_unsupported,
+        notes="attention and feed-forward in parallel, keys repeated before attention",
+    ),
+    Family(name="mixtral", model_types=("mixtral",), experts="mlp.experts", notes="experts"),
+    Family(name="qwen3_moe", model_types=("qwen3_moe",), experts="mlp.experts", notes="experts, query and key norm"),
+    Family(
+        name="gpt_oss",
+        model_types=("gpt_oss",),
+        experts="mlp.experts",
+        notes="experts, learned sinks, alternating windows",
+    ),
+    Family(
+        name="deepseek_v3",
+        model_types=("deepseek_v3",),
+        experts="mlp.experts",
+        shared_down_projection="mlp.shared_experts.down_proj",
+        notes="latent attention, experts with a shared one, first layers dense",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The parts of one block. Exactly one of `down_projection` and `experts` is there; a shared expert stands beside
+    experts."""
+
+    index: int
+    block: Part
+    attention: Part
+    output_projection: Part
+    down_projection: Part | None
+    experts: Part | None
+    shared_down_projection: Part | None
+    post_norm: Part | None
+
+    def down_weights(self) -> list[tuple[int | None, Tensor]]:
+        """(expert or None, output vectors [E, F]) of every group of units, in the order in which units are numbered."""
+        if self.down_projection is not None:
+            return [(None, _projection_weight(self.down_projection))]
+        assert self.experts is not None
+        weights = self.experts.down_proj.detach()
+        oriented = weights.transpose(1, 2) if self.experts.is_transposed else weights
+        groups: list[tuple[int | None, Tensor]] = [(expert, oriented[expert]) for expert in range(oriented.shape[0])]
+        if self.shared_down_projection is not None:
+            groups.append((SHARED_EXPERT, _projection_weight(self.shared_down_projection)))
+        return groups
+
+    def locate_unit(self, unit: int) -> tuple[int | None, int]:
+        """(expert or None, neuron) of a unit's number within the layer."""
+        expert, neuron = self.unit_places(torch.tensor([unit]))
+        return (None if expert == DENSE else int(expert)), int(neuron)
+
+    def output_vectors(self, units: Tensor) -> Tensor:
+        """[E, n] float32: what each unit writes into the residual stream per unit of activation, post-norm gain
+        included."""
+        weights = dict(self.down_weights())
+        columns = [weights[expert][:, neuron].float() for expert, neuron in map(self.locate_unit, units.tolist())]
+        return torch.stack(columns, dim=1) * self.write_gain()[:, None].to(columns[0].device)
+
+    def unit_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """(expert, neuron) of many units at once; a dense layer's expert comes as DENSE."""
+        groups = self.down_weights()
+        starts = torch.tensor([0, *(weight.shape[1] for _, weight in groups)]).cumsum(0)
+        group = torch.searchsorted(starts, units, right=True) - 1
+        experts = torch.tensor([DENSE if expert is None else expert for expert, _ in groups])
+        return experts[group], units - starts[group]
+
+    def aggregation_channel_norms(self) -> Tensor:
+        """[C] float32: how strongly the output projection reads each channel of the value aggregation."""
+        return torch.linalg.vector_norm(_projection_weight(self.output_projection).float(), dim=0)
+
+    def write_gain(self) -> Tensor:
+        """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through
+        it."""
+        if self.post_norm is None:
+            _, weight_EF = self.down_weights()[0]
+            return torch.ones(weight_EF.shape[0], device=weight_EF.device)
+        gain_E = self.post_norm.weight
+        return self.post_norm.forward(torch.ones_like(gain_E)).detach().float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """The parts of one model, and the numbers that its configuration states."""
+
+    family: Family
+    decoder: Part
+    layers: tuple[Layer, ...]
+    num_heads: int
+    num_key_value_heads: int
+    width: int
+    context: int | None
+    parallel: bool
+
+    def row(self) -> dict:
+        """The anatomy in words, for people."""
+        units = [sum(weight.shape[1] for _, weight in layer.down_weights()) for layer in self.layers]
+        return {
+            "family": self.family.name,
+            "num_layers": len(self.layers),
+            "num_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "width": self.width,
+            "units_per_layer": units[0] if len(set(units)) == 1 else units,
+            "layers_of_experts": [layer.index for layer in self.layers if layer.experts is not None],
+            "post_norm": self.family.post_norm,
+            "attention_and_feed_forward_in_parallel": self.parallel,
+            "context": self.context,
+            "blocks": f"{type(self.decoder).__name__}.{self.family.blocks}",
+            "attention": self.family.attention,
+            "output_projection": self.family.output_projection,
+            "down_projection": self.family.down_projection,
+            "experts": self.family.experts,
+        }
+
+
+def anatomy_of(model: Part) -> Anatomy:
+    """The anatomy of a causal language model; a model may bring its own as the attribute `sinkscope_anatomy`."""
+    own = getattr(model, "sinkscope_anatomy", None)
+    if own is not None:
+        return own
+    config = model.config.get_text_config()
+    family = _family_of(config.model_type)
+    reason = family.unsupported(config)
+    if reason is not None:
+        raise InputError(
+            expected=f"a {family.name} model whose every part can be read",
+            found=reason,
+            next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
+        )
+    decoder = model.get_decoder()
+    layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
+    return Anatomy(
+        family=family,
+        decoder=decoder,
+        layers=layers,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        width=config.hidden_size,
+        context=getattr(config, "max_position_embeddings", None),
+        parallel=family.parallel(config),
+    )
+
+
+def _family_of(model_type: str) -> Family:
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    names = ", ".join(family.name for family in FAMILIES)
+    raise InputError(
+        expected=f"a model of one of the families {names}",
+        found=f"model type '{model_type}', which has no row in the family table",
+        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/anatomy.py (CONTRIBUTING.md says how)",
+    )
+
+
+def _layer(family: Family, index: int, block: Part) -> Layer:
+    experts = _part(block, family.experts)
+    if experts is not None and not all(
+        hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "is_transposed", "_apply_gate")
+    ):
+        raise InputError(
+            expected=f"experts of layer {index} with gate_up_proj, down_proj and a gate",
+            found=type(experts).__name__,
+            next_step="Use a transformers version that keeps experts as 3-D parameters (5.17 or newer)",
+        )
+    down_projection = None if experts is not None else block.get_submodule(family.down_projection)
+    return Layer(
+        index=index,
+        block=block,
+        attention=block.get_submodule(family.attention),
+        output_projection=block.get_submodule(family.output_projection),
+        down_projection=down_projection,
+        experts=experts,
+        shared_down_projection=_part(block, family.shared_down_projection) if experts is not None else None,
+        post_norm=_part(block, family.post_norm),
+    )
+
+
+def _part(block: Part, path: str | None) -> Part | None:
+    """The submodule at a path, or None where the path is absent (a dense layer among layers of experts)."""
+    if path is None:
+        return None
+    for name in path.split("."):
+        block = getattr(block, name, None)
+        if block is None:
+            return None
+    return block
+
+
+def _projection_weight(projection: Part) -> Tensor:
+    """[out, in] weight of a Linear, or of a Conv1D, which keeps it transposed."""
+    weight = projection.weight.detach()
+    return weight.T if type(projection).__name__ == "Conv1D" else weight

@@ -1,0 +1,401 @@
+"""Refusals: checkpoints that cannot be read exactly as they were written, and models that are no causal LM.
+
+Files are checked before any weight is loaded, since a damaged one otherwise fails deep inside a library, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.errors import InputError
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CHUNK = 1 << 24
+"""Elements looked at together when weights are checked: bounds the memory of the check, not its outcome."""
+
+
+def looks_like_hub_name(name: str) -> bool:
+    """Whether `name` has the form of a Hub name, and nothing here is called that."""
+    return (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) is not None
+        and not name.endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES))
+        and not Path(name).exists()
+    )
+
+
+def refuse_path(path: Path) -> NoReturn:
+    """Refuses what is neither a folder nor a .gguf file, and says which of the other things it is."""
+    if not path.exists():
+        raise InputError(
+            expected="a folder or a .gguf file that exists",
+            found=f"no {str(path)!r}",
+            next_step="Check the path; a Hugging Face name has the form owner/name",
+        )
+    if path.suffix in PICKLE_SUFFIXES:
+        raise _pickle(path.name, "safetensors or GGUF weights")
+    raise InputError(
+        expected="a model folder or a .gguf file", found=f"the file {path.name}", next_step="Name the folder it is in"
+    )
+
+
+def _pickle(file: str, expected: str) -> InputError:
+    return InputError(
+        expected=expected,
+        found=f"a pickle checkpoint ({file}), which can run any code when it is opened",
+        next_step="Convert it to safetensors: load it where you trust it, then model.save_pretrained(FOLDER)",
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The entries of the folder's config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            expected="a model folder with a config.json",
+            found=f"{folder.resolve().name} without one",
+            next_step="Name the folder that save_pretrained wrote, or a .gguf file",
+        )
+    config = _read_json(path)
+    if not isinstance(config.get("model_type"), str) and "auto_map" not in config:
+        raise InputError(
+            expected="a config.json with a model_type",
+            found=f"none in {folder.resolve().name}",
+            next_step="Fetch the checkpoint again, or write its model_type into config.json",
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # invalid UTF-8 is a ValueError too
+        content = str(error)
+    if not isinstance(content, dict):
+        raise InputError(
+            expected=f"{path.name} to hold a JSON object",
+            found=f"a corrupt file ({content})" if isinstance(content, str) else "another kind of JSON value",
+            next_step="Fetch the checkpoint again",
+        )
+    return content
+
+
+def check_weight_names(names: Iterable[str], checkpoint: str) -> None:
+    """Refuses a list of files that has no safetensors weights, or whose weights are only a part of the model."""
+    names = set(names)
+    if "adapter_config.json" in names:
+        raise InputError(
+            expected=f"whole weights in {checkpoint}",
+            found="an adapter (adapter_config.json)",
+            next_step="Merge the adapter into its base model and save that to a folder",
+        )
+    if names & {WEIGHTS, WEIGHTS_INDEX}:
+        return
+    if pickles := sorted(name for name in names if name.endswith(PICKLE_SUFFIXES)):
+        raise _pickle(pickles[0], f"safetensors weights in {checkpoint}")
+    raise InputError(
+        expected=f"{WEIGHTS} or {WEIGHTS_INDEX} in {checkpoint}",
+        found="no such file" if not names else "only " + ", ".join(sorted(names)[:5]),
+        next_step="Name a folder with safetensors weights, or a .gguf file",
+    )
+
+
+def check_safetensors(folder: Path) -> None:
+    """Refuses a folder with a missing shard, or with a file whose header and length do not agree."""
+    from safetensors import SafetensorError, safe_open
+
+    # The single file goes first, as it does in transformers.
+    shards = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file():
+        weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(
+                expected=f"{WEIGHTS_INDEX} to name the shards",
+                found="no weight_map",
+                next_step="Fetch the checkpoint again",
+            )
+        shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise InputError(
+                expected=f"every shard named in {WEIGHTS_INDEX}",
+                found=f"no {shard}",
+                next_step="Fetch the missing shard",
+            )
+        try:
+            # Reads the header only; it also fails when the tensors do not cover the file to its last byte.
+            with safe_open(folder / shard, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                expected="an intact safetensors file",
+                found=f"{shard} is corrupt or truncated ({first_line(error)})",
+                next_step="Fetch the file again",
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """What the head of a GGUF file says, and where its parts lie."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Scalars and strings; arrays are left out."""
+    num_entries: int
+    tokenizer_arrays: list[tuple[int, int]]
+    """Byte ranges of the metadata entries that hold the vocabulary."""
+    num_tensors: int
+    num_embeddings: int | None
+    tensors_end: int
+    alignment: int
+    data_start: int
+
+
+class _Cursor:
+    """Reads a GGUF header front to back; running past the end is a ValueError, whatever a corrupt count says."""
+
+    FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # noqa: RUF012
+
+    def __init__(self, blob: mmap.mmap) -> None:
+        self.blob, self.at = blob, 0
+
+    def skip(self, num_bytes: int) -> int:
+        start, self.at = self.at, self.at + num_bytes
+        if self.at > len(self.blob):
+            raise ValueError("the file ends inside its header")
+        return start
+
+    def take(self, fmt: str) -> Any:
+        return struct.unpack_from(f"<{fmt}", self.blob, self.skip(struct.calcsize(f"<{fmt}")))[0]
+
+    def string(self) -> str:
+        start = self.skip(self.take("Q"))
+        return self.blob[start : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == 8:
+            return self.string()
+        if kind != 9:
+            return self.take(self.FORMATS[kind])
+        kind, count = self.take("I"), self.take("Q")
+        if kind in self.FORMATS:
+            self.skip(count * struct.calcsize(self.FORMATS[kind]))
+        else:
+            for _ in range(count):
+                self.skip(self.take("Q")) if kind == 8 else self.value(kind)
+        return None
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """The header of a GGUF file whose tensors all lie inside it."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+            header = _walk_gguf(path, blob)
+    except (ValueError, KeyError, RecursionError, OSError) as error:
+        raise InputError(
+            expected="an intact GGUF file",
+            found=f"{path.name} is corrupt or truncated ({first_line(error)})",
+            next_step="Fetch the file again",
+        ) from error
+    if header.metadata.get("split.count", 1) > 1:
+        raise InputError(
+            expected="a GGUF file that holds the whole model",
+            found=f"{path.name}, one of {header.metadata['split.count']} parts",
+            next_step="Join the parts with llama-gguf-split --merge",
+        )
+    return header
+
+
+def _walk_gguf(path: Path, blob: mmap.mmap) -> GgufHeader:
+    # gguf.GGUFReader would do, but makes several array views for every string of the vocabulary, 20 s for 262k tokens.
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    cursor = _Cursor(blob)
+    if blob[: len(b"GGUF")] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    cursor.skip(4)
+    if (version := cursor.take("I")) not in (2, 3):
+        raise ValueError(f"GGUF version {version}, where 2 and 3 are known")
+    num_tensors, num_entries = cursor.take("Q"), cursor.take("Q")
+    metadata, tokenizer_arrays = {}, []
+    for _ in range(num_entries):
+        start, key, kind = cursor.at, cursor.string(), cursor.take("I")
+        metadata[key] = cursor.value(kind)
+        if kind == 9 and key.startswith("tokenizer."):
+            tokenizer_arrays.append((start, cursor.at))
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise ValueError("it names no architecture")
+    shapes, ends = {}, {}
+    for _ in range(num_tensors):
+        name = cursor.string()
+        shapes[name] = [cursor.take("Q") for _ in range(cursor.take("I"))]
+        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.take("I"))]
+        ends[name] = cursor.take("Q") + prod(shapes[name]) // block_size * block_bytes
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"an alignment of {alignment!r}")
+    data_start = -(-cursor.at // alignment) * alignment
+    for name, end in ends.items():
+        if data_start + end > len(blob):
+            raise ValueError(f"tensor {name} ends {data_start + end - len(blob)} bytes past the end of the file")
+    return GgufHeader(
+        path=path,
+        metadata={key: value for key, value in metadata.items() if value is not None},
+        num_entries=num_entries,
+        tokenizer_arrays=tokenizer_arrays,
+        num_tensors=num_tensors,
+        num_embeddings=shapes["token_embd.weight"][-1] if "token_embd.weight" in shapes else None,
+        tensors_end=cursor.at,
+        alignment=alignment,
+        data_start=data_start,
+    )
+
+
+def copy_without_vocabulary(header: GgufHeader, target: Path) -> None:
+    """Writes the GGUF file again without the arrays of its tokenizer; weights and all other entries are the same."""
+    with header.path.open("rb") as source, target.open("wb") as copy:
+        copy.write(source.read(8))
+        copy.write(struct.pack("<QQ", header.num_tensors, header.num_entries - len(header.tokenizer_arrays)))
+        source.seek(copy.tell())
+        for start, end in header.tokenizer_arrays:
+            copy.write(source.read(start - source.tell()))
+            source.seek(end)
+        copy.write(source.read(header.tensors_end - source.tell()))
+        copy.write(bytes(-copy.tell() % header.alignment))
+        source.seek(header.data_start)
+        shutil.copyfileobj(source, copy, CHUNK)
+
+
+def check_code(described: dict[str, Any], name: str, *, trusted: bool) -> None:
+    """Refuses a config.json whose model needs code that is neither in transformers nor trusted."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = described.get("model_type")
+    auto_map = described.get("auto_map") or {}
+    if not trusted and "AutoModelForCausalLM" in auto_map and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            expected="a model whose code is part of transformers",
+            found=f"{name}, which brings its own code (auto_map in config.json)",
+            next_step="Read that code, then type --trust-remote-code to run it",
+        )
+    if model_type not in CONFIG_MAPPING and not (trusted and auto_map):
+        raise InputError(
+            expected="a model type that this version of transformers knows",
+            found=f"{model_type!r} in {name}",
+            next_step="Check model_type in config.json, or upgrade transformers",
+        )
+
+
+def check_causal(config: Any, name: str) -> None:
+    """Refuses encoders, encoder-decoders and decoders that look ahead, which have no causal attention to trace."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    model_type, kind = getattr(config, "model_type", None), None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder"
+    # transformers would build a "causal LM" from these too, with attention in both directions.
+    elif model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"):
+        kind = None if getattr(config, "is_decoder", False) else "an encoder"
+    elif getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        kind = "a decoder with attention in both directions"
+    # Code that comes with a checkpoint, or with a user's own model, is not in the mapping: its type is its own.
+    elif model_type in CONFIG_MAPPING and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind = None if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}) else "without a causal head"
+    if kind is not None:
+        raise InputError(
+            expected="a causal language model",
+            found=f"{name}, {kind} ({model_type})",
+            next_step="Name a decoder-only model; `sinkscope models` lists the families",
+        )
+
+
+def check_loading_info(info: dict[str, Any], name: str) -> None:
+    """Refuses a load after which some weights are not the checkpoint's; tied weights are not among the missing."""
+    for key, what in (("missing_keys", "no weights"), ("mismatched_keys", "weights of another shape")):
+        if bad := sorted(str(entry) for entry in info.get(key) or ()):
+            raise InputError(
+                expected=f"a weight in {name} for every parameter that config.json describes",
+                found=f"{what} for {len(bad)} of them, first {bad[0]}",
+                next_step="Fetch the checkpoint again; random weights are not put in place of missing ones",
+            )
+
+
+def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once with its name, sorted; those that accelerate keeps elsewhere are brought in one by one."""
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.is_meta:
+            yield name, parameter.detach()
+            continue
+        from accelerate.utils import align_module_device
+
+        module_name, _, last = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        with align_module_device(module):
+            parameter = getattr(module, last)
+            if parameter.is_meta:
+                raise InputError(
+                    expected="weights with values",
+                    found=f"{name} on the meta device",
+                    next_step="Load the weights first",
+                )
+            yield name, parameter.detach()
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuses packed weights and any that are NaN or infinite, by the name of the first one."""
+    for name, weight in each_weight(model):
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise InputError(
+                expected="weights in float32, bfloat16, float16 or float64",
+                found=f"{name} in {str(weight.dtype).removeprefix('torch.')}, from a quantised checkpoint",
+                next_step="Load the checkpoint in full precision",
+            )
+        lowest, highest = _range(weight)
+        if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+            raise _not_finite(name, lowest)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not buffer.is_meta:
+            lowest, highest = _range(buffer)
+            # A mask kept as a buffer holds -inf on purpose.
+            if torch.isnan(lowest) or torch.isposinf(highest):
+                raise _not_finite(name, lowest)
+
+
+def _range(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    # The two extremes of a chunk are NaN if any element is, and need no memory, where isfinite needs a mask.
+    extremes = [torch.stack(torch.aminmax(chunk)) for chunk in tensor.reshape(-1).split(CHUNK) if chunk.numel()]
+    if not extremes:
+        return tensor.new_zeros(()), tensor.new_zeros(())
+    lowest, highest = torch.stack(extremes).double().cpu().unbind(1)
+    return lowest.amin(), highest.amax()
+
+
+def _not_finite(name: str, lowest: Tensor) -> InputError:
+    return InputError(
+        expected="finite weights",
+        found=f"{'NaN' if torch.isnan(lowest) else 'an infinity'} in {name}",
+        next_step="Fetch the checkpoint again, or load it with --dtype float32 if a narrower dtype overflowed",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough for one of our messages."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

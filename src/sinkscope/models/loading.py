@@ -1,0 +1,386 @@
+"""A causal language model and its tokenizer from a name, a folder, a .gguf file or an object, or a reason why not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import (
+    GgufHeader,
+    check_causal,
+    check_code,
+    check_loading_info,
+    check_safetensors,
+    check_weight_names,
+    check_weights,
+    copy_without_vocabulary,
+    each_weight,
+    first_line,
+    looks_like_hub_name,
+    read_config,
+    read_gguf_header,
+    refuse_path,
+)
+from sinkscope.runtime import resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_MODEL = "tiny-random-llama (untrained)"
+HUB_TIMEOUT_S = 5.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+WEIGHT_FILES = ["model.safetensors", "model-*-of-*.safetensors"]
+HASHED_ELEMENTS = 1 << 20
+GGUF_COPY_LIMIT = 2 << 30
+"""Bytes up to which a GGUF file is copied without its vocabulary, which transformers reads twice at 20 us a token."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model ready to trace, and where it came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    revision: str | None = None
+    """The commit on the Hub, where the model came from there."""
+    source: Literal["hub", "folder", "gguf", "given", "default"]
+    weight_hash: str
+    dtype: str
+    trust_remote_code: bool
+
+
+def load(
+    source: str | Path | PreTrainedModel | LoadedModel | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+) -> LoadedModel:
+    """The model that `source` names, in eval mode on its device, with every weight checked.
+
+    `source` is a folder, a .gguf file, a Hugging Face name, a model (taken as it is), or None for a tiny random Llama.
+    dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
+    a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
+    transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
+    with `trust_remote_code`. The global random state is left as it was.
+    """
+    if isinstance(source, LoadedModel):
+        return source
+    if device_map is not None and device != "auto":
+        raise InputError(expected="either --device or --device-map", found="both", next_step="Leave one of the two out")
+    if revision is not None and not (isinstance(source, str) and looks_like_hub_name(source)):
+        raise InputError(
+            expected="--revision beside a Hugging Face name only",
+            found="a model that is not on the Hub",
+            next_step="Leave --revision out",
+        )
+    if isinstance(source, nn.Module):
+        if (dtype, device, device_map) != ("auto", "auto", None):
+            raise InputError(
+                expected="a model object as it is",
+                found="a dtype, device or device map beside it",
+                next_step="Move the model with model.to(...) before you pass it",
+            )
+        if hasattr(source, "config"):
+            check_causal(source.config, _name_of(source))
+        return _finish(source, tokenizer, name=_name_of(source), source="given", trust_remote_code=trust_remote_code)
+    if source is not None and not isinstance(source, str | Path):
+        raise InputError(
+            expected="a model name, a path, a model or None",
+            found=f"a {type(source).__name__}",
+            next_step="Pass one of these to load()",
+        )
+
+    target, wanted = resolve_device(device), resolve_dtype(dtype)
+    on_cuda = target.type == "cuda"
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if device_map is not None:
+        options["device_map"] = device_map
+    commit = None
+    path = Path(source or "").expanduser()
+    if source is None:
+        name, kind = DEFAULT_MODEL, "default"
+    elif path.suffix.lower() == ".gguf" and path.is_file():
+        name, kind = path.name, "gguf"
+    elif path.is_dir():
+        name, kind = path.resolve().name, "folder"
+    else:
+        name, kind = str(source), "hub"
+        path = _download(name, path, revision, trust_remote_code)
+        commit = path.name  # the cache names a snapshot's folder by its commit
+    # Building a model draws random numbers, even where all of them are overwritten.
+    with torch.random.fork_rng(devices=[]), _quiet():
+        if kind == "default":
+            model = _default_model(torch.float32 if wanted == "auto" else wanted)
+        elif kind == "gguf":
+            header = read_gguf_header(path)
+            if wanted == "auto":
+                wanted = torch.bfloat16 if on_cuda else torch.float32
+            model = _load_gguf(header, dtype=wanted, **options)
+            if tokenizer is None and "tokenizer.ggml.model" in header.metadata:
+                tokenizer = _gguf_tokenizer(path)
+        else:
+            if wanted == "auto" and not on_cuda:
+                wanted = torch.float32
+            model = _load_folder(path, name, dtype=wanted, **options)
+            if tokenizer is None and any((path / file).is_file() for file in TOKENIZER_FILES):
+                tokenizer = path
+        if device_map is None or kind == "default":
+            model = _ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
+        return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
+
+
+def weight_hash(model: nn.Module) -> str:
+    """SHA-256 of the parameters: name, shape, dtype and values, in the order of their names.
+
+    Of a tensor with more than 2^20 elements the values are a sample: every n-th element, the smallest n that leaves
+    at most 2^20, then the first and the last 4,096. So the hash tells apart checkpoints, not single edited weights.
+    """
+    digest = hashlib.sha256()
+    for name, weight in each_weight(model):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
+        values = weight.reshape(-1)
+        if values.numel() > HASHED_ELEMENTS:
+            stride = -(-values.numel() // HASHED_ELEMENTS)
+            values = torch.cat([values[::stride], values[:4096], values[-4096:]])
+        if values.numel():
+            digest.update(values.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def bos_id(loaded: LoadedModel) -> int:
+    """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
+    for place in (loaded.tokenizer, getattr(loaded.model, "generation_config", None), text_config(loaded.model)):
+        if isinstance(found := getattr(place, "bos_token_id", None), int):
+            return found
+    raise InputError(
+        expected="a model with a beginning-of-sequence token", found=f"none in {loaded.name}", next_step="Use --no-bos"
+    )
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that describes its decoder; None where it has no configuration."""
+    config = getattr(model, "config", None)
+    return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
+
+
+def _default_model(dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=176,
+        vocab_size=512,
+        max_position_embeddings=2048,
+    )
+    # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the caller's fork does not cover.
+    torch.default_generator.manual_seed(0)
+    with torch.device("cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval().to(dtype)
+
+
+def _causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    check_code(read_config(folder), name, trusted=trust_remote_code)
+    config = _ask(
+        "a config.json that transformers can read",
+        "Fetch the checkpoint again, or mend config.json",
+        AutoConfig.from_pretrained,
+        folder,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+    )
+    check_causal(config, name)
+    return config
+
+
+def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    config = _causal_config(folder, name, options["trust_remote_code"])
+    check_weight_names((entry.name for entry in folder.iterdir()), name)
+    check_safetensors(folder)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
+        # GPT-OSS is published in 4 bits only, and packed weights cannot be traced.
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    model, info = _ask(
+        "weights that fit config.json",
+        "Fetch the checkpoint again; for lack of memory, take a smaller --dtype or --device-map auto",
+        AutoModelForCausalLM.from_pretrained,
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    check_loading_info(info, name)
+    return model
+
+
+def _load_gguf(header: GgufHeader, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+    path = header.path
+    what = f"a GGUF architecture that transformers can read, not {header.metadata['general.architecture']!r}"
+    next_step = "Use the model's safetensors checkpoint instead"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        folder, known = path.parent, {}
+        size = path.stat().st_size
+        if header.num_embeddings and size < min(GGUF_COPY_LIMIT, shutil.disk_usage(scratch).free // 2):
+            copy_without_vocabulary(header, Path(scratch, path.name))
+            # transformers counts the vocabulary for this where the file does not say it.
+            folder, known = Path(scratch), {"vocab_size": header.num_embeddings}
+        config = _ask(what, next_step, AutoConfig.from_pretrained, folder, gguf_file=path.name, **known)
+        check_causal(config, path.name)
+        # Its progress bar cannot be switched off otherwise.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model, info = _ask(
+                what,
+                next_step,
+                AutoModelForCausalLM.from_pretrained,
+                folder,
+                gguf_file=path.name,
+                config=config,
+                dtype=dtype,
+                # Without this, transformers may leave weights packed for a kernel of its own.
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                **options,
+            )
+    check_loading_info(info, path.name)
+    model.config.name_or_path = path.name
+    return model
+
+
+def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    # Not AutoTokenizer, which first reads the whole file again to choose a class; the tokens are the same.
+    readable = "a tokenizer that transformers can read in the GGUF file", "Pass another tokenizer= to load()"
+    return _ask(*readable, PreTrainedTokenizerFast.from_pretrained, path.parent, gguf_file=path.name)
+
+
+def _download(name: str, path: Path, revision: str | None, trust_remote_code: bool) -> Path:
+    """The folder of the Hub's snapshot of `name`, fetched or cached."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if not looks_like_hub_name(name):
+        refuse_path(path)
+    small = SMALL_FILES + ["*.py"] * trust_remote_code
+    try:
+        # Asked once and with a timeout: the downloads themselves retry for half a minute without a network.
+        listing = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise InputError(
+            expected="access to the model",
+            found=f"{name} is gated on the Hub",
+            next_step="Accept its terms on its page, then log in with `hf auth login`",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            expected="a folder, a .gguf file or a Hugging Face name",
+            found=f"no {name!r} here, nor on the Hub",
+            next_step="Check the spelling; for a private model, log in with `hf auth login`",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(
+            expected=f"a revision of {name}",
+            found=repr(revision),
+            next_step="Give a branch, tag or commit as --revision",
+        ) from error
+    except Exception as error:  # The HTTP library changes with the version of the Hub client; its errors share no base.
+        try:
+            return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except Exception:
+            raise InputError(
+                expected="a folder, a .gguf file or a Hugging Face name",
+                found=f"no {name!r} here or in the download cache, and no way to reach the Hub ({first_line(error)})",
+                next_step="Check the spelling of a path, or the network connection",
+            ) from error
+    check_weight_names((file.rfilename for file in listing.siblings or ()), name)
+    complete = "a complete download", "Run the command again to resume it"
+    where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
+    folder = Path(_ask(*complete, snapshot_download, **where, allow_patterns=small))
+    _causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
+    return Path(_ask(*complete, snapshot_download, **where, allow_patterns=small + WEIGHT_FILES))
+
+
+def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
+    check_weights(model)
+    if isinstance(tokenizer, str | Path):
+        from transformers import AutoTokenizer
+
+        tokenizer = _ask(
+            "a folder with a tokenizer that transformers can read",
+            "Fetch the tokenizer again, or remove its files to go without",
+            AutoTokenizer.from_pretrained,
+            Path(tokenizer),
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        weight_hash=weight_hash(model),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        trust_remote_code=trust_remote_code,
+        **origin,
+    )
+
+
+def _name_of(model: nn.Module) -> str:
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
+    return name if looks_like_hub_name(name) else Path(name).name
+
+
+def _ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(expected=expected, found=found, next_step=next_step) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences transformers' load report and bars; what matters in them is refused by the checks."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        (enable_progress_bars if hub_bars else disable_progress_bars)()

@@ -1,0 +1,280 @@
+"""Batches of token ids: uniformly random, from a text, one token repeated, or the caller's own.
+
+Every sequence of a batch has the same length, so there is no padding anywhere. B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, bos_id, text_config
+
+FORMS = "random, text:FILE or repeat:ID"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenBatch:
+    """Token ids on the CPU, and how they came about."""
+
+    ids: Int64[Tensor, "B T"]
+    kind: Literal["random", "text", "repeat", "given"]
+    seed: int | None = None
+    bos: bool = False
+    source: str | None = None
+    """The name of the text file, without its folder."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def shared_first_token(self) -> bool:
+        """Whether all sequences begin with the same token: position 0 then has no variance across the batch."""
+        return bool((self.ids[:, 0] == self.ids[0, 0]).all())
+
+    def describe(self) -> dict[str, Any]:
+        """The entry `tokens` of summary.json."""
+        return {
+            "kind": self.kind,
+            "length": self.length,
+            "count": self.num_sequences,
+            "seed": self.seed,
+            "bos": self.bos,
+        }
+
+
+def token_batch(
+    loaded: LoadedModel,
+    tokens: str = "random",
+    *,
+    bos: bool | None = None,
+    length: int = 64,
+    num_sequences: int = 32,
+    seed: int = 0,
+) -> TokenBatch:
+    """`num_sequences` sequences of `length` tokens, a BOS token at position 0 included where `bos` asks for one.
+
+    bos=None means no BOS for random and repeated tokens, and for text what the tokenizer itself does with a text.
+    Random tokens are uniform over the vocabulary without special ids; sequence i depends on the seed and i alone, and
+    with BOS its later positions are the ones it has without. The global random state is neither read nor changed.
+    """
+    kind, _, argument = tokens.partition(":")
+    if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
+        raise InputError(expected=f"tokens as {FORMS}", found=repr(tokens), next_step="Choose one with --tokens")
+    if length < 2:
+        raise InputError(expected="at least 2 tokens a sequence", found=str(length), next_step="Raise --length")
+    if num_sequences < 1:
+        raise InputError(expected="at least 1 sequence", found=str(num_sequences), next_step="Raise --num-sequences")
+    _check_length(loaded.model, length)
+    if bos is None:
+        bos = kind == "text" and _tokenizer_adds_bos(loaded)
+    first = None
+    if bos:
+        first = bos_id(loaded)
+        _check_vocabulary(torch.tensor([first]), _num_embeddings(loaded.model))
+    source = None
+    if kind == "random":
+        ids = _random_ids(loaded, length, num_sequences, seed)
+    elif kind == "repeat":
+        ids = _repeated_id(loaded, argument).expand(num_sequences, length).clone()
+    else:
+        source = Path(argument).name
+        windows = _text_windows(loaded, Path(argument).expanduser(), length - bos, num_sequences, bos=bos)
+        ids = torch.nn.functional.pad(windows, (int(bos), 0))
+    if first is not None:
+        ids[:, 0] = first
+    return TokenBatch(ids=ids, kind=kind, seed=seed if kind == "random" else None, bos=bos, source=source)
+
+
+def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
+    """The caller's own ids as a batch: a tensor, nested lists, or what a tokenizer returned.
+
+    One sequence may come without its batch axis. With a model, ids and length are checked against it.
+    """
+    model = model.model if isinstance(model, LoadedModel) else model
+    if isinstance(ids, Mapping):
+        if "input_ids" not in ids:
+            raise InputError(
+                expected="input_ids in the batch",
+                found=", ".join(map(str, ids)) or "an empty mapping",
+                next_step="Pass what the tokenizer returned",
+            )
+        attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
+        ids = ids["input_ids"]
+    ids = _as_tensor(ids)
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise InputError(
+            expected="integer token ids",
+            found=f"a tensor of {str(ids.dtype).removeprefix('torch.')}",
+            next_step="Pass the ids a tokenizer returns",
+        )
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise InputError(
+            expected="ids of shape [sequences, positions] with at least 2 positions",
+            found=f"shape {list(ids.shape)}",
+            next_step="Pass one row of ids for each sequence",
+        )
+    if attention_mask is not None:
+        mask = _as_tensor(attention_mask)
+        fits = mask.numel() == ids.numel()
+        if not fits or not mask.bool().all():
+            raise InputError(
+                expected="sequences without padding",
+                found=f"an attention mask {'with zeros' if fits else f'of shape {list(mask.shape)}'}",
+                next_step="Pass sequences of equal length, one batch for each length, without a mask",
+            )
+    ids = ids.to(device="cpu", dtype=torch.int64, copy=True)
+    begins_with_bos = False
+    if model is not None:
+        _check_vocabulary(ids, _num_embeddings(model))
+        _check_length(model, ids.shape[1])
+        bos = getattr(text_config(model), "bos_token_id", None)
+        begins_with_bos = isinstance(bos, int) and bool((ids[:, 0] == bos).all())
+    return TokenBatch(ids=ids, kind="given", bos=begins_with_bos)
+
+
+def special_ids(loaded: LoadedModel) -> set[int]:
+    """Ids that stand for no text: the tokenizer's special tokens, and BOS, EOS and padding of the configurations."""
+    special: set[int] = set()
+    if loaded.tokenizer is not None:
+        special.update(loaded.tokenizer.all_special_ids)
+        added = getattr(loaded.tokenizer, "added_tokens_decoder", {})
+        special.update(token_id for token_id, token in added.items() if token.special)
+    for config in (text_config(loaded.model), getattr(loaded.model, "generation_config", None)):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(config, key, None)
+            special.update([value] if isinstance(value, int) else value or ())
+    return special
+
+
+def _vocabulary_size(loaded: LoadedModel) -> int:
+    # Embeddings are often padded to a round number of rows; the rows beyond the tokenizer were never trained.
+    rows = _num_embeddings(loaded.model)
+    return rows if loaded.tokenizer is None else min(rows, len(loaded.tokenizer))
+
+
+def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> Int64[Tensor, "B T"]:
+    if not 0 <= seed < 2**63:
+        raise InputError(expected="a seed from 0 to 2^63 - 1", found=str(seed), next_step="Choose another --seed")
+    allowed = torch.ones(_vocabulary_size(loaded), dtype=torch.bool)
+    allowed[[token_id for token_id in special_ids(loaded) if 0 <= token_id < len(allowed)]] = False
+    choices = allowed.nonzero()[:, 0]
+    if not len(choices):
+        raise InputError(
+            expected="ordinary tokens in the vocabulary",
+            found="special tokens only",
+            next_step="Use --tokens repeat:ID",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    # Row by row: a row's numbers then never depend on how many rows follow.
+    rows = [torch.randint(len(choices), (length,), generator=generator) for _ in range(num_sequences)]
+    return choices[torch.stack(rows)]
+
+
+def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
+    if not argument.isdecimal():
+        raise InputError(
+            expected="repeat:ID with a token id", found=f"'repeat:{argument}'", next_step="Type for example repeat:42"
+        )
+    token = torch.tensor(min(int(argument), 2**62))
+    _check_vocabulary(token, _num_embeddings(loaded.model))
+    return token
+
+
+def _text_windows(
+    loaded: LoadedModel, path: Path, window: int, num_sequences: int, *, bos: bool
+) -> Int64[Tensor, "B window"]:
+    """The first `num_sequences` consecutive windows of the text's tokens."""
+    if loaded.tokenizer is None:
+        raise InputError(
+            expected="a tokenizer, to read text with",
+            found=f"none with {loaded.name}",
+            next_step="Use --tokens random, or a model that has one",
+        )
+    text = _read_text(path)
+    # Without verbose=False the tokenizer warns that a whole file is longer than the model's context.
+    ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    _check_vocabulary(ids, _num_embeddings(loaded.model))
+    if num_sequences * window > len(ids):
+        longest, most = len(ids) // num_sequences + bos, len(ids) // window
+        ways = [f"--num-sequences {most}"] * (most > 0) + [f"--length {longest}"] * (longest >= 2)
+        raise InputError(
+            expected=f"{num_sequences * window} tokens for {num_sequences} sequences of {window + bos}",
+            found=f"{len(ids)} tokens in {path.name}",
+            next_step=f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text",
+        )
+    return ids[: num_sequences * window].view(num_sequences, window)
+
+
+def _read_text(path: Path) -> str:
+    next_step = "Name a text file as --tokens text:FILE"
+    if not path.is_file():
+        found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
+        raise InputError(expected="a text file", found=found, next_step=next_step)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # bytes, so that line endings stay as they are
+    except (UnicodeDecodeError, OSError) as error:
+        reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
+        raise InputError(expected="text in UTF-8", found=f"{path.name}, which {reason}", next_step=next_step) from error
+    if "\0" in text:
+        raise InputError(expected="text in UTF-8", found=f"{path.name}, a binary file", next_step=next_step)
+    if not text.strip():
+        raise InputError(expected="a text file with text in it", found=f"{path.name}, empty", next_step=next_step)
+    return text
+
+
+def _tokenizer_adds_bos(loaded: LoadedModel) -> bool:
+    if loaded.tokenizer is None or loaded.tokenizer.bos_token_id is None:
+        return False
+    return loaded.tokenizer("a")["input_ids"][:1] == [loaded.tokenizer.bos_token_id]
+
+
+def _num_embeddings(model: Any) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _check_length(model: Any, length: int) -> None:
+    config = text_config(model)
+    limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")]
+    context = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    if context is not None and length > context:
+        raise InputError(
+            expected=f"at most {context} tokens, the model's context",
+            found=f"a length of {length}",
+            next_step=f"Use --length {context} or less",
+        )
+
+
+def _check_vocabulary(ids: Tensor, num_embeddings: int) -> None:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings:
+        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise InputError(
+            expected=f"token ids from 0 to {num_embeddings - 1}",
+            found=str(bad),
+            next_step="Use an id, or a tokenizer, of this model's vocabulary",
+        )
+
+
+def _as_tensor(values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(
+            expected="sequences of equal length",
+            found="rows that do not form a tensor",
+            next_step="Pass one batch for each length",
+        ) from error

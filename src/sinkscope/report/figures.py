@@ -1,0 +1,105 @@
+"""Tables to figures. Every figure is drawn from the tables of a run alone, so it can be drawn again from the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+NUM_POSITIONS_SHOWN = 64
+
+
+def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) -> None:
+    """The sink chain from left to right as one picture: variance, neurons, output vectors, dimensions, attention.
+
+    Needs matplotlib (the extra `report`). Line styles and markers differ, so that it reads without colour.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(20, 4.2), layout="constrained")
+    panels = figure.subplots(1, 5)
+    positions = {name: np.asarray(values) for name, values in tables["positions"].items()}
+    layers = {name: _floats(values) for name, values in tables["layers"].items()}
+    births = [layer for layer in summary["birth_layers"] if layer >= 0]
+    shown = min(NUM_POSITIONS_SHOWN, summary["tokens"]["length"])
+    _variance(panels[0], positions, births[0] if births else 0, shown)
+    _writes(panels[1], positions, summary, births, shown)
+    _output_vectors(panels[2], tables["neurons"])
+    _dom_ratio(panels[3], layers)
+    _attention(panels[4], positions, summary["num_layers"], shown)
+    for number, panel in enumerate(panels, start=1):
+        panel.set_title(f"{number}. {panel.get_title()}", loc="left", fontsize=10)
+        panel.tick_params(labelsize=8)
+    # parse_math off: a model's name is text, and a stray dollar sign in it must not be read as a formula.
+    figure.suptitle(f"{summary['model']}: {summary['story']}", fontsize=11, parse_math=False, wrap=True)
+    figure.savefig(path, dpi=110, metadata={"Software": "sinkscope"})
+
+
+def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, shown: int) -> np.ndarray:
+    return _floats(positions[name][positions["layer"] == layer][:shown])
+
+
+def _variance(panel, positions, birth: int, shown: int) -> None:
+    panel.set_title("Value variance by position")
+    for layer in range(min(birth, 2) + 1):
+        line = panel.plot(
+            _layer_rows(positions, layer, "value_variance", shown), marker=".", ms=3, label=f"layer {layer}"
+        )
+        law = _layer_rows(positions, layer, "averaging_law", shown)
+        panel.plot(law, linestyle="--", color=line[0].get_color(), label=f"averaging law, layer {layer}")
+    panel.set(xlabel="position", yscale="log")
+    panel.legend(fontsize=7)
+
+
+def _writes(panel, positions, summary, births: list[int], shown: int) -> None:
+    panel.set_title("Largest neuron write by position")
+    layers = births or sorted({unit["layer"] for unit in summary["super_neurons"]})[:2] or [0]
+    for layer, marker in zip(layers[:3], "osv", strict=False):
+        panel.plot(
+            _layer_rows(positions, layer, "largest_write", shown), marker=marker, ms=3, lw=0.8, label=f"layer {layer}"
+        )
+    panel.set(xlabel="position", yscale="log")
+    panel.legend(fontsize=7)
+
+
+def _output_vectors(panel, neurons) -> None:
+    panel.set_title("Energy in an output vector's top dimension")
+    count = min(6, len(neurons["neuron"]))
+    names = [f"{neurons['layer'][i]}:{neurons['neuron'][i]}" for i in range(count)]
+    panel.bar(np.arange(count) - 0.2, _floats(neurons["top_share"][:count]), 0.4, label="super neuron")
+    panel.bar(
+        np.arange(count) + 0.2,
+        _floats(neurons["layer_top_share"][:count]),
+        0.4,
+        hatch="//",
+        label="median of its layer",
+    )
+    panel.set_xticks(range(count), names, rotation=30)
+    panel.set(xlabel="layer:neuron", ylim=(0, 1))
+    if count:
+        panel.legend(fontsize=7)
+    else:
+        panel.text(0.5, 0.5, "no super neurons", ha="center", transform=panel.transAxes)
+
+
+def _dom_ratio(panel, layers) -> None:
+    panel.set_title("DomRatio by layer")
+    panel.plot(layers["layer"], layers["dom_ratio_sink"], marker="o", ms=3, label="sink")
+    panel.plot(layers["layer"], layers["dom_ratio_elsewhere"], marker="x", ms=3, linestyle="--", label="elsewhere")
+    panel.set(xlabel="layer", yscale="log")
+    panel.legend(fontsize=7)
+
+
+def _attention(panel, positions, num_layers: int, shown: int) -> None:
+    panel.set_title("Attention received, mean over heads")
+    received = _floats(positions["attention_received"]).reshape(num_layers, -1)[:, :shown]
+    image = panel.imshow(
+        received, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(0.3, np.nanmax(received))
+    )
+    panel.set(xlabel="key position", ylabel="layer")
+    panel.figure.colorbar(image, ax=panel)
+
+
+def _floats(values) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in values], dtype=float)

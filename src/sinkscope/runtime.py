@@ -1,0 +1,121 @@
+"""The device and dtype a run uses, and the record of what ran.
+
+torch is imported inside the functions: the command line reads this module before it knows whether torch is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal
+
+from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def resolve_device(name: str | None = None) -> torch.device:
+    """The device called `name`; a GPU where there is one, else the CPU, for None or "auto"."""
+    import torch
+
+    if name is None or name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # what torch raises for a name it cannot read
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(
+            expected="a device: auto, cpu, cuda or cuda:N", found=repr(name), next_step="Choose one with --device"
+        )
+    if device.type == "cuda":
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= num_devices:
+            raise InputError(
+                expected=f"a CUDA device for {name!r}",
+                found=f"{num_devices} CUDA devices",
+                next_step="Use --device cpu, or --device auto to take what is there",
+            )
+    return device
+
+
+def resolve_dtype(name: str) -> torch.dtype | Literal["auto"]:
+    """The torch dtype called `name`, or "auto" itself: the dtype the checkpoint was saved in."""
+    if name not in DTYPE_NAMES:
+        raise InputError(
+            expected=f"a dtype: {', '.join(DTYPE_NAMES)}", found=repr(name), next_step="Choose one with --dtype"
+        )
+    if name == "auto":
+        return "auto"
+    import torch
+
+    return getattr(torch, name)
+
+
+def environment(*, device: torch.device | str | None = None, **extra: Any) -> dict[str, Any]:
+    """What ran, as plain JSON values: versions, platform, device, threads, the start time and the `extra` entries.
+
+    `device` is the device the run used; None means the one "auto" picks. Run folders are shared, so nothing here may
+    tell whose machine it was: a path among the extra entries is recorded by its last part.
+    """
+    import torch
+
+    device = torch.device(device) if device is not None else resolve_device()
+    record = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sinkscope": _version("sinkscope"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+        # Not platform.platform(): a kernel release can name the machine it was built for.
+        "platform": f"{platform.system()}-{platform.machine()}",
+        "device": str(device),
+        "device_name": _device_name(device),
+        "num_threads": torch.get_num_threads(),
+    }
+    if taken := record.keys() & extra.keys():
+        raise ValueError(f"environment() already records {sorted(taken)}")
+    return record | {key: _plain(value) for key, value in extra.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _plain(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, PurePath) or (isinstance(value, str) and Path(value).expanduser().is_absolute()):
+        return PurePath(value).name
+    return value

@@ -1,0 +1,202 @@
+"""Tables: what is written is what was declared, and reads back the same from Parquet and from JSON lines."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkscope.errors import InputError
+from sinkscope.results.tables import Column, Schema, read_table, write_table
+
+SCHEMA = Schema(
+    "heads",
+    (
+        Column("layer", "int", "index of the layer"),
+        Column("expert", "int", "index of the expert; null in a dense layer", nullable=True),
+        Column("rate", "float", "share of sequences", nullable=True),
+        Column("is_sink", "bool", "whether it is a sink"),
+        Column("token", "str", "text of the token"),
+    ),
+)
+DATA = {
+    "token": ["a", "é\x00", '"\n', ""],
+    "layer": [0, 1, 2, 3],
+    "expert": [None, 7, None, 2**62],
+    "rate": [0.1, float("nan"), None, float("-inf")],
+    "is_sink": [True, False, True, False],
+}
+EXPECTED = DATA | {"rate": [0.1, None, None, float("-inf")]}
+ONE_FLOAT = Schema("t", (Column("x", "float", "a number"),))
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def suffix(request, monkeypatch):
+    """Runs a test once as on a machine with pyarrow, and once as on one without."""
+    if request.param == "jsonl":
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+    return request.param
+
+
+def test_reads_back_what_was_written(tmp_path, suffix):
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    assert path == tmp_path / f"heads.{suffix}"
+    for where in (path, tmp_path / "heads"):
+        table = read_table(where)
+        assert table == EXPECTED
+        assert list(table) == [column.name for column in SCHEMA.columns]  # declared order, not the order given
+    # Control: the comparison sees one changed cell.
+    write_table(SCHEMA, DATA | {"layer": [0, 1, 2, 4]}, tmp_path / "heads")
+    assert read_table(path) != EXPECTED
+
+
+def test_numpy_columns(tmp_path, suffix):
+    data = {
+        "layer": np.arange(3, dtype=np.int32),
+        "expert": np.ma.masked_array(np.arange(3, dtype=np.uint8), [False, True, False]),
+        "rate": np.array([0.5, np.nan, 2.0], dtype=np.float32),
+        "is_sink": np.array([True, False, True]),
+        "token": np.array(["a", "bc", "d"]),
+    }
+    expected = {
+        "layer": [0, 1, 2],
+        "expert": [0, None, 2],
+        "rate": [0.5, None, 2.0],
+        "is_sink": [True, False, True],
+        "token": ["a", "bc", "d"],
+    }
+    assert read_table(write_table(SCHEMA, data, tmp_path / "heads")) == expected
+    as_objects = {name: np.array(values, dtype=object) for name, values in expected.items()}
+    assert read_table(write_table(SCHEMA, as_objects, tmp_path / "heads")) == expected
+
+
+def test_a_table_without_rows_keeps_its_columns(tmp_path, suffix):
+    path = write_table(SCHEMA, {column.name: [] for column in SCHEMA.columns}, tmp_path / "heads")
+    assert read_table(path) == {column.name: [] for column in SCHEMA.columns}
+
+
+def test_parquet_carries_the_declaration(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    schema = pyarrow.parquet.read_schema(path)
+    assert schema.metadata[b"sinkscope.table"] == b"heads"
+    assert schema.metadata[b"sinkscope.version"] == b"1"
+    assert [field.metadata[b"meaning"].decode() for field in schema] == [column.meaning for column in SCHEMA.columns]
+    assert [field.nullable for field in schema] == [False, True, True, False, False]
+    assert [str(field.type) for field in schema] == ["int64", "int64", "double", "bool", "string"]
+    assert pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+def test_json_lines_are_strict_json_and_carry_the_declaration(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert rows[1] == {"layer": 1, "expert": 7, "rate": None, "is_sink": False, "token": "é\x00"}
+    with pytest.raises(AssertionError, match="NaN"):  # the control: what Python's json would have written
+        json.loads(json.dumps(float("nan")), parse_constant=refuse)
+    declaration = json.loads((tmp_path / "heads.schema.json").read_text(encoding="utf-8"))
+    assert declaration["columns"][1]["meaning"] == "index of the expert; null in a dense layer"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": [1, 2, 3, 4]}, r"undeclared columns \['extra'\]"),
+        ({"token": None}, r"missing columns \['token'\]"),
+        ({"layer": [0, 1, 2]}, "different lengths .*'layer': 3"),
+        ({"layer": [0, 1, 2, None]}, "heads.layer is not nullable: found 1 empty values of 4"),
+        ({"is_sink": [True, False, None, None]}, "heads.is_sink is not nullable: found 2"),
+        ({"token": ["a", "b", None, "d"]}, "heads.token is not nullable"),
+        ({"layer": np.ma.masked_array([0, 1, 2, 3], [0, 0, 0, 1])}, "heads.layer is not nullable"),
+        ({"layer": [0, 1, 2, 3.0]}, r"heads.layer: expected int, found \['float'\]"),
+        ({"layer": [0, 1, 2, True]}, r"heads.layer: expected int, found \['bool'\]"),
+        ({"layer": [0, 1, 2, "3"]}, r"heads.layer: expected int, found \['str'\]"),
+        ({"rate": [0.1, "x", 0.2, 0.3]}, r"heads.rate: expected float, found \['str'\]"),
+        ({"rate": [0.1, False, 0.2, 0.3]}, r"heads.rate: expected float, found \['bool'\]"),
+        ({"is_sink": [1, 0, 1, 0]}, r"heads.is_sink: expected bool, found \['int'\]"),
+        ({"token": ["a", "b", "c", 4]}, r"heads.token: expected str, found \['int'\]"),
+        ({"token": [b"a", "b", "c", "d"]}, r"heads.token: expected str, found \['bytes'\]"),
+        ({"layer": np.arange(4.0)}, "heads.layer: expected int, found an array of float64"),
+        ({"layer": np.ones(4, bool)}, "heads.layer: expected int, found an array of bool"),
+        ({"rate": np.ones((4, 2))}, r"heads.rate: expected one axis, found shape \(4, 2\)"),
+        ({"layer": [0, 1, 2, 2**63]}, "heads.layer: a value does not fit"),
+        ({"layer": np.full(4, 2**63, np.uint64)}, "heads.layer: .* does not fit"),
+    ],
+)
+def test_refuses_what_was_not_declared(tmp_path, suffix, change, message):
+    data = {name: values for name, values in (DATA | change).items() if values is not None}
+    with pytest.raises(ValueError, match=message):
+        write_table(SCHEMA, data, tmp_path / "heads")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("values", [[1.0, None], [1.0, float("nan")], np.array([1.0, np.nan])])
+def test_a_column_of_numbers_has_no_holes_unless_declared(tmp_path, suffix, values):
+    with pytest.raises(ValueError, match=r"t\.x is not nullable: found 1 empty"):
+        write_table(ONE_FLOAT, {"x": values}, tmp_path / "t")
+    # Control: the same values where null is declared.
+    nullable = Schema("t", (Column("x", "float", "a number", nullable=True),))
+    assert read_table(write_table(nullable, {"x": values}, tmp_path / "t")) == {"x": [1.0, None]}
+
+
+def test_an_int_in_a_float_column_is_widened(tmp_path, suffix):
+    for values in ([1, 2.5], np.array([1, 2])):
+        table = read_table(write_table(ONE_FLOAT, {"x": values}, tmp_path / "t"))
+        assert all(type(value) is float for value in table["x"])
+
+
+def test_bad_declarations():
+    with pytest.raises(ValueError, match="twice"):
+        Schema("t", (Column("x", "int", ""), Column("x", "float", "")))
+    with pytest.raises(ValueError, match="none of"):
+        Schema("t", (Column("x", "complex", ""),))  # type: ignore[arg-type]
+    for name in ("", "a/b", "..", "a.parquet"):
+        with pytest.raises(ValueError, match="file name"):
+            Schema(name, ())
+
+
+def test_reading_what_is_not_there_or_not_whole(tmp_path, suffix):
+    with pytest.raises(InputError, match=r"no \.parquet or \.jsonl file"):
+        read_table(tmp_path / "heads")
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match="a whole table"):
+        read_table(path)
+
+
+def test_reading_parquet_without_pyarrow(tmp_path, monkeypatch):
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match="pip install pyarrow"):
+        read_table(path)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(-(2**63), 2**63 - 1),
+            st.none() | st.integers(-(2**63), 2**63 - 1),
+            st.none() | st.floats(allow_nan=False),
+            st.booleans(),
+            st.text(st.characters(exclude_categories=["Cs"])),
+        ),
+        max_size=5,
+    ),
+    without_pyarrow=st.booleans(),
+)
+def test_any_table_survives(tmp_path_factory, rows, without_pyarrow):
+    columns = [column.name for column in SCHEMA.columns]
+    data = {name: [row[index] for row in rows] for index, name in enumerate(columns)}
+    with pytest.MonkeyPatch.context() as patch:
+        if without_pyarrow:
+            patch.setitem(sys.modules, "pyarrow", None)
+        assert read_table(write_table(SCHEMA, data, tmp_path_factory.mktemp("t") / "heads")) == data

@@ -1,0 +1,307 @@
+"""Token batches: the right ids at the right places, independent of what they should not depend on, or a refusal."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BatchEncoding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import given_batch, special_ids, token_batch
+
+NUM_ROWS, NUM_TOKENS, BOS, EOS = 96, 83, 1, 2
+"""The embedding has rows beyond the tokenizer's vocabulary, as padded checkpoints do."""
+
+
+def word_tokenizer(*, adds_bos: bool = False, has_bos: bool = True) -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, NUM_TOKENS))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.add_special_tokens([AddedToken("w5", special=True)])
+    names = {"unk_token": "<unk>", "eos_token": "</s>"} | ({"bos_token": "<s>"} if has_bos else {})
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def loaded_llama(tokenizer: PreTrainedTokenizerFast | None, **changes) -> LoadedModel:
+    config = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": NUM_ROWS,
+        "max_position_embeddings": 128,
+    }
+    return load(LlamaForCausalLM(LlamaConfig(**config | changes)), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    return loaded_llama(word_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def bare() -> LoadedModel:
+    return loaded_llama(None)
+
+
+def refused(call, *parts: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+class TestRandom:
+    def test_what_it_says_of_itself(self, loaded):
+        batch = token_batch(loaded)
+        assert (batch.ids.shape, batch.ids.dtype, batch.ids.device.type) == ((32, 64), torch.int64, "cpu")
+        assert batch.describe() == {"kind": "random", "length": 64, "count": 32, "seed": 0, "bos": False}
+        assert (batch.num_sequences, batch.length, batch.source, batch.shared_first_token) == (32, 64, None, False)
+
+    def test_uniform_over_ordinary_tokens(self, loaded):
+        ids = token_batch(loaded, length=128, num_sequences=400).ids
+        assert special_ids(loaded) == {0, BOS, EOS, 5}
+        ordinary = set(range(NUM_TOKENS)) - {0, BOS, EOS, 5}
+        counts = torch.bincount(ids.flatten(), minlength=NUM_ROWS)
+        assert set(counts.nonzero().flatten().tolist()) == ordinary
+        # 51,200 draws over 79 tokens: 648 each with a standard deviation of 25; six of them on either side.
+        assert counts[list(ordinary)].min() > 648 - 153
+        assert counts[list(ordinary)].max() < 648 + 153
+
+    def test_without_a_tokenizer_all_rows_but_the_configured_ids(self, bare):
+        ids = token_batch(bare, length=128, num_sequences=100).ids
+        assert set(ids.unique().tolist()) == set(range(NUM_ROWS)) - {BOS, EOS}
+
+    def test_several_end_tokens(self):
+        loaded = loaded_llama(None, eos_token_id=[2, 7], pad_token_id=9)
+        assert special_ids(loaded) == {1, 2, 7, 9}
+
+    def test_a_sequence_depends_on_seed_and_place_alone(self, loaded):
+        few, many = token_batch(loaded, num_sequences=8).ids, token_batch(loaded, num_sequences=32).ids
+        assert torch.equal(few, many[:8])
+        assert not torch.equal(many[0], many[1])
+        assert not torch.equal(few, token_batch(loaded, num_sequences=8, seed=1).ids)
+        with_bos = token_batch(loaded, num_sequences=8, bos=True)
+        assert torch.equal(with_bos.ids[:, 1:], few[:, 1:])
+        assert (with_bos.ids[:, 0] == BOS).all()
+        assert with_bos.shared_first_token
+        assert with_bos.describe()["bos"] is True
+
+    def test_leaves_the_global_random_state(self, loaded):
+        torch.manual_seed(3)
+        before = torch.random.get_rng_state()
+        first = token_batch(loaded).ids
+        assert torch.equal(torch.random.get_rng_state(), before)
+        torch.manual_seed(4)
+        assert torch.equal(token_batch(loaded).ids, first)
+
+    def test_seed(self, loaded):
+        refused(lambda: token_batch(loaded, seed=-1), "a seed", "-1", "--seed")
+
+    def test_special_tokens_only(self):
+        loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
+        refused(lambda: token_batch(loaded), "ordinary tokens", "special tokens only")
+
+
+class TestRepeat:
+    def test_one_token_everywhere(self, loaded):
+        batch = token_batch(loaded, "repeat:7", length=5, num_sequences=2)
+        assert batch.ids.tolist() == [[7] * 5] * 2
+        assert batch.describe() == {"kind": "repeat", "length": 5, "count": 2, "seed": None, "bos": False}
+        assert batch.shared_first_token
+        assert token_batch(loaded, "repeat:7", length=3, num_sequences=1, bos=True).ids.tolist() == [[BOS, 7, 7]]
+
+    @pytest.mark.parametrize("argument", ["96", "99999999999999999999999"])
+    def test_outside_the_vocabulary(self, loaded, argument):
+        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "token ids from 0 to 95", "vocabulary")
+        assert token_batch(loaded, "repeat:95").ids[0, 0] == 95  # the control: the last row
+
+    @pytest.mark.parametrize("argument", ["-1", "x", "1.5"])
+    def test_no_id(self, loaded, argument):
+        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "repeat:ID", argument, "repeat:42")
+
+
+class TestText:
+    WORDS = [f"w{i}" for i in range(10, 40)]  # noqa: RUF012
+
+    @pytest.fixture
+    def text(self, tmp_path):
+        path = tmp_path / "words.txt"
+        path.write_text(" ".join(self.WORDS))
+        return path
+
+    def test_consecutive_windows(self, loaded, text):
+        batch = token_batch(loaded, f"text:{text}", length=10, num_sequences=3)
+        assert batch.ids.tolist() == [list(range(10, 20)), list(range(20, 30)), list(range(30, 40))]
+        assert batch.describe() == {"kind": "text", "length": 10, "count": 3, "seed": None, "bos": False}
+        assert batch.source == "words.txt"
+
+    def test_bos_counts_in_the_length(self, loaded, text):
+        batch = token_batch(loaded, f"text:{text}", length=10, num_sequences=3, bos=True)
+        assert batch.ids.tolist() == [[BOS, *range(start, start + 9)] for start in (10, 19, 28)]
+
+    def test_bos_is_by_default_what_the_tokenizer_does(self, text):
+        adds = loaded_llama(word_tokenizer(adds_bos=True))
+        batch = token_batch(adds, f"text:{text}", length=10, num_sequences=2)
+        assert (batch.bos, batch.ids[:, 0].tolist(), batch.ids[0, 1].item()) == (True, [BOS, BOS], 10)
+        without = token_batch(adds, f"text:{text}", length=10, num_sequences=2, bos=False)
+        assert (without.bos, without.ids[0, 0].item()) == (False, 10)
+        assert not token_batch(adds, num_sequences=2).bos  # random tokens have none unless asked
+
+    def test_too_short(self, loaded, text):
+        def batch(**options):
+            return token_batch(loaded, f"text:{text}", **options)
+
+        found = "30 tokens in words.txt"
+        refused(lambda: batch(length=8, num_sequences=4), "32 tokens", found, "--num-sequences 3 or --length 7")
+        batch(length=8, num_sequences=3)
+        batch(length=7, num_sequences=4)
+        refused(lambda: batch(length=8, num_sequences=5, bos=True), found, "--num-sequences 4 or --length 7")
+        batch(length=8, num_sequences=4, bos=True)
+        batch(length=7, num_sequences=5, bos=True)
+        refused(lambda: batch(length=64, num_sequences=31), found, "Use a longer text")
+
+    @pytest.mark.parametrize(
+        ("content", "parts"),
+        [
+            (b"", ["a text file with text", "empty"]),
+            (b" \n\t", ["empty"]),
+            (b"w10 \xff w11", ["UTF-8", "at byte 4"]),
+            (b"w10 \0 w11", ["UTF-8", "a binary file"]),
+        ],
+    )
+    def test_not_text(self, loaded, tmp_path, content, parts):
+        (tmp_path / "bad.txt").write_bytes(content)
+        refused(lambda: token_batch(loaded, f"text:{tmp_path / 'bad.txt'}"), "bad.txt", "text:FILE", *parts)
+
+    def test_a_byte_order_mark_is_not_text(self, loaded, tmp_path):
+        (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfw10 w11")
+        assert token_batch(loaded, f"text:{tmp_path / 'mark.txt'}", length=2, num_sequences=1).ids.tolist() == [
+            [10, 11]
+        ]
+
+    def test_no_file(self, loaded, tmp_path):
+        refused(lambda: token_batch(loaded, f"text:{tmp_path / 'none.txt'}"), "a text file", "no 'none.txt'")
+        refused(lambda: token_batch(loaded, f"text:{tmp_path}"), "a text file", "a folder")
+
+    def test_no_tokenizer(self, bare, text):
+        refused(
+            lambda: token_batch(bare, f"text:{text}"), "a tokenizer", "none with LlamaForCausalLM", "--tokens random"
+        )
+
+    def test_a_tokenizer_of_another_model(self, text):
+        small = loaded_llama(word_tokenizer(), vocab_size=20)
+        refused(
+            lambda: token_batch(small, f"text:{text}", length=10, num_sequences=2),
+            "ids from 0 to 19",
+            "39",
+            "tokenizer",
+        )
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        "tokens", ["words", "", "random:", "random:3", "text", "text:", "repeat", "repeat:", "Random"]
+    )
+    def test_unknown_forms(self, loaded, tokens):
+        refused(lambda: token_batch(loaded, tokens), "random, text:FILE or repeat:ID", repr(tokens), "--tokens")
+
+    def test_too_small(self, loaded):
+        refused(lambda: token_batch(loaded, length=1), "at least 2", "--length")
+        refused(lambda: token_batch(loaded, num_sequences=0), "at least 1", "--num-sequences")
+        assert token_batch(loaded, length=2, num_sequences=1).ids.shape == (1, 2)
+
+    def test_beyond_the_context(self, loaded):
+        refused(lambda: token_batch(loaded, length=129), "at most 128", "length of 129", "--length 128")
+        assert token_batch(loaded, length=128).length == 128
+        gpt2 = load(GPT2LMHeadModel(GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=50)))
+        refused(lambda: token_batch(gpt2, length=9), "at most 8")
+
+    def test_no_bos(self):
+        loaded = loaded_llama(word_tokenizer(has_bos=False), bos_token_id=None)
+        refused(lambda: token_batch(loaded, bos=True), "beginning-of-sequence", "--no-bos")
+        refused(lambda: token_batch(loaded_llama(None, bos_token_id=500), bos=True), "ids from 0 to 95", "500")
+
+
+class TestGiven:
+    IDS = [[1, 7, 8], [1, 9, 10]]  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        "ids",
+        [
+            IDS,
+            torch.tensor(IDS, dtype=torch.int32),
+            np.array(IDS),
+            {"input_ids": IDS},
+            BatchEncoding({"input_ids": torch.tensor(IDS), "attention_mask": torch.ones(2, 3)}),
+        ],
+        ids=["lists", "tensor", "array", "dict", "encoding"],
+    )
+    def test_forms(self, ids):
+        batch = given_batch(ids)
+        assert (batch.ids.tolist(), batch.ids.dtype) == (self.IDS, torch.int64)
+        assert batch.describe() == {"kind": "given", "length": 3, "count": 2, "seed": None, "bos": False}
+        assert batch.shared_first_token
+
+    def test_is_a_copy(self):
+        ids = torch.tensor(self.IDS)
+        batch = given_batch(ids)
+        ids.zero_()
+        assert batch.ids.tolist() == self.IDS
+
+    def test_one_sequence(self):
+        assert given_batch(torch.tensor([4, 5, 6])).ids.tolist() == [[4, 5, 6]]
+
+    def test_padding(self):
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        expected = "without padding", "mask with zeros", "equal length"
+        refused(lambda: given_batch(self.IDS, mask), *expected)
+        refused(lambda: given_batch({"input_ids": self.IDS, "attention_mask": mask}), *expected)
+        refused(lambda: given_batch(self.IDS, torch.ones(2, 1, 3, 3)), "mask of shape [2, 1, 3, 3]")
+        assert given_batch(self.IDS, torch.ones(2, 3)).ids.tolist() == self.IDS  # nothing masked: fine
+
+    @pytest.mark.parametrize(
+        ("ids", "parts"),
+        [
+            (torch.rand(2, 3), ["integer token ids", "float32"]),
+            (torch.ones(2, 3, dtype=torch.bool), ["integer token ids", "bool"]),
+            ([[1, 2], [3]], ["equal length", "one batch for each length"]),
+            (torch.zeros(2, 3, 4, dtype=torch.long), ["[sequences, positions]", "[2, 3, 4]"]),
+            (torch.zeros(0, 3, dtype=torch.long), ["[0, 3]"]),
+            ([5], ["at least 2 positions", "[1, 1]"]),
+            ({"ids": [[1, 2]]}, ["input_ids", "found ids"]),
+            ("text", ["do not form a tensor"]),
+        ],
+    )
+    def test_refused(self, ids, parts):
+        refused(lambda: given_batch(ids), *parts)
+
+    @pytest.mark.parametrize("bad", [-1, NUM_ROWS])
+    def test_vocabulary(self, loaded, bad):
+        refused(lambda: given_batch([[1, bad]], model=loaded), "ids from 0 to 95", str(bad))
+        refused(lambda: given_batch([[1, bad]], model=loaded.model), "ids from 0 to 95", str(bad))
+        given_batch([[1, bad]])  # nothing to compare with
+
+    def test_with_a_model(self, loaded):
+        refused(lambda: given_batch(torch.full((1, 129), 7), model=loaded), "at most 128")
+        assert given_batch(self.IDS, model=loaded).bos
+        assert not given_batch([[7, 8], [1, 2]], model=loaded).bos
+
+    def test_a_model_without_a_context_limit(self):
+        model = SimpleNamespace(
+            config=SimpleNamespace(bos_token_id=None), get_input_embeddings=lambda: torch.nn.Embedding(9, 2)
+        )
+        assert given_batch(torch.zeros(1, 5000, dtype=torch.long), model=model).length == 5000
