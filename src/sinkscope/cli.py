@@ -111,17 +111,17 @@ def trace_command(
 
     path = out or default_run_path(model or "default", datetime.now())
     check_output(path, overwrite)
-    from sinkscope import display
     from sinkscope.capture.trace import trace
     from sinkscope.models.token_batches import token_batch
+    from sinkscope.report import terminal
     from sinkscope.runtime import environment
 
-    with display.working("loading the model"):
+    with terminal.working("loading the model"):
         loaded = _load(config)
     batch = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
-    with display.progress("forward passes") as progress:
+    with terminal.progress("forward passes") as progress:
         result = trace(loaded, batch, keys=key_positions, effective_rank=effective_rank, progress=progress)
-    with display.working("finding sinks, dimensions and neurons"), run_folder(path, overwrite) as folder:
+    with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", asdict(config))
         folder.write_json(
             "environment.json",
@@ -144,7 +144,7 @@ def trace_command(
     if as_json:
         print((path / "summary.json").read_text(encoding="utf-8"), end="")
     else:
-        display.show_trace(result, loaded, path)
+        terminal.show_trace(result, loaded, path)
 
 
 @app.command("models")
@@ -161,17 +161,17 @@ def models_command(
 
     Example: sinkscope models gpt2
     """
-    from sinkscope import display
     from sinkscope.models.anatomy import FAMILIES, anatomy_of
     from sinkscope.models.loading import load
+    from sinkscope.report import terminal
 
     rows = [family.row() for family in FAMILIES if name in (None, family.name)]
     if rows:
-        print(json.dumps(rows, indent=2)) if as_json else display.show_families(rows)
+        print(json.dumps(rows, indent=2)) if as_json else terminal.show_families(rows)
         return
-    with display.working("loading the model"):
+    with terminal.working("loading the model"):
         parts = anatomy_of(load(name, trust_remote_code=trust_remote_code).model).row()
-    print(json.dumps(parts, indent=2)) if as_json else display.show_anatomy(name or "", parts)
+    print(json.dumps(parts, indent=2)) if as_json else terminal.show_anatomy(name or "", parts)
 
 
 def main() -> None:

@@ -31,7 +31,12 @@ LAYERS = {
     "": 7,
 }
 # Layer 0 stands on nothing: beside errors, which anyone may import, these are its only inner imports.
-WITHIN_LAYER_0 = {("results.run_folder", "results.tables"), ("results.run_folder", "results")}
+WITHIN_LAYER_0 = {
+    ("results.run_folder", "results.tables"),
+    ("results.run_folder", "results"),
+    ("measures.super_neurons", "measures.dimension_disparity"),
+    ("measures.super_neurons", "measures"),
+}
 # Measures must work for someone who has activations and torch, and nothing else of ours.
 MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}
 

@@ -1,7 +1,7 @@
 """Every measure against numbers worked out by hand and against its formula written again in float64 numpy.
 
-Axes as in the measures: B sequences, L layers, H heads, T query position, S key position, D head size, C channels, E width,
-N tokens, U units, M massive dimensions.
+Axes as in the measures: B sequences, L layers, H heads, T query position, S key position, D head size, C channels,
+E width, N tokens, U units, M massive dimensions.
 """
 
 import math
@@ -24,7 +24,13 @@ from sinkscope.measures.dimension_disparity import (
 from sinkscope.measures.directional_collapse import cosine_across_sequences, cosine_from_sum
 from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions, mean_received, sink_rate
 from sinkscope.measures.super_neurons import channel_sparsity, write_share
-from sinkscope.measures.value_variance import averaging_law, log_r_squared, second_moment, value_variance, variance_ratio
+from sinkscope.measures.value_variance import (
+    averaging_law,
+    log_r_squared,
+    second_moment,
+    value_variance,
+    variance_ratio,
+)
 
 # The tensors of the tests are float64, where a sum of a few thousand terms is good to a dozen digits.
 RELATIVE = 1e-11
@@ -161,7 +167,7 @@ def test_massive_dimensions_need_ratio_and_contrast():
     elsewhere = torch.ones(4, 100, dtype=torch.float64)
     elsewhere[:, 3] = double([1.0, 1.0, 5.0, 11 / 3])
     massive, ratio, contrast = massive_dimensions(here, elsewhere)
-    # Row 0 has both; row 1 falls short of the ratio; row 2 is as large everywhere else; row 3 has a contrast of 3 exactly.
+    # Row 0 has both; row 1 falls short of the ratio; row 2 is large elsewhere too; row 3 has a contrast of 3 exactly.
     assert massive.nonzero().tolist() == [[0, 3], [3, 3]]
     close(ratio[:, 3], [10.0, 10.9 / 1.099, 10.0, 10.0])
     close(contrast[:, 3], [11.0, 10.9, 2.2, 3.0])
@@ -212,7 +218,7 @@ def test_effective_rank_lies_between_one_and_the_smaller_side(num_tokens, width,
 
 
 def test_cosine_worked_by_hand():
-    # Position 0: the same direction at any length; position 1: three directions 120 degrees apart; position 2: opposite pairs.
+    # Position 0: one direction at any length; 1: three directions 120 degrees apart; 2: one pair opposed.
     third = 2 * math.pi / 3
     state = double(
         [
@@ -426,7 +432,7 @@ def test_averaging_law_of_uniform_attention_falls_as_one_over_t():
     value = double([1.0, -1.0]).view(2, 1, 1, 1).expand(2, 1, length, 1)
     close(averaging_law(attention, value), 2 / np.arange(1, length + 1))
     # Control: with the weights themselves in place of their squares there is no fall at all.
-    close(torch.einsum("bhts,hs->t", attention, torch.full((1, length), 2.0, dtype=torch.float64)) / 2, np.full(length, 2.0))
+    close(attention.sum(-1).mean((0, 1)) * 2, np.full(length, 2.0))
 
 
 @few

@@ -140,9 +140,16 @@ class Findings:
 
     @cached_property
     def focus(self) -> list[int]:
-        """The positions that the findings on layers, dimensions and units are about: the sinks, or where there are
-        none those with disparity."""
-        return [sink.position for sink in self.sinks] or sorted({entry.position for entry in self.massive})
+        """The positions that the findings on layers, dimensions and units are about, foremost first.
+
+        The sinks, or where there are none the positions with disparity.
+        """
+        if self.sinks:
+            return [sink.position for sink in self.sinks]
+        largest: dict[int, float] = {}
+        for entry in self.massive:
+            largest[entry.position] = max(largest.get(entry.position, 0.0), entry.ratio)
+        return sorted(largest, key=lambda position: -largest[position])
 
     @cached_property
     def births(self) -> dict[int, tuple[list[int], list[int]]]:
@@ -163,18 +170,20 @@ class Findings:
 
     @property
     def birth_layers(self) -> list[int]:
-        return sorted({layer for births, _ in self.births.values() for layer in births})
+        """Layers in which disparity is born at the foremost position in focus."""
+        return self.births[self.focus[0]][0] if self.focus else []
 
     @property
     def erasure_layers(self) -> list[int]:
-        return sorted({layer for _, erasures in self.births.values() for layer in erasures})
+        """Layers in which disparity is erased at the foremost position in focus."""
+        return self.births[self.focus[0]][1] if self.focus else []
 
     @cached_property
     def massive_dimensions(self) -> list[int]:
-        """Dimensions massive at a focus position in any layer, largest first."""
+        """Dimensions massive at the foremost position in focus in any layer, largest first."""
         peak: dict[int, float] = {}
         for entry in self.massive:
-            if entry.position in self.focus:
+            if entry.position == self.focus[0]:
                 peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
         return sorted(peak, key=lambda dimension: -peak[dimension])
 

@@ -224,7 +224,12 @@ def _freeze(readers: Iterator[ForwardReader]) -> dict[int, Frozen]:
 
 
 def _assembled(
-    name: str, anatomy: Anatomy, batch: TokenBatch, keys_S: Tensor | None, reader: ForwardReader, started_at: float
+    model_name: str,
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    keys_S: Tensor | None,
+    reader: ForwardReader,
+    started_at: float,
 ) -> Reading:
     layers = [reader.statistics[layer.index] for layer in anatomy.layers]
     silent = [
@@ -265,7 +270,7 @@ def _assembled(
     before = [reader.statistics[layer.index - 1] for layer in anatomy.layers]
     num_heads_in_all = len(layers) * layers[0].sums["received"].shape[0]
     return Reading(
-        model_name=name,
+        model_name=model_name,
         anatomy=anatomy,
         batch=batch,
         attention_path=reader.attention_path,

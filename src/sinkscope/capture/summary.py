@@ -27,6 +27,8 @@ def trace_summary(findings: Findings) -> dict:
                 "high": sink.high,
                 "layers": sink.layers,
                 "mean_attention": sink.mean_attention,
+                "birth_layers": findings.births[sink.position][0],
+                "erasure_layers": findings.births[sink.position][1],
             }
             for sink in findings.sinks
         ],
@@ -42,9 +44,9 @@ def trace_summary(findings: Findings) -> dict:
                 "activation": unit.activation,
                 "write_share": unit.write_share,
                 "role": unit.role,
-                "position": unit.position,
             }
             for unit in findings.super_neurons
+            if unit.position == findings.focus[0]
         ],
         "variance_ratio": _list(findings.variance_ratio),
         "dom_ratio": {
@@ -68,7 +70,7 @@ def story(findings: Findings) -> str:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"
         return text + "."
-    others = f" and {len(sinks) - 1} more" if len(sinks) > 1 else ""
+    others = f" (and {len(sinks) - 1} more)" if len(sinks) > 1 else ""
     text = f"Position {position}{others} is a sink for {rate:.1%} of heads"
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it."
@@ -82,7 +84,7 @@ def story(findings: Findings) -> str:
         if len(findings.massive_dimensions) == 1
         else f", foremost in dimensions {dimensions}"
     )
-    writers = [unit for unit in findings.super_neurons if unit.role == "writes"]
+    writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
     if writers:
         unit = writers[0]
         expert = "" if unit.expert is None else f", expert {unit.expert}"

@@ -29,7 +29,7 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) ->
     _dom_ratio(panels[3], layers)
     _attention(panels[4], positions, summary["num_layers"], shown)
     for number, panel in enumerate(panels, start=1):
-        panel.set_title(f"{number}. {panel.get_title()}", loc="left", fontsize=10)
+        panel.set_title(f"{number}. {panel.get_title()}", fontsize=10)
         panel.tick_params(labelsize=8)
     # parse_math off: a model's name is text, and a stray dollar sign in it must not be read as a formula.
     figure.suptitle(f"{summary['model']}: {summary['story']}", fontsize=11, parse_math=False, wrap=True)

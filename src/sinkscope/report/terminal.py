@@ -82,19 +82,10 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 f"{float(u.sparsity.top_share):.1%}",
             )
             for u in findings.super_neurons
+            if u.position == findings.focus[0]
         ]
-        heads = (
-            "layer",
-            "expert",
-            "neuron",
-            "dimension",
-            "role",
-            "write",
-            "share",
-            "against elsewhere",
-            "energy in top dimension",
-        )
-        _table(console, "super neurons", heads, rows)
+        columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
+        _table(console, f"super neurons at position {findings.focus[0]}", columns, rows)
     console.print(Text(trace.story, style="bold"))
     console.print(Text(f"Tables and summary: {path}"))
 

@@ -1,0 +1,259 @@
+"""The real command: what it prints, what it writes, and how it refuses."""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
+
+from sinkscope.cli import main
+from sinkscope.results.tables import read_table
+
+TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
+
+
+@pytest.fixture
+def sinkscope(tmp_path, monkeypatch, capfd):
+    """Runs a command in this process, in an empty folder, through the entry point; gives code, out and err."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sinkscope", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as exit_info:
+                main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return SimpleNamespace(code=exit_info.value.code, **capfd.readouterr()._asdict())
+
+    return run
+
+
+def in_a_process(*arguments, cwd, before=""):
+    """Runs a command in a process of its own, after some lines of Python."""
+    code = f"{before}\nfrom sinkscope.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tiny_model("llama").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(folder)
+    return folder
+
+
+def test_default_model_is_named_as_random(tmp_path):
+    result = in_a_process("trace", "--num-sequences", 4, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "tiny-random-llama (untrained)" in result.stdout
+    assert "No sink" in result.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    for name in ("config.yaml", "environment.json", "summary.json", "chain.png"):
+        assert (run / name).stat().st_size > 0
+    for name in TABLES:
+        read_table(run / name)
+
+
+def test_json_is_all_that_is_printed_and_equals_the_file(model_folder, tmp_path):
+    result = in_a_process("trace", model_folder, "--json", "--out", "run", "--num-sequences", 3, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["model"] == "tiny-llama"
+    assert summary["tokens"] == {"kind": "random", "length": 64, "count": 3, "seed": 0, "bos": False}
+    keys = {"family", "num_layers", "sink_rate", "sinks", "birth_layers", "erasure_layers", "massive_dimensions"}
+    keys |= {"super_neurons", "variance_ratio", "dom_ratio", "effective_rank"}
+    assert keys <= summary.keys()
+    assert len(summary["variance_ratio"]) == len(summary["effective_rank"]) == summary["num_layers"] == 3
+    positions = read_table(tmp_path / "run" / "positions")
+    assert len(positions["layer"]) == 3 * 64
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["attention_path"] == "tiles"
+    assert len(environment["weight_hash"]) == 64
+    assert str(tmp_path) not in json.dumps(environment)
+
+
+def test_same_seed_same_numbers_other_seed_other_numbers(model_folder, sinkscope):
+    runs = [
+        sinkscope("trace", model_folder, "--json", "--seed", seed, "--out", name)
+        for seed, name in ((5, "a"), (5, "b"), (6, "c"))
+    ]
+    first, again, other = (json.loads(run.out)["variance_ratio"] for run in runs)
+    assert first == again
+    assert first != other
+
+
+def test_text_bos_and_keys(model_folder, sinkscope, tmp_path):
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number % 90 + 3}" for number in range(500)))
+    common = ("trace", model_folder, "--json", "--tokens", "text:text.txt", "--num-sequences", 4, "--length", 40)
+    result = sinkscope(*common, "--bos", "--keys", "0,10", "--out", "run")
+    assert result.code == 0, result.err
+    summary = json.loads(result.out)
+    assert summary["tokens"]["bos"] is True
+    assert summary["variance_ratio"] is None
+    positions = read_table(tmp_path / "run" / "positions")
+    received = zip(positions["position"], positions["attention_received"], strict=True)
+    assert {position for position, value in received if value is not None} == {0, 10}
+    assert sinkscope(*common, "--keys", "0,40", "--out", "other").code == 2
+
+
+def bert(folder):
+    config = AutoConfig.for_model(
+        "bert", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+
+
+def bloom(folder):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=2, vocab_size=50)
+    ).save_pretrained(folder)
+
+
+def truncated(folder):
+    tiny_model("llama").save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def pickled(folder):
+    model = tiny_model("llama")
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def not_a_number(folder):
+    model = tiny_model("llama")
+    model.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+REFUSED_FOLDERS = {
+    bert: "causal",
+    bloom: "Add a row for 'bloom'",
+    truncated: "safetensors",
+    pickled: "safetensors",
+    not_a_number: "model.norm.weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"), REFUSED_FOLDERS.items(), ids=lambda value: getattr(value, "__name__", None)
+)
+def test_refused_models(build, message, sinkscope, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    build(folder)
+    assert_refused(sinkscope("trace", folder), message, tmp_path)
+
+
+REFUSED_OPTIONS = {
+    ("./nowhere",): "nowhere",
+    ("nobody/no-such-model",): "no-such-model",
+    ("broken.gguf",): "GGUF",
+    ("--length", "100000"): "--length",
+    ("--length", "8"): "at least 17",
+    ("--keys", "0,64"): "0 to 63",
+    ("--keys", "first"): "--keys 0,10",
+    ("--tokens", "text:empty.txt"): "empty.txt",
+    ("--tokens", "poem"): "text:FILE",
+    ("--dtype", "int3"): "bfloat16",
+    ("--device", "cuda:99"): "cuda",
+    ("--out", "taken"): "--overwrite",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    REFUSED_OPTIONS.items(),
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
+)
+def test_refused_options(options, message, sinkscope, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    model = () if not options[0].startswith("--") else (model_folder,)
+    assert_refused(sinkscope("trace", *model, *options), message, tmp_path)
+    assert (tmp_path / "taken" / "notes.txt").read_text() == "mine"
+
+
+def assert_refused(result, message, cwd):
+    assert result.code == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    assert re.search(r"sinkscope: expected .+; found .+", result.err, re.DOTALL)
+    assert message in result.err
+    assert not (cwd / "runs").exists() or list((cwd / "runs").iterdir()) == []
+
+
+def test_a_refusal_in_a_process_of_its_own_has_exit_code_2(tmp_path):
+    result = in_a_process("trace", "./nowhere", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("sinkscope: expected ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_replaces_a_run(model_folder, sinkscope, tmp_path):
+    arguments = ("trace", model_folder, "--out", "run", "--num-sequences", 2, "--no-effective-rank")
+    assert sinkscope(*arguments).code == 0
+    before = (tmp_path / "run" / "environment.json").read_text()
+    assert sinkscope(*arguments).code == 2
+    assert (tmp_path / "run" / "environment.json").read_text() == before
+    assert sinkscope(*arguments, "--overwrite").code == 0
+    assert (tmp_path / "run" / "environment.json").read_text() != before
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupted_run_leaves_nothing(name, code, tmp_path):
+    """The signal arrives while the run folder is half written."""
+    before = f"""
+import os, signal, time
+import sinkscope.capture.trace as module
+def interrupted(findings):
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(60)
+module.trace_tables = interrupted
+"""
+    result = in_a_process("trace", "--out", "run", cwd=tmp_path, before=before)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_is_fast_and_has_an_example(tmp_path):
+    for arguments in (("--help",), ("trace", "--help"), ("models", "--help")):
+        started_at = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = in_a_process(*arguments, cwd=tmp_path)
+        ended_at = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert "Example: sinkscope" in result.stdout
+        # Processor time, since other tests run beside this one; it is what the wall clock shows on an idle machine.
+        assert (ended_at.ru_utime + ended_at.ru_stime) - (started_at.ru_utime + started_at.ru_stime) < 0.5
+
+
+def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
+    assert len(json.loads(sinkscope("models", "--json").out)) == 19
+    parts = json.loads(sinkscope("models", model_folder, "--json").out)
+    assert parts["family"] == "llama"
+    assert parts["num_key_value_heads"] == 2
+    assert "self_attn.o_proj" in sinkscope("models", "llama").out

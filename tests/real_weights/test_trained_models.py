@@ -1,0 +1,112 @@
+"""Facts about trained models that must hold in any right instrument."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sinkscope import load, token_batch, trace
+
+pytestmark = pytest.mark.real_weights
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2):
+    return load(smollm2, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def gemma3_model(gemma3):
+    return load(gemma3, device="cpu")
+
+
+def eager_received(loaded, ids):
+    """[L, H, T] attention received from the model's own attention maps."""
+    loaded.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            maps = loaded.model(ids, output_attentions=True, use_cache=False, logits_to_keep=1).attentions
+    finally:
+        loaded.model.set_attn_implementation("sdpa")
+    num_queries = torch.arange(ids.shape[1], 0, -1)
+    return torch.stack([layer.sum(-2).div(num_queries).mean(0) for layer in maps])
+
+
+def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
+    result = trace(smollm2_model, token_batch(smollm2_model))
+    findings = result.findings
+    assert findings.sinks[0].position == 0
+    assert findings.sinks[0].low > 0.5
+    assert findings.birth_layers
+    strongest = findings.massive_dimensions[0]
+    birth = max(findings.birth_layers, key=lambda layer: result.reading.by_position["dom_ratio"][layer, 0])
+    writers = [unit for unit in findings.super_neurons if unit.layer == birth and unit.role == "writes"]
+    assert sum(unit.write_share for unit in writers) > 0.5
+    assert writers[0].dimension == strongest
+    assert float(writers[0].sparsity.top_share) > 5 * writers[0].layer_top_share
+    assert "Position 0" in result.story
+
+
+def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):
+    """The same instrument must see nothing where the found writers are taken out."""
+    batch = token_batch(smollm2_model, num_sequences=4)
+    units = [u for u in trace(smollm2_model, batch, effective_rank=False).findings.super_neurons if u.role == "writes"]
+    layers = smollm2_model.model.model.layers
+    saved = {u.layer: layers[u.layer].mlp.down_proj.weight.detach().clone() for u in units}
+    try:
+        with torch.no_grad():
+            for unit in units:
+                layers[unit.layer].mlp.down_proj.weight[:, unit.neuron] = 0
+        without = trace(smollm2_model, batch, effective_rank=False)
+    finally:
+        with torch.no_grad():
+            for layer, weight in saved.items():
+                layers[layer].mlp.down_proj.weight.copy_(weight)
+    intact = trace(smollm2_model, batch, effective_rank=False)
+    assert (
+        without.reading.by_position["dom_ratio"][:, 0].max() < 0.5 * intact.reading.by_position["dom_ratio"][:, 0].max()
+    )
+
+
+def test_gemma3_needs_bos_for_its_sink(gemma3_model):
+    without = trace(gemma3_model, token_batch(gemma3_model, num_sequences=16), effective_rank=False)
+    assert without.findings.sinks == []
+    assert without.story.startswith("No sink")
+    with_bos = trace(gemma3_model, token_batch(gemma3_model, num_sequences=16, bos=True), effective_rank=False)
+    assert with_bos.findings.sinks[0].position == 0
+    assert with_bos.findings.variance_ratio is None  # BOS has no variance across sequences
+
+
+@pytest.mark.parametrize("name", ["smollm2_model", "gemma3_model"])
+def test_fast_path_equals_eager(name, request):
+    loaded = request.getfixturevalue(name)
+    batch = token_batch(loaded, num_sequences=2, bos=True)
+    reading = trace(loaded, batch, effective_rank=False).reading
+    expected = eager_received(loaded, batch.ids)
+    torch.testing.assert_close(reading.received, expected, atol=1e-4, rtol=0)
+    # The control: another batch's maps are not within the tolerance.
+    other = eager_received(loaded, token_batch(loaded, num_sequences=2, bos=True, seed=1).ids)
+    assert (reading.received - other).abs().max() > 1e-3
+
+
+def test_command_on_a_gguf_file(smollm2, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "sinkscope",
+        "trace",
+        str(smollm2),
+        "--num-sequences",
+        "4",
+        "--json",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["family"] == "llama"
+    assert summary["sinks"][0]["position"] == 0
+    assert (tmp_path / "run" / "chain.png").stat().st_size > 10_000
