@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from sinkscope.capture.tiled_attention import (
     AttentionReading,
     AttentionRule,
     ReadingRequest,
-    distance_queries,
+    distance_tensor,
+    sampled_queries,
     tiled_attention,
 )
+from sinkscope.kernels.attention_by_distance import attention_by_distance
 from sinkscope.kernels.attention_received import attention_received, received_by_keys
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -51,37 +54,19 @@ def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
 def _fused_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> AttentionReading:
-    length, value_size = query_BHTD.shape[2], value_BKSD.shape[-1]
-    if (
-        value_size < query_BHTD.shape[-1]
-    ):  # latent attention: values are shorter than keys, and the fused kernel wants one size
-        value_BKSD = torch.nn.functional.pad(value_BKSD, (0, query_BHTD.shape[-1] - value_size))
-    window = (-1, -1) if rule.window is None else (rule.window - 1, 0)
-    output_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
-        query_BHTD.transpose(1, 2),
-        key_BKSD.transpose(1, 2),
-        value_BKSD.transpose(1, 2),
-        None,
-        None,
-        length,
-        length,
-        0.0,
-        True,
-        False,
-        scale=rule.scaling,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
-    output_BTHD = output_BTHD[..., :value_size]
+    length = query_BHTD.shape[2]
+    output_BTHD, lse_BHT = _attention_and_log_sum_exp(query_BHTD, key_BKSD, value_BKSD, rule)
     if rule.sink_logits is not None:
         # A learned sink only adds to each row's total: the aggregation shrinks by the share that it takes.
         whole_BHT = torch.logaddexp(lse_BHT, rule.sink_logits.float()[None, :, None])
         output_BTHD = output_BTHD * torch.exp(lse_BHT - whole_BHT).transpose(1, 2).unsqueeze(-1).to(output_BTHD.dtype)
         lse_BHT = whole_BHT
-    by_distance = _by_distance(query_BHTD, key_BKSD, lse_BHT, rule, request.distances)
     options = {"scaling": rule.scaling, "window": rule.window}
+    device = query_BHTD.device
+    queries_n, distances_R = sampled_queries(length, device), distance_tensor(request.distances, device)
+    by_distance = attention_by_distance(query_BHTD, key_BKSD, lse_BHT, queries_n, distances_R, **options)
     if request.keys is not None:
-        received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(query_BHTD.device), **options)
+        received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(device), **options)
         return AttentionReading(
             output=output_BTHD,
             received=received,
@@ -105,21 +90,24 @@ def _fused_attention(
     )
 
 
-def _by_distance(
-    query_BHTD: Tensor, key_BKSD: Tensor, lse_BHT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
-) -> Tensor:
-    """[B, H, R] attention on the key each distance back, mean over the sampled queries that have one."""
-    length, groups = query_BHTD.shape[2], query_BHTD.shape[1] // key_BKSD.shape[1]
-    device = query_BHTD.device
-    queries_n = distance_queries(length).to(device)
-    distances_R = torch.tensor(distances, device=device)
-    back_nR = queries_n[:, None] - distances_R
-    seen_nR = back_nR >= 0
-    if rule.window is not None:
-        seen_nR = seen_nR & (distances_R < rule.window)
-    keys_BKnRD = key_BKSD[:, :, back_nR.clamp(min=0)]
-    queries_BKnGD = query_BHTD[:, :, queries_n].unflatten(1, (-1, groups)).transpose(2, 3)
-    scores_BKnGR = torch.matmul(queries_BKnGD, keys_BKnRD.transpose(-1, -2)).float() * rule.scaling
-    lse_BKnG = lse_BHT[:, :, queries_n].unflatten(1, (-1, groups)).transpose(2, 3)
-    weights = torch.exp(scores_BKnGR - lse_BKnG.unsqueeze(-1)) * seen_nR[None, None, :, None, :]
-    return weights.sum(2).flatten(1, 2) / (back_nR >= 0).sum(0)
+def _attention_and_log_sum_exp(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """(aggregation [B, T, H, D], log-sum-exp [B, H, T]) by the kernel that torch would choose."""
+    chosen = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+        query_BHTD, key_BKSD, value_BKSD, None, 0.0, True, scale=rule.scaling, enable_gqa=True
+    )
+    if rule.window is None and chosen == SDPBackend.CUDNN_ATTENTION.value:
+        output_BHTD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query_BHTD, key_BKSD, value_BKSD, None, True, 0.0, True, False, scale=rule.scaling
+        )
+        return output_BHTD.transpose(1, 2), lse.view(query_BHTD.shape[:3])
+    length, value_size = query_BHTD.shape[2], value_BKSD.shape[-1]
+    if value_size < query_BHTD.shape[-1]:  # latent attention: values are shorter than keys, and flash wants one size
+        value_BKSD = torch.nn.functional.pad(value_BKSD, (0, query_BHTD.shape[-1] - value_size))
+    heads_last = (x.transpose(1, 2) for x in (query_BHTD, key_BKSD, value_BKSD))
+    window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+    output_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
+        *heads_last, None, None, length, length, 0.0, True, False, scale=rule.scaling, **window
+    )
+    return output_BTHD[..., :value_size], lse_BHT

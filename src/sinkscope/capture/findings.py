@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_statistics import LayerStatistics
-from sinkscope.capture.reading import Reading
+from sinkscope.capture.lock import read_lock
+from sinkscope.capture.reading import Reading, ResidualRow
 from sinkscope.measures.dimension_disparity import (
     MASSIVE_CONTRAST,
     MASSIVE_RATIO,
@@ -124,11 +124,14 @@ class Findings:
         for row, statistics in enumerate(self.reading.residual):
             massive, ratio, contrast = self._disparity(row)
             value, magnitude = statistics.mean("dimension").cpu(), statistics.mean("dimension_abs").cpu()
+            positions = statistics.candidates.tolist()
             for slot, dimension in massive.nonzero().tolist():
+                if positions.index(positions[slot]) < slot:  # several signals may have pointed at one position
+                    continue
                 found.append(
                     MassiveDimension(
                         layer=row - 1,
-                        position=int(statistics.candidates[slot]),
+                        position=positions[slot],
                         dimension=dimension,
                         value=float(value[slot, dimension]),
                         magnitude=float(magnitude[slot, dimension]),
@@ -219,6 +222,11 @@ class Findings:
             return None, None
         sinks = [sink.position for sink in self.sinks]
         return self.reading.effective_ranks(), self.reading.effective_ranks(sinks) if sinks else None
+
+    @cached_property
+    def lock(self) -> tuple[Tensor, Tensor]:
+        """([L, H, Q] positive queries, [L, H, Q] lock share) at `reading.lock_positions`; see `read_lock`."""
+        return read_lock(self.reading.anatomy, self.reading.lock_inputs)
 
     def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:
         """([L] DomRatio at a position, [L] its mean over positions that are no sink)."""
@@ -319,7 +327,7 @@ class Findings:
         return found
 
 
-def _at_position(statistics: LayerStatistics, name: str, position: int, reading: Reading) -> Tensor:
+def _at_position(statistics: ResidualRow, name: str, position: int, reading: Reading) -> Tensor:
     """A candidate statistic's mean over sequences at one of the candidate positions."""
     slot = int((statistics.candidates == position).nonzero()[0])
     return statistics.sums[name][slot].cpu() / reading.batch.num_sequences

@@ -1,16 +1,19 @@
 """Reads one forward pass layer by layer: each layer's activations are reduced when the layer ends and then let go.
 
-What needs to be known before it can be read (which positions deserve their neurons in full, which dimensions are
-massive, the variance of the values across the batch) is taken from what the pass has already seen; where a batch is
-split into chunks, a first round over all chunks finds it and a second reads with it frozen.
-Axes: B sequences, T positions, S keys read, H heads, K key-value heads, D head size, E width, U units, P candidate
-positions, Q lock positions, R distances.
+During the pass little more is done than to reduce activations, since on a short text every further operation costs as
+much as the model's own; the reduced tensors of all layers are put together at the end.
+What needs to be known before it can be read (which positions deserve their neurons in full, the variance of the
+values across the batch) is taken from what the pass has already seen; where a batch is split into chunks, a first
+round over all chunks finds it and a second reads with it frozen.
+Axes: B sequences, T positions, N = B * T tokens, S keys read, H heads, K key-value heads, D head size, E width, U
+units, L layers, P candidate positions, Q lock positions, R distances.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,32 +21,31 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
-from sinkscope.capture.attention_tap import CausalMask, attention_tap
-from sinkscope.capture.layer_statistics import LayerStatistics, Moments
+from sinkscope.capture.attention_tap import attention_tap
+from sinkscope.capture.layer_statistics import Moments, Statistics, stacked
+from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
+from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries
 from sinkscope.kernels.token_statistics import token_statistics
-from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_THRESHOLD
+from sinkscope.measures.sink_score import SINK_THRESHOLD
 from sinkscope.models.anatomy import Anatomy, Layer
 
-NUM_CANDIDATES = 12
-"""Positions whose neurons and dimensions are kept in full at each layer: four each by attention received so far and
-by DomRatio before and after the layer, and the earliest positions where these overlap."""
 NUM_LOCK_POSITIONS = 4
+"""Positions of the largest DomRatio that are looked at in full in each layer."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a first round over all chunks found about one layer."""
+    """What a first round over all chunks found."""
 
-    value_variance_KS: Tensor | None
-    candidates_P: Tensor
-    lock_Q: Tensor
+    value_variance_KS: list[Tensor]
+    """By layer; empty for a batch of one sequence."""
+    dominant_Q: list[Tensor]
+    """Positions of the largest DomRatio, for the stream entering layer 0 and for each layer."""
 
 
 class ForwardReader:
-    """The statistics of every layer for one chunk of sequences. Layer -1 is the residual stream that enters layer 0."""
+    """The statistics of every layer for one chunk of sequences."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class ForwardReader:
         *,
         keys: Tensor | None,
         across_sequences: bool,
-        frozen: dict[int, Frozen] | None = None,
         rank_index: Tensor,
+        frozen: Frozen | None = None,
     ) -> None:
         self.anatomy = anatomy
         self.num_sequences, self.length = shape
@@ -62,32 +64,27 @@ class ForwardReader:
         """Whether the whole batch, of which this is a chunk, has more than one sequence."""
         self.frozen = frozen
         self.request = ReadingRequest(keys=keys, distances=distances(self.length))
-        self.statistics: dict[int, LayerStatistics] = {}
-        self.rank_tokens: dict[int, Tensor] = {}
         self.rank_index = rank_index
         """Tokens of this chunk that the effective rank is taken over."""
-        self.sink_heads_BS: Tensor | None = None
-        """[B, S] how many heads of all layers so far count each key as their sink."""
         self.attention_path = ""
-        self._received_T: Tensor | None = None
-        self._dom_ratio_T: Tensor | None = None
-        self._pending: dict[str, Any] = {}
-        self._massive_BQE: Tensor
-        self._rekeying = False
-        self._layer: LayerStatistics
-        """The layer that is being read; set when its block is entered."""
+        self.silent_layers = {layer.index for layer in anatomy.layers}
+        self._kept: dict[str, list[Any]] = defaultdict(list)
+        """Reduced tensors by name, one of each layer in order; of the residual also that entering layer 0."""
+        self._attention_call: tuple[Tensor, tuple[tuple, dict[str, Any]]]
+        """The state that enters the attention that is about to run, and the call's other arguments."""
+        self._constants: dict[tuple[torch.device, str], Tensor] = {}
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[dict]:
         """Opens every tap; yields the arguments that the forward call needs beside the tokens."""
         with contextlib.ExitStack() as stack:
+            first = self.anatomy.layers[0].block.register_forward_pre_hook(self._enter_first_block, with_kwargs=True)
+            stack.callback(first.remove)
             for layer in self.anatomy.layers:
                 units = LayerUnits(layer)
                 handles = [
-                    layer.block.register_forward_pre_hook(self._enter_block(layer), with_kwargs=True),
                     layer.attention.register_forward_pre_hook(self._enter_attention, with_kwargs=True),
                     layer.output_projection.register_forward_hook(self._leave_output_projection),
-                    layer.attention.register_forward_hook(self._leave_attention(layer), with_kwargs=True),
                     layer.block.register_forward_hook(self._leave_block(layer, units)),
                     *units.hooks(),
                 ]
@@ -95,171 +92,175 @@ class ForwardReader:
                     stack.callback(handle.remove)
             yield stack.enter_context(attention_tap(self.anatomy, self._on_attention))
 
-    def _enter_block(self, layer: Layer):
-        def hook(module, args, kwargs) -> None:
-            if layer.index == 0:
-                self._read_residual(-1, args[0] if args else kwargs["hidden_states"])
-            self._layer = self._new_statistics(layer.index)
-
-        return hook
+    def _enter_first_block(self, module, args, kwargs) -> None:
+        self._read_residual(args[0] if args else kwargs["hidden_states"])
 
     def _enter_attention(self, module, args, kwargs) -> None:
-        if self._rekeying:
-            return
         state_BTE = args[0] if args else kwargs["hidden_states"]
-        self._pending["normed_state"] = state_BTE
         if self.across_sequences:
-            self._layer.moments["direction"] = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1))
-        tokens = token_statistics(state_BTE.flatten(0, 1), columns=False)
-        self._layer.sums["dom_ratio_normed"] = self._by_position(tokens.largest / tokens.mean_abs)
+            self._kept["direction"].append(Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1)))
+        self._kept["state_largest"].append(torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1))
+        self._kept["state_total"].append(torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=_wide(state_BTE)))
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        self._attention_call = (state_BTE, (args[1:], rest))
 
     def _on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        if self._rekeying:
-            self._pending["key_without"] = key
-            return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        request, out = self.request, self._layer
+        self.silent_layers.discard(layer)
+        request, keys_S = self.request, self.keys
+        if keys_S is not None:
+            request = replace(request, keys=self._on(key.device, "keys", lambda: keys_S))
         if self.across_sequences:
-            out.moments["value"] = Moments.of(value)
-            variance_KS = out.moments["value"].variance if self.frozen is None else self.frozen[layer].value_variance_KS
-            request = replace(request, key_weights=variance_KS)
+            self._kept["value"].append(Moments.of(value))
+            known = self._kept["value"][-1].variance if self.frozen is None else self.frozen.value_variance_KS[layer]
+            request = replace(request, key_weights=known)
         reading, self.attention_path = read_attention(query, key, value, rule, request)
-
-        positions = torch.arange(self.length, device=key.device) if self.keys is None else self.keys.to(key.device)
-        alpha_BHS = reading.received / (self.length - positions)
-        counted_BHS = alpha_BHS > SINK_THRESHOLD
-        out.sums["received"], out.sums["sink_heads"] = alpha_BHS.sum(0), counted_BHS.sum(0)
-        heads_BS = counted_BHS.sum(1)
-        self.sink_heads_BS = (
-            heads_BS if self.sink_heads_BS is None else self.sink_heads_BS.to(heads_BS.device) + heads_BS
-        )
-        out.sums["by_distance"] = reading.by_distance.sum(0)
-        if reading.entropy is not None and reading.mixing is not None:
-            out.sums["entropy"], out.sums["head_entropy"] = (
-                reading.entropy.sum(0).mean(0),
-                reading.entropy.sum(0).mean(-1),
-            )
-            out.sums["mixing"], out.sums["head_mixing"] = reading.mixing.sum(0).mean(0), reading.mixing.sum(0).mean(-1)
-        if reading.weighted_mixing is not None:
-            out.sums["averaging_law"] = reading.weighted_mixing.sum(0).mean(0)
-
-        if self._received_T is None:
-            self._received_T = torch.zeros(self.length, device=key.device)
-        self._received_T = self._received_T.to(key.device).index_add(0, positions, alpha_BHS.sum(0).mean(0).float())
-        self._read_lock(layer, query, key)
+        for name in ("received", "by_distance", "entropy", "mixing", "weighted_mixing"):
+            if (values := getattr(reading, name)) is not None:
+                self._kept[name].append(values)
+        self._keep_lock_rows(query, key)
         return reading.output
 
-    def _read_lock(self, layer: int, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
-        """Which queries agree in sign with the keys of the lock positions, and the queries' sum, for
-        `_leave_attention`."""
-        positions_Q = self.statistics[layer - 1].lock_positions.to(key_BKSD.device)
-        groups = query_BHTD.shape[1] // key_BKSD.shape[1]
-        keys_BHQD = key_BKSD[:, :, positions_Q].repeat_interleave(groups, dim=1)
-        later_QT = torch.arange(self.length, device=key_BKSD.device)[None, :] >= positions_Q[:, None]
-        agree_BHTQ = torch.matmul(query_BHTD, keys_BHQD.transpose(2, 3)) > 0
-        self._layer.sums["positive_queries"] = (agree_BHTQ & later_QT.T).sum(2).sum(0) / later_QT.sum(1)
-        query_sum_BHQD = torch.matmul(later_QT.to(query_BHTD.dtype), query_BHTD).float()
-        self._pending["lock"] = (positions_Q, query_sum_BHQD, groups)
-        self._layer.sums["lock_all"] = (query_sum_BHQD * keys_BHQD).sum((0, -1))
+    def _keep_lock_rows(self, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
+        state_BTE, call = self._attention_call
+        del self._attention_call
+        some = slice(LOCK_SEQUENCES)
+        positions_Q = self._kept["dominant"][-1].to(key_BKSD.device)
+        queries_n = sampled_queries(self.length, key_BKSD.device)
+        rows = LockInput(
+            positions_Q=positions_Q,
+            queries_n=queries_n,
+            residual_BQE=self._kept["dominant_rows"][-1],
+            state_BQE=state_BTE[some, positions_Q],
+            query_BHnD=query_BHTD[some, :, queries_n],
+            key_BKQD=key_BKSD[some, :, positions_Q],
+            length=self.length,
+            call=call,
+        )
+        self._kept["lock"].append(rows)
 
     def _leave_output_projection(self, module, args, output) -> None:
-        if self._rekeying:
-            return
         aggregation_BTC = args[0].view(self.num_sequences, self.length, -1)
-        energy_BT = torch.linalg.vector_norm(
-            aggregation_BTC, dim=-1, dtype=torch.promote_types(output.dtype, torch.float32)
-        ).square_()
-        self._layer.sums["second_moment"] = energy_BT.sum(0) / aggregation_BTC.shape[-1]
+        norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=_wide(output))
+        self._kept["aggregation_norm"].append(norm_BT)
+        self.aggregation_channels = aggregation_BTC.shape[-1]
         if self.across_sequences:
-            self._layer.moments["aggregation"] = Moments.of(aggregation_BTC)
-            self._layer.moments["projected"] = Moments.of(output.view(self.num_sequences, self.length, -1))
-
-    def _leave_attention(self, layer: Layer):
-        """The lock: how much of q . k is gone when the massive dimensions of the normalised state are set to zero."""
-
-        def hook(module, args, kwargs, output) -> None:
-            if self._rekeying:
-                return
-            state_BTE = self._pending.pop("normed_state")
-            positions_Q, query_sum_BHQD, groups = self._pending.pop("lock")
-            massive_BQE = self._massive_BQE.to(state_BTE.device)
-            edited = state_BTE[:, positions_Q].masked_fill(massive_BQE, 0)
-            call_args, call_kwargs = _at_positions((args, kwargs), positions_Q, self.length)
-            if args:
-                call_args = (edited, *call_args[1:])
-            else:
-                call_kwargs["hidden_states"] = edited
-            self._rekeying = True
-            try:
-                module.forward(*call_args, **call_kwargs)
-            finally:
-                self._rekeying = False
-            key_BHQD = self._pending.pop("key_without").repeat_interleave(groups, dim=1)
-            self._layer.sums["lock_without"] = (query_sum_BHQD * key_BHQD).sum((0, -1))
-            self._layer.sums["lock_massive"] = massive_BQE.any(-1).sum(0)
-
-        return hook
+            self._kept["aggregation"].append(Moments.of(aggregation_BTC))
+            self._kept["projected"].append(Moments.of(output.view(self.num_sequences, self.length, -1)))
 
     def _leave_block(self, layer: Layer, units: LayerUnits):
         def hook(module, args, output) -> None:
-            hidden_BTE = output[0] if isinstance(output, tuple) else output
-            self._read_residual(layer.index, hidden_BTE)
+            self._read_residual(output[0] if isinstance(output, tuple) else output)
             self._read_units(layer.index, units)
-            units.__init__(layer)
+            units.clear()
 
         return hook
 
-    def _read_residual(self, layer: int, hidden_BTE: Tensor) -> None:
-        out = self._layer if layer >= 0 else self._new_statistics(layer)
+    def _read_residual(self, hidden_BTE: Tensor) -> None:
+        kept, row = self._kept, len(self._kept["dominant"])
         tokens = token_statistics(hidden_BTE.flatten(0, 1))
-        ratio_N = tokens.largest / tokens.mean_abs
-        out.sums["dom_ratio"] = self._by_position(ratio_N)
-        out.sums["top_energy_share"] = self._by_position(tokens.largest.square() / tokens.energy)
-        out.sums["participation_ratio"] = self._by_position(tokens.participation_ratio)
-        out.sums["kurtosis"] = self._by_position(tokens.kurtosis)
-        out.largest["residual"] = self._largest_by_position(tokens.largest, tokens.argmax)
-        out.sums["dimension_total"] = tokens.column_abs
-
-        before_T, self._dom_ratio_T = self._dom_ratio_T, out.sums["dom_ratio"]
-        if self.frozen is not None:
-            out.candidates, out.lock_positions = self.frozen[layer].candidates_P, self.frozen[layer].lock_Q
+        for name in ("largest", "argmax", "energy", "kurtosis", "participation_ratio", "column_abs"):
+            kept[name].append(getattr(tokens, name))
+        kept["dom_ratio"].append(tokens.largest / tokens.mean_abs)
+        if self.frozen is None:
+            ratio_T = self._total(kept["dom_ratio"][-1].view(self.num_sequences, self.length))
+            kept["dominant"].append(ratio_T.topk(NUM_LOCK_POSITIONS).indices)
         else:
-            out.candidates, out.lock_positions = choose_positions(self._dom_ratio_T, before_T, self._received_T)
-        chosen_BPE = hidden_BTE[:, out.candidates].float()
-        out.sums["dimension_abs"], out.sums["dimension"] = chosen_BPE.abs().sum(0), chosen_BPE.sum(0)
-        at_lock_BQE = hidden_BTE[:, out.lock_positions].abs()
-        self._massive_BQE = at_lock_BQE >= MASSIVE_RATIO * at_lock_BQE.mean(-1, keepdim=True)
+            kept["dominant"].append(self.frozen.dominant_Q[row])
+        # The first positions too: where nothing stands out, they are what a reader looks for.
+        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_LOCK_POSITIONS))
+        before_Q = kept["dominant"][max(row - 1, 0)].to(hidden_BTE.device)
+        candidates_P = torch.cat([first_Q, before_Q, kept["dominant"][row]])
+        kept["candidates"].append(candidates_P)
+        kept["candidate_rows"].append(hidden_BTE[:, candidates_P])
+        kept["dominant_rows"].append(kept["candidate_rows"][-1][:LOCK_SEQUENCES, -NUM_LOCK_POSITIONS:])
         if len(self.rank_index):
-            self.rank_tokens[layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
+            kept["rank_tokens"].append(hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)])
 
     def _read_units(self, layer: int, units: LayerUnits) -> None:
         if not units.complete:
             raise RuntimeError(
                 f"layer {layer} passed no neurons to its down projection: its row in the family table is wrong"
             )
-        out = self.statistics[layer]
-        reading = units.read()
-        out.largest["write"] = self._largest_by_position(reading.top_write, reading.top_unit)
-        out.sums["unit_energy"] = reading.energy
-        device = out.candidates.device
-        tokens = (torch.arange(self.num_sequences, device=device)[:, None] * self.length + out.candidates).flatten()
+        reading, candidates_P = units.read(), self._kept["candidates"][-1]
+        self._kept["write"].append(reading.top_write)
+        self._kept["write_unit"].append(reading.top_unit)
+        tokens = candidates_P
+        if self.num_sequences > 1:
+            starts = self._on(
+                candidates_P.device, "starts", lambda: torch.arange(self.num_sequences)[:, None] * self.length
+            )
+            tokens = (starts + candidates_P).flatten()
         chosen_BPU = units.at(tokens).unflatten(0, (self.num_sequences, -1))
-        out.sums["unit_activation"] = chosen_BPU.sum(0)
-        out.sums["unit_square"] = chosen_BPU.square().sum(0)
+        sums = {"unit_energy": reading.energy, "unit_activation": self._total(chosen_BPU)}
+        sums["unit_square"] = self._total(chosen_BPU.square())
         if units.write_scale_N is not None:
             written_BPU = chosen_BPU * units.write_scale_N[tokens].view(self.num_sequences, -1, 1)
-            out.sums["unit_written"], out.sums["unit_written_square"] = written_BPU.sum(0), written_BPU.square_().sum(0)
+            sums["unit_written"], sums["unit_written_square"] = (
+                self._total(written_BPU),
+                self._total(written_BPU.square()),
+            )
+        self._kept["units"].append(sums)
 
-    def _new_statistics(self, layer: int) -> LayerStatistics:
-        nowhere = torch.empty(0, dtype=torch.long)
-        self.statistics[layer] = LayerStatistics(self.num_sequences, nowhere, nowhere)
-        return self.statistics[layer]
+    def statistics(self) -> Statistics:
+        """Everything that was kept, put together; the reader is empty afterwards."""
+        if self.silent_layers:
+            raise RuntimeError(
+                f"layers {sorted(self.silent_layers)} reported no attention: the row of family "
+                f"{self.anatomy.family.name} is wrong"
+            )
+        kept, shape = self._kept, (-1, self.num_sequences, self.length)
+        sums: dict[str, Tensor] = {}
+        alpha_LBHS = stacked(kept.pop("received"))
+        keys_S = torch.arange(self.length) if self.keys is None else self.keys
+        alpha_LBHS /= (self.length - keys_S).to(alpha_LBHS.device)
+        counted_LBHS = alpha_LBHS > SINK_THRESHOLD
+        sums["received"], sums["sink_heads"] = self._total(alpha_LBHS, 1), self._total(counted_LBHS, 1)
+        for name in ("entropy", "mixing"):
+            if name in kept:
+                value_LHT = self._total(stacked(kept.pop(name)), 1)
+                sums[name], sums[f"head_{name}"] = value_LHT.mean(1), value_LHT.mean(2)
+        if "weighted_mixing" in kept:
+            sums["averaging_law"] = self._total(stacked(kept.pop("weighted_mixing")), 1).mean(1)
+        sums["by_distance"] = self._total(stacked(kept["by_distance"]), 1)
+        sums["second_moment"] = self._total(stacked(kept["aggregation_norm"]).square(), 1) / self.aggregation_channels
+        state_ratio = stacked(kept["state_largest"]).to(kept["state_total"][0].dtype) / stacked(kept["state_total"])
+        sums["dom_ratio_normed"] = self._total(state_ratio, 1) * self.anatomy.width
 
-    def _by_position(self, values_N: Tensor) -> Tensor:
-        return values_N.view(self.num_sequences, self.length).sum(0)
+        largest_LBT, energy_LBT = (stacked(kept[name]).view(shape) for name in ("largest", "energy"))
+        sums["top_energy_share"] = self._total(largest_LBT.square() / energy_LBT, 1)
+        for name in ("dom_ratio", "participation_ratio", "kurtosis"):
+            sums[name] = self._total(stacked(kept[name]).view(shape), 1)
+        sums["dimension_total"] = stacked(kept["column_abs"])
+        rows_LBPE = stacked(kept["candidate_rows"]).float()
+        sums["dimension"], sums["dimension_abs"] = self._total(rows_LBPE, 1), self._total(rows_LBPE.abs(), 1)
+        return Statistics(
+            num_sequences=self.num_sequences,
+            sums=sums,
+            largest={
+                "residual": self._largest(largest_LBT, stacked(kept["argmax"]).view(shape)),
+                "write": self._largest(*(stacked(kept[name]).view(shape) for name in ("write", "write_unit"))),
+            },
+            moments={n: kept[n] for n in ("direction", "value", "aggregation", "projected") if n in kept},
+            units=kept["units"],
+            candidates=stacked(kept["candidates"]),
+            sink_heads_BS=counted_LBHS.sum((0, 2)),
+            lock_inputs=kept["lock"],
+            rank_tokens=kept["rank_tokens"],
+        )
 
-    def _largest_by_position(self, values_N: Tensor, index_N: Tensor) -> tuple[Tensor, Tensor]:
-        largest_T, sequence_T = values_N.view(self.num_sequences, self.length).max(0)
-        return largest_T, index_N.view(self.num_sequences, self.length).gather(0, sequence_T[None]).squeeze(0)
+    def _total(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Sum over sequences; of one sequence it is a view, since a launch costs as much as a short text's reading."""
+        return values.select(dim, 0) if self.num_sequences == 1 else values.sum(dim)
+
+    def _largest(self, values_LBT: Tensor, index_LBT: Tensor) -> tuple[Tensor, Tensor]:
+        largest_LT, sequence_LT = values_LBT.max(1)
+        return largest_LT, index_LBT.gather(1, sequence_LT[:, None]).squeeze(1)
+
+    def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that every layer needs, made once for each device: a copy from the host would make layers wait."""
+        if (device, name) not in self._constants:
+            self._constants[device, name] = make().to(device)
+        return self._constants[device, name]
 
 
 def distances(length: int) -> tuple[int, ...]:
@@ -267,34 +268,6 @@ def distances(length: int) -> tuple[int, ...]:
     return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
 
 
-def choose_positions(
-    dom_ratio_T: Tensor, dom_ratio_before_T: Tensor | None, received_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """([P] sorted positions to keep in full, [Q] those of them with the largest DomRatio, where a lock can be)."""
-    length, device = len(dom_ratio_T), dom_ratio_T.device
-    # Earlier positions win among those that nothing points at.
-    score_T = -torch.arange(length, device=device, dtype=torch.float32) / length
-    if received_T is not None:
-        received_T = received_T.to(device) * (torch.arange(length, device=device) < length - LATER_QUERIES)
-    for signal_T in (dom_ratio_T, dom_ratio_before_T, received_T):
-        if signal_T is not None:
-            score_T[signal_T.to(device).topk(min(4, length)).indices] += 2
-    candidates_P = score_T.topk(min(NUM_CANDIDATES, length)).indices.sort().values
-    return candidates_P, candidates_P[
-        dom_ratio_T[candidates_P].topk(min(NUM_LOCK_POSITIONS, len(candidates_P))).indices
-    ]
-
-
-def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:
-    """The arguments of an attention call restricted to some positions: whatever has the length of the text is cut."""
-    if isinstance(value, CausalMask):
-        return CausalMask(None)
-    if isinstance(value, tuple | list):
-        return type(value)(_at_positions(item, positions_Q, length) for item in value)
-    if isinstance(value, dict):
-        return {name: _at_positions(item, positions_Q, length) for name, item in value.items()}
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
-        return value.index_select(1, positions_Q.to(value.device))
-    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == length:
-        return value.index_select(0, positions_Q.to(value.device))
-    return value
+def _wide(values: Tensor) -> torch.dtype:
+    """The dtype that sums over a tensor are held in."""
+    return torch.promote_types(values.dtype, torch.float32)

@@ -1,21 +1,23 @@
-"""One layer's statistics over sequences, in a form that merges exactly across chunks of a batch.
+"""Statistics of all layers over some sequences, in a form that merges exactly across chunks of a batch.
 
 Three kinds: sums over sequences; largest values with where they stand; moments across sequences (Chan's formula), of
-which the mean vector is kept only while further chunks may follow.
+which the mean vector is kept only while further chunks may follow. Layers are stacked: an operation on all of them
+costs one launch, not L.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sinkscope.capture.lock import LockInput
+
 
 @dataclass
 class Moments:
-    """Mean across sequences [..., C], and squared deviations from it, summed over channels [...] and over positions
-    [C]."""
+    """Mean across sequences [..., C], and squared deviations from it, summed over channels [...] and positions [C]."""
 
     count: int
     mean: Tensor | None
@@ -53,46 +55,65 @@ class Moments:
     @property
     def mean_cosine(self) -> Tensor:
         """Mean cosine over pairs of sequences, of moments of unit vectors: 1 - deviation / (B - 1)."""
-        return (
-            1 - self.deviation / (self.count - 1) if self.count > 1 else torch.full_like(self.deviation, float("nan"))
-        )
+        if self.count < 2:
+            return torch.full_like(self.deviation, float("nan"))
+        return 1 - self.deviation / (self.count - 1)
 
 
 @dataclass
-class LayerStatistics:
-    """What one layer gave on some sequences."""
+class Statistics:
+    """What all layers gave on some sequences. The residual has a row more than the layers: the stream entering layer
+    0."""
 
     num_sequences: int
+    sums: dict[str, Tensor]
+    """[L, ...] or, of the residual, [L + 1, ...]: sums over sequences."""
+    largest: dict[str, tuple[Tensor, Tensor]]
+    """[L, T] or [L + 1, T] largest over sequences, and where."""
+    moments: dict[str, list[Moments]]
+    units: list[dict[str, Tensor]]
+    """By layer, since layers may differ in their number of units: sums over sequences at the candidates, and over all
+    tokens."""
     candidates: Tensor
-    """[P] positions whose neurons and dimensions are kept in full."""
-    lock_positions: Tensor
-    """[Q] positions that the lock of the next layer is read at."""
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    largest: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    moments: dict[str, Moments] = field(default_factory=dict)
+    """[L + 1, P] positions whose neurons and dimensions are kept in full."""
+    sink_heads_BS: Tensor
+    """[B, S] how many heads of all layers count each key as their sink."""
+    lock_inputs: list[LockInput]
+    rank_tokens: list[Tensor]
 
-    def mean(self, name: str) -> Tensor:
-        return self.sums[name] / self.num_sequences
-
-    def merged(self, other: LayerStatistics) -> LayerStatistics:
+    def merged(self, other: Statistics) -> Statistics:
         """Statistics of both sets of sequences; the positions they look at must agree."""
         assert torch.equal(self.candidates, other.candidates)
-        assert torch.equal(self.lock_positions, other.lock_positions)
         largest = {}
         for name, (value, index) in self.largest.items():
             other_value, other_index = other.largest[name]
             largest[name] = (torch.maximum(value, other_value), torch.where(other_value > value, other_index, index))
-        return LayerStatistics(
+        return Statistics(
             num_sequences=self.num_sequences + other.num_sequences,
-            candidates=self.candidates,
-            lock_positions=self.lock_positions,
-            sums={name: value + other.sums[name] for name, value in self.sums.items()},
+            sums=_added(self.sums, other.sums),
             largest=largest,
-            moments={name: value.merged(other.moments[name]) for name, value in self.moments.items()},
+            moments={
+                name: [mine.merged(theirs) for mine, theirs in zip(layers, other.moments[name], strict=True)]
+                for name, layers in self.moments.items()
+            },
+            units=[_added(mine, theirs) for mine, theirs in zip(self.units, other.units, strict=True)],
+            candidates=self.candidates,
+            sink_heads_BS=torch.cat([self.sink_heads_BS, other.sink_heads_BS]),
+            lock_inputs=[mine.merged(theirs) for mine, theirs in zip(self.lock_inputs, other.lock_inputs, strict=True)],
+            rank_tokens=[torch.cat(both) for both in zip(self.rank_tokens, other.rank_tokens, strict=True)],
         )
 
-    def without_means(self) -> LayerStatistics:
-        """The same without the mean vectors, once no further chunk follows."""
-        for moments in self.moments.values():
-            moments.mean = None
-        return self
+    def mean(self, name: str) -> Tensor:
+        """A sum over sequences as a mean; of one sequence it is the sum itself, which may be large."""
+        total = self.sums[name]
+        return total if self.num_sequences == 1 and total.is_floating_point() else total / self.num_sequences
+
+
+def stacked(values: list[Tensor]) -> Tensor:
+    """All layers in one tensor, on the CPU where a model is spread over several devices."""
+    devices = {value.device for value in values}
+    return torch.stack(values if len(devices) == 1 else [value.cpu() for value in values])
+
+
+def _added(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value + theirs[name] for name, value in mine.items()}

@@ -35,6 +35,10 @@ class LayerUnits:
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
+        self.clear()
+
+    def clear(self) -> None:
+        """Lets go of the layer's activations."""
         self.dense_NF: Tensor | None = None
         self.shared_NF: Tensor | None = None
         self.routed: tuple[Tensor, Tensor, Tensor] | None = None
@@ -75,10 +79,7 @@ class LayerUnits:
 
     def read(self) -> UnitReading:
         """The largest write of each token, and the energy of each unit over all tokens."""
-        norms = [
-            torch.linalg.vector_norm(weight.float() * self._gain(weight), dim=0)
-            for _, weight in self.layer.down_weights()
-        ]
+        norms = [self._output_norms(weight) for _, weight in self.layer.down_weights()]
         if self.dense_NF is not None:
             statistics = token_statistics(self._written(self.dense_NF), norms[0], moments=False)
             return UnitReading(statistics.largest, statistics.argmax, statistics.column_energy)
@@ -126,8 +127,11 @@ class LayerUnits:
             else neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
         )
 
-    def _gain(self, weight_EF: Tensor) -> Tensor | float:
-        return 1.0 if self.layer.post_norm is None else self.layer.write_gain().to(weight_EF.device)[:, None]
+    def _output_norms(self, weight_EF: Tensor) -> Tensor:
+        """[F] float32 norms of the output vectors, behind a post-norm with its gain."""
+        if self.layer.post_norm is not None:
+            weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
+        return torch.linalg.vector_norm(weight_EF, dim=0, dtype=torch.float32)
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
         """[n, F] neurons of one expert at tokens routed to it, times their routing weight."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.forward_reader import ForwardReader, Frozen, choose_positions
-from sinkscope.capture.layer_statistics import LayerStatistics
+from sinkscope.capture.forward_reader import NUM_LOCK_POSITIONS, ForwardReader, Frozen, distances
+from sinkscope.capture.layer_statistics import Statistics, stacked
+from sinkscope.capture.lock import LockInput
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import effective_rank
 from sinkscope.measures.sink_score import LATER_QUERIES
@@ -33,6 +35,21 @@ CHUNK_TOKENS = 1 << 17
 
 Progress = Callable[[int, int], None]
 """Called with (forward passes done, forward passes in all)."""
+
+
+@dataclass(frozen=True)
+class ResidualRow:
+    """The residual stream behind one layer, or entering layer 0, at the candidate positions, with the layer's units."""
+
+    num_sequences: int
+    candidates: Tensor
+    """[P] positions kept in full; a position may stand there twice."""
+    sums: dict[str, Tensor]
+    """Sums over sequences: dimension, dimension_abs [P, E], unit_activation, unit_square [P, U], and over all tokens
+    dimension_total [E], unit_energy [U]. Behind a post-norm also unit_written, unit_written_square."""
+
+    def mean(self, name: str) -> Tensor:
+        return self.sums[name] / self.num_sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +74,15 @@ class Reading:
     by_head: dict[str, Tensor]
     """[L, H] by name: entropy, mixing."""
     by_distance: Tensor
-    """[L, H, R] mean attention on the key each distance back, over at most 1,024 queries that have one."""
+    """[L, H, R] mean attention on the key each distance back, over at most 256 queries that have one."""
     distances: tuple[int, ...]
     channel_variance: Tensor | None
     """[L, C] variance of each channel of the value aggregation across sequences, averaged over positions."""
     lock_positions: Tensor
     """[L, Q] positions that the lock was read at."""
-    positive_queries: Tensor
-    """[L, H, Q] share of queries with a positive q . k on each lock position."""
-    lock_share: Tensor
-    """[L, H, Q] share of q . k, summed over queries, that is gone without the massive dimensions; NaN where there are
-    none."""
-    residual: list[LayerStatistics]
+    lock_inputs: list[LockInput]
+    """What the lock of each layer is read from."""
+    residual: list[ResidualRow]
     """Statistics of the residual stream and the units; entry 0 is the stream that enters layer 0, entry l + 1 leaves
     layer l."""
     rank_tokens: list[Tensor]
@@ -83,6 +97,17 @@ class Reading:
     def sink_rate(self) -> Tensor:
         """[S] mean over sequences, layers and heads."""
         return self.sequence_sink_rate.mean(0)
+
+    def cpu(self) -> Reading:
+        """The same reading with its tensors on the CPU, one transfer for all layers of each."""
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                moved[field.name] = value.cpu()
+            elif isinstance(value, dict):
+                moved[field.name] = {name: tensor.cpu() for name, tensor in value.items()}
+        return replace(self, **moved)
 
     def effective_ranks(self, excluded_positions: Sequence[int] = ()) -> list[float]:
         """The effective rank of each layer's tokens, without the tokens at some positions."""
@@ -110,8 +135,8 @@ def read_model(
     num_passes = 1 if len(chunks) == 1 else 2 * len(chunks)
     done = 0
 
-    def read(number: int, frozen: dict[int, Frozen] | None, *, survey: bool = False) -> ForwardReader:
-        nonlocal done
+    def read(number: int, frozen: Frozen | None, *, survey: bool = False) -> Statistics:
+        nonlocal done, path
         chunk, first_token = chunks[number], number * per_chunk * batch.length
         inside = (rank_index >= first_token) & (rank_index < first_token + chunk.numel())
         reader = ForwardReader(
@@ -124,16 +149,21 @@ def read_model(
         )
         with torch.no_grad(), _evaluation_mode(loaded.model), reader.reading() as inputs:
             anatomy.decoder(input_ids=chunk.to(_input_device(anatomy)), use_cache=False, **inputs)
+            statistics = reader.statistics()
+        path = reader.attention_path
         done += 1
         if progress is not None:
             progress(done, num_passes)
-        return reader
+        return statistics
 
-    frozen = None if len(chunks) == 1 else _freeze(read(number, None, survey=True) for number in range(len(chunks)))
+    path, frozen = "", None
+    if len(chunks) > 1:
+        frozen = _freeze(read(number, None, survey=True) for number in range(len(chunks)))
     whole = read(0, frozen)
     for number in range(1, len(chunks)):
-        _merge(whole, read(number, frozen))
-    return _assembled(loaded.name, anatomy, batch, keys_S, whole, started_at)
+        whole = whole.merged(read(number, frozen))
+    keys_S = torch.arange(batch.length) if keys_S is None else keys_S
+    return _assembled(loaded.name, anatomy, batch, keys_S, path, whole, started_at)
 
 
 def _rank_index(batch: TokenBatch) -> Tensor:
@@ -185,108 +215,71 @@ def _input_device(anatomy: Anatomy) -> torch.device:
     return anatomy.decoder.get_input_embeddings().weight.device
 
 
-def _merge(first: ForwardReader, second: ForwardReader) -> None:
-    """Adds the second chunk's statistics to the first's."""
-    for layer, statistics in first.statistics.items():
-        first.statistics[layer] = statistics.merged(second.statistics[layer])
-    assert first.sink_heads_BS is not None
-    assert second.sink_heads_BS is not None
-    first.sink_heads_BS = torch.cat([first.sink_heads_BS, second.sink_heads_BS])
-    for layer, tokens in second.rank_tokens.items():
-        first.rank_tokens[layer] = torch.cat([first.rank_tokens[layer], tokens])
-
-
-def _freeze(readers: Iterator[ForwardReader]) -> dict[int, Frozen]:
-    """What all chunks together say about each layer: the same positions that one pass over the whole batch would have
-    picked."""
-    survey: dict[int, LayerStatistics] = {}
-    for reader in readers:
-        for layer, statistics in reader.statistics.items():
-            # Chunks pick positions of their own in this round, so only what every chunk reads alike is kept.
-            nowhere = statistics.candidates[:0]
-            part = LayerStatistics(statistics.num_sequences, nowhere, nowhere)
-            part.sums = {name: statistics.sums[name] for name in ("dom_ratio", "received") if name in statistics.sums}
-            part.moments = {name: statistics.moments[name] for name in ("value",) if name in statistics.moments}
-            survey[layer] = survey[layer].merged(part) if layer in survey else part
-        keys_S = reader.keys
-    frozen, before_T, received_T = {}, None, None
-    for layer, statistics in survey.items():
-        dom_ratio_T = statistics.sums["dom_ratio"]
-        if "received" in statistics.sums:
-            received_T = torch.zeros_like(dom_ratio_T) if received_T is None else received_T.to(dom_ratio_T.device)
-            positions = slice(None) if keys_S is None else keys_S
-            received_T[positions] += statistics.sums["received"].mean(0)
-        candidates_P, lock_Q = choose_positions(dom_ratio_T, before_T, received_T)
-        variance_KS = statistics.moments["value"].variance if "value" in statistics.moments else None
-        frozen[layer] = Frozen(variance_KS, candidates_P, lock_Q)
-        before_T = dom_ratio_T
-    return frozen
+def _freeze(surveys: Iterator[Statistics]) -> Frozen:
+    """What all chunks together say: the same positions that one pass over the whole batch would have picked."""
+    first = next(surveys)
+    dom_ratio_LT, values = first.sums["dom_ratio"], first.moments.get("value", [])
+    for other in surveys:
+        dom_ratio_LT = dom_ratio_LT + other.sums["dom_ratio"]
+        values = [mine.merged(theirs) for mine, theirs in zip(values, other.moments.get("value", []), strict=True)]
+    dominant_LQ = dom_ratio_LT.topk(NUM_LOCK_POSITIONS, dim=1).indices
+    return Frozen([moments.variance for moments in values], list(dominant_LQ))
 
 
 def _assembled(
     model_name: str,
     anatomy: Anatomy,
     batch: TokenBatch,
-    keys_S: Tensor | None,
-    reader: ForwardReader,
+    keys_S: Tensor,
+    attention_path: str,
+    statistics: Statistics,
     started_at: float,
 ) -> Reading:
-    layers = [reader.statistics[layer.index] for layer in anatomy.layers]
-    silent = [
-        layer.index
-        for layer, statistics in zip(anatomy.layers, layers, strict=True)
-        if "received" not in statistics.sums
-    ]
-    sink_heads_BS = reader.sink_heads_BS
-    if silent or sink_heads_BS is None:
-        raise RuntimeError(f"layers {silent} reported no attention: the row of family {anatomy.family.name} is wrong")
-
-    def stacked(values: list[Tensor]) -> Tensor:
-        # One transfer for all layers: many small ones would cost more than the reading on a short text.
-        devices = {value.device for value in values}
-        return torch.stack(values if len(devices) == 1 else [value.cpu() for value in values]).cpu()
-
-    def mean(sum_name: str) -> Tensor:
-        return stacked([statistics.sums[sum_name] for statistics in layers]) / batch.num_sequences
-
-    names = [
-        *("second_moment", "dom_ratio", "dom_ratio_normed", "top_energy_share", "participation_ratio", "kurtosis"),
-        *(name for name in ("entropy", "mixing", "averaging_law") if name in layers[0].sums),
-    ]
-    by_position = {name: mean(name) for name in names}
-    for name, place in (("residual", "dimension"), ("write", "unit")):
-        by_position[f"largest_{name}"] = stacked([statistics.largest[name][0] for statistics in layers])
-        by_position[f"largest_{name}_{place}"] = stacked([statistics.largest[name][1] for statistics in layers])
+    mean, moments = statistics.mean, statistics.moments
+    by_position = {name: mean(name) for name in ("second_moment", "dom_ratio_normed")}
+    by_position |= {name: mean(name) for name in ("entropy", "mixing", "averaging_law") if name in statistics.sums}
+    for name in ("dom_ratio", "top_energy_share", "participation_ratio", "kurtosis"):
+        by_position[name] = mean(name)[1:]
+    largest, write = statistics.largest["residual"], statistics.largest["write"]
+    by_position |= {"largest_residual": largest[0][1:], "largest_residual_dimension": largest[1][1:]}
+    by_position |= {"largest_write": write[0], "largest_write_unit": write[1]}
     channel_variance = None
     if batch.num_sequences > 1:
-        by_position["value_variance"] = stacked([statistics.moments["aggregation"].variance for statistics in layers])
-        by_position["projected_variance"] = stacked([statistics.moments["projected"].variance for statistics in layers])
-        by_position["cosine"] = stacked([statistics.moments["direction"].mean_cosine for statistics in layers])
-        channel_variance = stacked([s.moments["aggregation"].channel_deviation for s in layers]) / (
-            batch.length * (batch.num_sequences - 1)
-        )
-    lock_all, lock_without = mean("lock_all"), mean("lock_without")
-    lock_share = torch.where(mean("lock_massive")[:, None] > 0, 1 - lock_without / lock_all, float("nan"))
-    before = [reader.statistics[layer.index - 1] for layer in anatomy.layers]
-    num_heads_in_all = len(layers) * layers[0].sums["received"].shape[0]
+        by_position["value_variance"] = stacked([layer.variance for layer in moments["aggregation"]])
+        by_position["projected_variance"] = stacked([layer.variance for layer in moments["projected"]])
+        by_position["cosine"] = stacked([layer.mean_cosine for layer in moments["direction"]])
+        num_deviations = batch.length * (batch.num_sequences - 1)
+        channel_variance = stacked([layer.channel_deviation for layer in moments["aggregation"]]) / num_deviations
+    received = mean("received")
     return Reading(
         model_name=model_name,
         anatomy=anatomy,
         batch=batch,
-        attention_path=reader.attention_path,
-        keys=torch.arange(batch.length) if keys_S is None else keys_S,
-        received=mean("received"),
+        attention_path=attention_path,
+        keys=keys_S,
+        received=received,
         head_sink_rate=mean("sink_heads"),
-        sequence_sink_rate=sink_heads_BS.cpu() / num_heads_in_all,
+        sequence_sink_rate=statistics.sink_heads_BS / (received.shape[0] * received.shape[1]),
         by_position=by_position,
-        by_head={name: mean(f"head_{name}") for name in ("entropy", "mixing") if f"head_{name}" in layers[0].sums},
+        by_head={name: mean(f"head_{name}") for name in ("entropy", "mixing") if f"head_{name}" in statistics.sums},
         by_distance=mean("by_distance"),
-        distances=reader.request.distances,
+        distances=distances(batch.length),
         channel_variance=channel_variance,
-        lock_positions=stacked([statistics.lock_positions for statistics in before]),
-        positive_queries=mean("positive_queries"),
-        lock_share=lock_share,
-        residual=[statistics.without_means() for statistics in reader.statistics.values()],
-        rank_tokens=[reader.rank_tokens[layer.index] for layer in anatomy.layers] if reader.rank_tokens else [],
+        lock_positions=stacked([rows.positions_Q for rows in statistics.lock_inputs]),
+        lock_inputs=statistics.lock_inputs,
+        residual=_rows(statistics),
+        rank_tokens=statistics.rank_tokens[1:],
         elapsed_s=time.perf_counter() - started_at,
     )
+
+
+def _rows(statistics: Statistics) -> list[ResidualRow]:
+    names = ("dimension", "dimension_abs", "dimension_total")
+    return [
+        ResidualRow(
+            statistics.num_sequences,
+            statistics.candidates[row],
+            {name: statistics.sums[name][row] for name in names} | (statistics.units[row - 1] if row else {}),
+        )
+        for row in range(len(statistics.candidates))
+    ]

@@ -11,6 +11,7 @@ head size, N = B * K, n queries of a tile, P chosen keys, R distances.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch import Tensor
 TILE_ELEMENTS = 1 << 18
 """Scores in one tile: two float32 buffers of this size stay in the second-level cache of one core."""
 TILE_QUERIES = 64
-DISTANCE_QUERIES = 1024
-"""Attention by distance is read at no more queries than this, evenly spaced."""
+SAMPLED_QUERIES = 256
+"""Attention by distance and the lock are read at no more queries than this, evenly spaced."""
 HIDDEN = -1e30
 """Score of a hidden key. Finite, since its weight of 0 times its score must count as 0 in the entropy."""
 
@@ -33,7 +34,7 @@ class AttentionReading:
     received: Tensor
     """[B, H, S] sum over queries of the attention on each key; [B, H, P] for chosen keys."""
     by_distance: Tensor
-    """[B, H, R] attention on the key that lies each distance back, mean over the queries that `distance_queries`
+    """[B, H, R] attention on the key that lies each distance back, mean over the queries that `sampled_queries`
     picks."""
     entropy: Tensor | None
     """[B, H, T] -sum_s a log a of each query."""
@@ -66,9 +67,19 @@ class ReadingRequest:
     """[K, S] weights of `weighted_mixing`."""
 
 
-def distance_queries(length: int) -> Tensor:
-    """[n] sorted queries at which attention by distance is read; all of them in a short text."""
-    return torch.linspace(0, length - 1, min(length, DISTANCE_QUERIES)).long()
+@lru_cache(maxsize=64)
+def sampled_queries(length: int, device: torch.device) -> Tensor:
+    """[n] sorted queries at which attention by distance and the lock are read; all of them in a short text.
+
+    Kept per device: a copy from the host would make every layer wait for the one before.
+    """
+    return torch.linspace(0, length - 1, min(length, SAMPLED_QUERIES)).long().to(device)
+
+
+@lru_cache(maxsize=64)
+def distance_tensor(distances: tuple[int, ...], device: torch.device) -> Tensor:
+    """[R] the distances, kept per device for the same reason."""
+    return torch.tensor(distances, dtype=torch.long, device=device)
 
 
 @torch.no_grad()
@@ -94,9 +105,10 @@ def tiled_attention(
     sinks_NG = None
     if rule.sink_logits is not None:
         sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).expand(num_batch, -1, -1).flatten(0, 1)
-    distances_R = torch.tensor(request.distances, dtype=torch.long, device=query_BHTD.device)
+    distances_R = distance_tensor(request.distances, query_BHTD.device)
     sampled_T = torch.zeros(num_queries, **kind)
-    sampled_T[distance_queries(num_queries)] = 1
+    queries_n = sampled_queries(num_queries, query_BHTD.device)
+    sampled_T[queries_n] = 1
 
     queries_per_tile = min(TILE_QUERIES, num_queries)
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + queries_per_tile)
@@ -153,7 +165,7 @@ def tiled_attention(
     def by_head(x_NG: Tensor) -> Tensor:
         return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
 
-    num_sampled_R = (distance_queries(num_queries)[:, None] >= distances_R.cpu()).sum(0)
+    num_sampled_R = (queries_n[:, None] >= distances_R).sum(0)
     every_key = keys_P is None
     return AttentionReading(
         output=by_head(output_NGTD).transpose(1, 2),

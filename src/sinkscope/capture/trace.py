@@ -26,7 +26,7 @@ class Trace:
 
     @cached_property
     def findings(self) -> Findings:
-        return Findings(self.reading)
+        return Findings(self.reading.cpu())
 
     @cached_property
     def tables(self) -> dict[str, Mapping]:

@@ -182,7 +182,7 @@ DISTANCES = Schema(
         Column(
             "attention",
             "float",
-            "Mean attention on that key, over at most 1,024 queries that have one, heads and sequences",
+            "Mean attention on that key, over at most 256 queries that have one, heads and sequences",
         ),
     ),
 )
@@ -264,6 +264,7 @@ def _heads(findings: Findings) -> dict:
     num_layers, num_heads, _ = reading.received.shape
     parts: dict[str, list[Tensor]] = {column.name: [] for column in HEADS.columns}
     missing = torch.full((num_layers, num_heads), float("nan"))
+    positive_LHQ, lock_share_LHQ = findings.lock
     for position in positions:
         index = int((reading.keys == position).nonzero()[0])
         at_lock = (reading.lock_positions == position)[:, None, :].float()
@@ -274,8 +275,8 @@ def _heads(findings: Findings) -> dict:
             "position": torch.full((num_layers, num_heads), position),
             "attention_received": reading.received[:, :, index],
             "sink_rate": reading.head_sink_rate[:, :, index],
-            "positive_queries": torch.where(seen, (reading.positive_queries * at_lock).sum(-1), missing),
-            "lock_share": torch.where(seen, torch.where(at_lock > 0, reading.lock_share, 0).sum(-1), missing),
+            "positive_queries": torch.where(seen, (positive_LHQ * at_lock).sum(-1), missing),
+            "lock_share": torch.where(seen, torch.where(at_lock > 0, lock_share_LHQ, 0).sum(-1), missing),
             "entropy": reading.by_head.get("entropy", missing),
             "mixing": reading.by_head.get("mixing", missing),
         }

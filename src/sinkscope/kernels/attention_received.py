@@ -12,18 +12,18 @@ A query t sees the keys t - window < s <= t. A learned sink is already inside ls
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
 
-try:
+HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
+if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # triton is an extra: the definitions below must import without it
-    triton = tl = None
 
 LOG2_E = math.log2(math.e)
 QUERIES_PER_STRIP = 512  # at T = 65,536 and 32 heads 4,096 programs read q: every multiprocessor has several at work
@@ -72,21 +72,22 @@ def attention_received(
             found=f"shape {list(key_weights_BHS.shape)} and rows={rows}",
             next_step="Expand the weights to batch and heads",
         )
-    options = dict(dtype=torch.float32, device=query_BHTD.device)
-    received_BHS = torch.empty(batch, num_heads, length, **options)
+    received_BHS = query_BHTD.new_empty(batch, num_heads, length, dtype=torch.float32)
     num_rows = (3 if key_weights_BHS is not None else 2) if rows else 0
-    rows_NBHT = torch.zeros(num_rows, batch, num_heads, length, **options)
+    rows_NBHT = query_BHTD.new_zeros(num_rows, batch, num_heads, length, dtype=torch.float32)
     results = AttentionReductions(received_BHS, *rows_NBHT, *[None] * (3 - num_rows))
     if received_BHS.numel() == 0:
         return results
     blocks = _blocks or _blocks_for(head_size, query_BHTD.element_size(), weighted=key_weights_BHS is not None)
     num_key_blocks = -(-length // blocks.block_s)
+    # Where there is nothing to read or write, any pointer will do; zero strides keep it one compiled kernel.
     weights = received_BHS if key_weights_BHS is None else key_weights_BHS
+    weight_strides = (0, 0, 0) if key_weights_BHS is None else key_weights_BHS.stride()
     entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
     with torch.cuda.device_of(query_BHTD):
         _received_kernel[(num_key_blocks * batch * num_heads,)](
             query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted,
-            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weights.stride(),
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides,
             num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
             *_scales(scaling, softcap), D=head_size, BLOCK_D=_padded(head_size), BLOCK_T=blocks.block_t,
             BLOCK_S=blocks.block_s, SOFTCAP=softcap is not None, ROWS=rows, WEIGHTS=key_weights_BHS is not None,
@@ -169,7 +170,7 @@ def can_run(query: Tensor) -> bool:
 
 def reason_not_to_run(query: Tensor) -> str | None:
     """Why the kernels cannot run on this tensor, or None when they can."""
-    if triton is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if not query.is_cuda and not _interpreted():
         return f"the tensor is on {query.device}, and Triton was imported without TRITON_INTERPRET=1"
@@ -225,12 +226,11 @@ def _padded(size: int) -> int:
 
 
 def _blocks_for(head_size: int, element_size: int, *, weighted: bool) -> Blocks:
-    """Fixed choices, made for Hopper, by the padded head size.
+    """Fixed choices for Hopper by the padded head size.
 
-    128 keys in a block, because every block streams all later queries out of the level-2 cache: half the keys, twice
-    the traffic. Several small programs on a multiprocessor, because one multiplies while another is busy with
-    exponentials: 128 registers let four of 4 warps live together at head size 64, 168 three of them. The masked loops
-    alone would take 168. From head size 256 on, shared memory holds one program and its size is all that counts.
+    128 keys, because every block of keys streams all later queries out of the level-2 cache. Several small programs on
+    a multiprocessor, because one multiplies while another takes exponentials: 128 registers let four of 4 warps live
+    together, 168 (what the masked loops would take) three. From head size 256 on, shared memory holds only one.
     """
     padded = _padded(head_size)
     if element_size == 4:  # each float32 operand is held three times: as it came, and as two TF32 parts
@@ -252,10 +252,11 @@ def _scales(scaling: float, softcap: float | None) -> tuple[float, float]:
     return 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
 
 
-def _jit(function):
+def _jit(function: Any) -> Any:
     """Compiles once for all lengths and head counts: what Triton would specialise on them buys nothing here."""
     counts = ["num_heads", "group_size", "length", "window", "num_key_blocks", "num_keys", "num_strips"]
-    return function if triton is None else triton.jit(function, do_not_specialize=counts)
+    counts += ["stride_wb", "stride_wh"]
+    return triton.jit(do_not_specialize=counts)(function) if HAS_TRITON else function
 
 
 @_jit
@@ -308,7 +309,6 @@ def _received_kernel(
     key_DS = tl.load(columns, mask=key_exists[None, :] & (d[:, None] < D), other=0.0)
     if WEIGHTS:
         weights += b * stride_wb + h * stride_wh + s.to(tl.int64) * stride_ws
-        weight_S = tl.load(weights, mask=key_exists, other=0.0).to(tl.float32)
 
     # Three stretches of queries: the diagonal, the interior where every query of a tile sees every key of the block,
     # and the rest, where the window closes or the sequence ends. Only the interior is long, and it has no mask.
@@ -355,6 +355,7 @@ def _received_kernel(
                 tl.atomic_add(entropy + t, entropy_T, mask=t < length, sem="relaxed")
                 tl.atomic_add(mixing + t, tl.sum(square_TS, 1), mask=t < length, sem="relaxed")
                 if WEIGHTS:
+                    weight_S = tl.load(weights, mask=key_exists, other=0.0).to(tl.float32)
                     weighted_T = tl.sum(square_TS * weight_S[None, :], 1)
                     tl.atomic_add(weighted + t, weighted_T, mask=t < length, sem="relaxed")
     tl.store(received + bh * length + s, tl.sum(tl.sum(sums, 0), 0), mask=key_exists)

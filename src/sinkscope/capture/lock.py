@@ -1,0 +1,97 @@
+"""The lock: whether queries agree with the keys of a few positions, and what part of that the massive dimensions carry.
+
+During the pass only a few rows are set aside; the keys without massive dimensions are made afterwards, by the model's
+own attention on those rows. That works for every family, whatever it does between state and key.
+Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n sampled queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.attention_tap import CausalMask, attention_tap
+from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
+from sinkscope.models.anatomy import Anatomy
+
+LOCK_SEQUENCES = 8
+"""Sequences that the lock is read on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockInput:
+    """The rows of one layer that the lock needs."""
+
+    positions_Q: Tensor
+    queries_n: Tensor
+    residual_BQE: Tensor
+    """What enters the layer at the lock positions."""
+    state_BQE: Tensor
+    """What enters attention there."""
+    query_BHnD: Tensor
+    key_BKQD: Tensor
+    length: int
+    call: tuple[tuple, dict[str, Any]]
+    """The arguments of the attention call, without the state."""
+
+    def merged(self, other: LockInput) -> LockInput:
+        """Both chunks' sequences, as far as the lock is read on them."""
+        names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
+        rows = {name: torch.cat([getattr(self, name), getattr(other, name)])[:LOCK_SEQUENCES] for name in names}
+        return replace(self, **rows)
+
+
+@torch.no_grad()
+def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor]:
+    """([L, H, Q] share of later queries with q . k > 0, [L, H, Q] share of q . k that the massive dimensions carry).
+
+    The second is 1 - sum q . k' / sum q . k over later queries and sequences, k' the key that attention makes when
+    the massive dimensions are zero in the state; NaN where no sequence has any.
+    """
+    keys_without: dict[int, Tensor] = {}
+
+    def keep_key(layer: int, query: Tensor, key: Tensor, value: Tensor, rule) -> Tensor:
+        keys_without[layer] = key
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    positive, share = [], []
+    with attention_tap(anatomy, keep_key):
+        for layer, rows in zip(anatomy.layers, inputs, strict=True):
+            magnitude_BQE = rows.residual_BQE.abs()
+            massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
+            edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
+            args, kwargs = _at_positions(rows.call, rows.positions_Q, rows.length)
+            layer.attention(edited_BQE, *args, **kwargs) if args else layer.attention(
+                hidden_states=edited_BQE, **kwargs
+            )
+
+            groups = rows.query_BHnD.shape[1] // rows.key_BKQD.shape[1]
+            with_BHQD, without_BHQD = (
+                key.float().repeat_interleave(groups, dim=1) for key in (rows.key_BKQD, keys_without[layer.index])
+            )
+            query_BHnD, later_nQ = rows.query_BHnD.float(), rows.queries_n[:, None] >= rows.positions_Q
+            agree_BHnQ = (torch.matmul(query_BHnD, with_BHQD.transpose(2, 3)) > 0) & later_nQ
+            positive.append((agree_BHnQ.sum(2) / later_nQ.sum(0)).mean(0).cpu())
+            query_sum_BHQD = torch.matmul(later_nQ.T.float(), query_BHnD)
+            all_HQ, rest_HQ = ((query_sum_BHQD * key).sum((0, -1)) for key in (with_BHQD, without_BHQD))
+            any_Q = massive_BQE.any(-1).any(0).to(all_HQ.device)
+            share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")).cpu())
+    return torch.stack(positive), torch.stack(share)
+
+
+def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:
+    """The arguments of an attention call restricted to some positions: whatever has the length of the text is cut."""
+    if isinstance(value, CausalMask):
+        return CausalMask(None)
+    if isinstance(value, tuple | list):
+        return type(value)(_at_positions(item, positions_Q, length) for item in value)
+    if isinstance(value, dict):
+        return {name: _at_positions(item, positions_Q, length) for name, item in value.items()}
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        return value.index_select(1, positions_Q.to(value.device))
+    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == length:
+        return value.index_select(0, positions_Q.to(value.device))
+    return value
