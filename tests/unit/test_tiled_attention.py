@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sinkscope.capture import tiled_attention as module
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, distance_queries, tiled_attention
+from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries, tiled_attention
 
 # float64 differs from the definition by the order of its sums only. float32 has 24 bits: scores up to about 10 are good
 # to 1e-6, the exponential passes that on as a relative error, and sums over 130 keys add little to it.
@@ -237,29 +237,33 @@ def test_equal_scores_worked_by_hand():
     np.testing.assert_allclose(sinks.entropy[0, 0], t / (t + 1) * np.log(t + 1), atol=1e-12)
 
 
-def test_distance_queries():
-    assert distance_queries(1).tolist() == [0]
-    assert distance_queries(1024).tolist() == list(range(1024))
-    many = distance_queries(5000)
-    assert len(many) == len(set(many.tolist())) == 1024
+CPU = torch.device("cpu")
+
+
+def test_sampled_queries():
+    most = module.SAMPLED_QUERIES
+    for length in (1, 2, most):
+        assert sampled_queries(length, CPU).tolist() == list(range(length))
+    many = sampled_queries(5000, CPU)
+    assert len(many) == len(set(many.tolist())) == most
     assert many[0] == 0
-    assert many[-1] == 4999
-    assert int(many.diff().max()) <= 5
+    assert many[-1] == 4999  # so that every key and every distance has a query
+    assert int(many.diff().max()) - int(many.diff().min()) <= 1
 
 
-def test_distances_of_a_long_text_are_a_mean_over_sampled_queries(monkeypatch):
-    monkeypatch.setattr(module, "DISTANCE_QUERIES", 10)
-    q, k, v = make_inputs(130)
+def test_distances_of_a_long_text_are_a_mean_over_sampled_queries():
+    length = module.SAMPLED_QUERIES + 50
+    q, k, v = make_inputs(length, num_batch=1, num_heads=1, num_kv_heads=1)
     rule = RULES["plain"]
     attention = square_attention(q, k, rule)
-    queries = distance_queries(130).tolist()
-    assert len(queries) == 10
-    found = tiled_attention(q, k, v, rule, ReadingRequest(distances=(0, 1, 50)))
-    for index, d in enumerate((0, 1, 50)):
+    queries = sampled_queries(length, CPU).tolist()
+    found = tiled_attention(q, k, v, rule, ReadingRequest(distances=(0, 1, 50, length - 1)))
+    for index, d in enumerate((0, 1, 50, length - 1)):
         expected = np.mean([attention[:, :, t, t - d] for t in queries if t >= d], axis=0)
         np.testing.assert_allclose(found.by_distance[..., index], expected, atol=EXACT)
     # Control: all queries give another mean.
-    assert abs(attention[:, :, range(130), range(130)].mean(-1) - found.by_distance[..., 0].numpy()).max() > 0.01
+    everywhere = attention[:, :, range(length), range(length)].mean(-1)
+    assert abs(everywhere - found.by_distance[..., 0].numpy()).max() > 1e-4
 
 
 CONTROLS = {

@@ -70,7 +70,9 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]
     try:
         with contextlib.ExitStack() as stack:
             if anatomy.family.attention_door == "registry":
-                anatomy.decoder.set_attn_implementation(NAME)
+                # What set_attn_implementation does, without its walk over all modules: each attention asks the
+                # configuration for the name at every call.
+                config._attn_implementation = NAME
                 yield {}
             else:
                 # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
@@ -107,6 +109,8 @@ def _attention(
     **others,
 ):
     tap = _tap()
+    if id(module) not in tap.layer_of:
+        raise RuntimeError(f"{type(module).__name__} {getattr(module, 'layer_idx', '')} is the attention of no layer")
     if not isinstance(attention_mask, CausalMask):
         raise RuntimeError(
             f"layer {tap.layer_of.get(id(module))} got a mask of type {type(attention_mask)}, not sinkscope's own"

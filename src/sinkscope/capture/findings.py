@@ -72,7 +72,7 @@ class SuperNeuron:
     """Mean write into the dimension at the position."""
     write_share: float
     contrast: float
-    """Root mean square write at the position over that at all others."""
+    """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
     role: str
     sparsity: ChannelSparsity
     layer_top_share: float
@@ -160,14 +160,20 @@ class Findings:
         layer 0."""
         result = {}
         for position in self.focus:
-            births, erasures, alive = [], [], False
+            births: list[int] = []
+            erasures: list[int] = []
+            members: set[int] = set()
             for row in range(len(self.reading.residual)):
-                born, still = self._is_disparate(row, position)
-                if not alive and born:
+                disparity = self._disparity_at(row, position)
+                if disparity is None:  # not looked at in this layer: nothing to say
+                    continue
+                massive, still = disparity
+                alive = massive | (members & still)
+                if alive and not members:
                     births.append(row - 1)
-                elif alive and not still:
+                elif members and not alive:
                     erasures.append(row - 1)
-                alive = born or (alive and still)
+                members = alive
             result[position] = (births, erasures)
         return result
 
@@ -249,17 +255,17 @@ class Findings:
     def _disparity(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
         statistics, batch = self.reading.residual[row], self.reading.batch
         here = statistics.mean("dimension_abs").cpu()
-        elsewhere = (statistics.mean("dimension_total").cpu() - here) / (batch.length - 1)
+        elsewhere = _rest(statistics.mean("dimension_total").cpu(), here) / (batch.length - 1)
         return massive_dimensions(here, elsewhere)
 
-    def _is_disparate(self, row: int, position: int) -> tuple[bool, bool]:
-        """(enough to count as born, enough to count as still there)."""
+    def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]] | None:
+        """(massive dimensions, dimensions large enough to count as still there) of a position; None if not kept."""
         slot = (self.reading.residual[row].candidates == position).nonzero().flatten()
         if not len(slot):
-            return False, False
+            return None
         massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
-        return bool(massive.any()), bool(still.any())
+        return set(massive.nonzero().flatten().tolist()), set(still.nonzero().flatten().tolist())
 
     def _writers(self, position: int, dimensions_M: Tensor) -> list[SuperNeuron]:
         reading = self.reading
@@ -296,10 +302,8 @@ class Findings:
                 [_top_shares(weight * layer.write_gain()[:, None].to(weight)) for _, weight in layer.down_weights()]
             )
             before, after = values[layer.index], values[layer.index + 1]
-            elsewhere_U = (statistics.mean("unit_energy").cpu() - square_U).clamp(min=1e-30) / (
-                reading.batch.length - 1
-            )
-            contrast_U = (square_U / elsewhere_U).sqrt()
+            elsewhere_U = _rest(statistics.mean("unit_energy").cpu(), square_U) / (reading.batch.length - 1)
+            contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
             for number, unit in enumerate(listed.tolist()):
                 strongest = int(write_MU[:, unit].abs().argmax())
                 dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
@@ -331,6 +335,11 @@ def _at_position(statistics: ResidualRow, name: str, position: int, reading: Rea
     """A candidate statistic's mean over sequences at one of the candidate positions."""
     slot = int((statistics.candidates == position).nonzero()[0])
     return statistics.sums[name][slot].cpu() / reading.batch.num_sequences
+
+
+def _rest(total: Tensor, here: Tensor) -> Tensor:
+    """total - here, at least what float32 can tell of it: a ratio to it saturates, it never jumps."""
+    return torch.maximum(total - here, 2.0**-20 * total)
 
 
 def _top_shares(output_EF: Tensor) -> Tensor:

@@ -22,16 +22,24 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.layer_statistics import Moments, Statistics, stacked
+from sinkscope.capture.layer_statistics import Moments, Statistics, stacked, wide
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries
 from sinkscope.kernels.token_statistics import token_statistics
-from sinkscope.measures.sink_score import SINK_THRESHOLD
-from sinkscope.models.anatomy import Anatomy, Layer
+from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions
+from sinkscope.models.anatomy import Anatomy
 
-NUM_LOCK_POSITIONS = 4
-"""Positions of the largest DomRatio that are looked at in full in each layer."""
+NUM_POINTED_AT = 4
+"""Positions that each signal points at in each layer, to be kept in full."""
+LAYER_NAMES = (
+    *("received", "by_distance", "entropy", "mixing", "weighted_mixing", "aggregation_norm"),
+    *("state_largest", "state_total", "write", "write_unit"),
+)
+RESIDUAL_NAMES = (
+    *("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"),
+    "candidate_rows",
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,12 @@ class Frozen:
 
     value_variance_KS: list[Tensor]
     """By layer; empty for a batch of one sequence."""
-    dominant_Q: list[Tensor]
-    """Positions of the largest DomRatio, for the stream entering layer 0 and for each layer."""
+    pointed_at_2Q: list[Tensor]
+    """What `_point_at` picked, for the stream entering layer 0 and for each layer."""
 
 
 class ForwardReader:
-    """The statistics of every layer for one chunk of sequences."""
+    """The statistics of every layer for one chunk of sequences. Layer -1 is the residual stream that enters layer 0."""
 
     def __init__(
         self,
@@ -55,22 +63,26 @@ class ForwardReader:
         keys: Tensor | None,
         across_sequences: bool,
         rank_index: Tensor,
+        chunked: bool = False,
         frozen: Frozen | None = None,
     ) -> None:
         self.anatomy = anatomy
         self.num_sequences, self.length = shape
         self.keys = keys
         self.across_sequences = across_sequences
-        """Whether the whole batch, of which this is a chunk, has more than one sequence."""
+        """Whether the whole batch, of which this may be a chunk, has more than one sequence."""
+        self.chunked = chunked
         self.frozen = frozen
         self.request = ReadingRequest(keys=keys, distances=distances(self.length))
         self.rank_index = rank_index
         """Tokens of this chunk that the effective rank is taken over."""
         self.attention_path = ""
-        self.silent_layers = {layer.index for layer in anatomy.layers}
-        self._kept: dict[str, list[Any]] = defaultdict(list)
-        """Reduced tensors by name, one of each layer in order; of the residual also that entering layer 0."""
-        self._attention_call: tuple[Tensor, tuple[tuple, dict[str, Any]]]
+        self.aggregation_channels = 0
+        self._received_T: Tensor | None = None
+        """Attention received so far, summed over layers, heads and sequences."""
+        self._kept: dict[str, dict[int, Any]] = defaultdict(dict)
+        """Reduced tensors by name and layer; of the residual also that entering layer 0."""
+        self._calls: dict[int, tuple[Tensor, tuple[tuple, dict[str, Any]]]] = {}
         """The state that enters the attention that is about to run, and the call's other arguments."""
         self._constants: dict[tuple[torch.device, str], Tensor] = {}
 
@@ -83,9 +95,9 @@ class ForwardReader:
             for layer in self.anatomy.layers:
                 units = LayerUnits(layer)
                 handles = [
-                    layer.attention.register_forward_pre_hook(self._enter_attention, with_kwargs=True),
-                    layer.output_projection.register_forward_hook(self._leave_output_projection),
-                    layer.block.register_forward_hook(self._leave_block(layer, units)),
+                    layer.attention.register_forward_pre_hook(self._enter_attention(layer.index), with_kwargs=True),
+                    layer.output_projection.register_forward_hook(self._leave_output_projection(layer.index)),
+                    layer.block.register_forward_hook(self._leave_block(layer.index, units)),
                     *units.hooks(),
                 ]
                 for handle in handles:
@@ -93,168 +105,241 @@ class ForwardReader:
             yield stack.enter_context(attention_tap(self.anatomy, self._on_attention))
 
     def _enter_first_block(self, module, args, kwargs) -> None:
-        self._read_residual(args[0] if args else kwargs["hidden_states"])
+        self._read_residual(-1, args[0] if args else kwargs["hidden_states"])
 
-    def _enter_attention(self, module, args, kwargs) -> None:
-        state_BTE = args[0] if args else kwargs["hidden_states"]
-        if self.across_sequences:
-            self._kept["direction"].append(Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1)))
-        self._kept["state_largest"].append(torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1))
-        self._kept["state_total"].append(torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=_wide(state_BTE)))
-        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        self._attention_call = (state_BTE, (args[1:], rest))
+    def _enter_attention(self, layer: int):
+        def hook(module, args, kwargs) -> None:
+            state_BTE = args[0] if args else kwargs["hidden_states"]
+            if self.across_sequences:
+                direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
+                self._kept["direction"][layer] = direction
+            self._kept["state_largest"][layer] = torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1)
+            total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
+            self._kept["state_total"][layer] = total_BT
+            rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            self._calls[layer] = (state_BTE, (args[1:], rest))
+
+        return hook
 
     def _on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        self.silent_layers.discard(layer)
         request, keys_S = self.request, self.keys
         if keys_S is not None:
             request = replace(request, keys=self._on(key.device, "keys", lambda: keys_S))
         if self.across_sequences:
-            self._kept["value"].append(Moments.of(value))
-            known = self._kept["value"][-1].variance if self.frozen is None else self.frozen.value_variance_KS[layer]
+            moments = Moments.of(value, keep_mean=self.chunked)
+            self._kept["value"][layer] = moments
+            known = moments.variance if self.frozen is None else self.frozen.value_variance_KS[layer]
             request = replace(request, key_weights=known)
         reading, self.attention_path = read_attention(query, key, value, rule, request)
         for name in ("received", "by_distance", "entropy", "mixing", "weighted_mixing"):
             if (values := getattr(reading, name)) is not None:
-                self._kept[name].append(values)
-        self._keep_lock_rows(query, key)
+                self._kept[name][layer] = values
+        self._add_received(reading.received)
+        self._keep_lock_rows(layer, query, key)
         return reading.output
 
-    def _keep_lock_rows(self, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
-        state_BTE, call = self._attention_call
-        del self._attention_call
+    def _add_received(self, received_BHS: Tensor) -> None:
+        """Adds to the attention received so far, as a mean over queries and only where a key has enough of them."""
+        weight_S = self._on(received_BHS.device, "weight", lambda: self._eligible_keys() / self._num_queries())
+        received_S = received_BHS.sum((0, 1)) * weight_S
+        if self.keys is not None:
+            keys_S = self._on(received_BHS.device, "keys", self._key_positions)
+            received_S = received_S.new_zeros(self.length).index_copy(0, keys_S, received_S)
+        before = self._received_T
+        self._received_T = received_S if before is None else received_S + before.to(received_S.device)
+
+    def _keep_lock_rows(self, layer: int, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
+        if layer not in self._calls:
+            raise RuntimeError(f"layer {layer} computed attention that its attention module did not start")
+        state_BTE, call = self._calls.pop(layer)
         some = slice(LOCK_SEQUENCES)
-        positions_Q = self._kept["dominant"][-1].to(key_BKSD.device)
+        positions_Q = self._kept["pointed_at"][layer - 1][0].to(key_BKSD.device)
         queries_n = sampled_queries(self.length, key_BKSD.device)
-        rows = LockInput(
+        self._kept["lock"][layer] = LockInput(
             positions_Q=positions_Q,
             queries_n=queries_n,
-            residual_BQE=self._kept["dominant_rows"][-1],
+            residual_BQE=self._kept["lock_residual"].pop(layer - 1),
             state_BQE=state_BTE[some, positions_Q],
             query_BHnD=query_BHTD[some, :, queries_n],
             key_BKQD=key_BKSD[some, :, positions_Q],
             length=self.length,
             call=call,
         )
-        self._kept["lock"].append(rows)
 
-    def _leave_output_projection(self, module, args, output) -> None:
-        aggregation_BTC = args[0].view(self.num_sequences, self.length, -1)
-        norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=_wide(output))
-        self._kept["aggregation_norm"].append(norm_BT)
-        self.aggregation_channels = aggregation_BTC.shape[-1]
-        if self.across_sequences:
-            self._kept["aggregation"].append(Moments.of(aggregation_BTC))
-            self._kept["projected"].append(Moments.of(output.view(self.num_sequences, self.length, -1)))
-
-    def _leave_block(self, layer: Layer, units: LayerUnits):
+    def _leave_output_projection(self, layer: int):
         def hook(module, args, output) -> None:
-            self._read_residual(output[0] if isinstance(output, tuple) else output)
-            self._read_units(layer.index, units)
-            units.clear()
+            aggregation_BTC = args[0].view(self.num_sequences, self.length, -1)
+            norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=wide(output))
+            self._kept["aggregation_norm"][layer] = norm_BT
+            self.aggregation_channels = aggregation_BTC.shape[-1]
+            if self.across_sequences:
+                output_BTE = output.view(self.num_sequences, self.length, -1)
+                for name, x in (("aggregation", aggregation_BTC), ("projected", output_BTE)):
+                    self._kept[name][layer] = Moments.of(x, keep_mean=self.chunked)
 
         return hook
 
-    def _read_residual(self, hidden_BTE: Tensor) -> None:
-        kept, row = self._kept, len(self._kept["dominant"])
+    def _leave_block(self, layer: int, units: LayerUnits):
+        def hook(module, args, output) -> None:
+            self._read_residual(layer, output[0] if isinstance(output, tuple) else output)
+            self._read_units(layer, units)
+            units.clear()
+            if self.num_sequences > 1:
+                self._reduce_layer(layer)
+
+        return hook
+
+    def _read_residual(self, layer: int, hidden_BTE: Tensor) -> None:
+        kept = self._kept
         tokens = token_statistics(hidden_BTE.flatten(0, 1))
-        for name in ("largest", "argmax", "energy", "kurtosis", "participation_ratio", "column_abs"):
-            kept[name].append(getattr(tokens, name))
-        kept["dom_ratio"].append(tokens.largest / tokens.mean_abs)
-        if self.frozen is None:
-            ratio_T = self._total(kept["dom_ratio"][-1].view(self.num_sequences, self.length))
-            kept["dominant"].append(ratio_T.topk(NUM_LOCK_POSITIONS).indices)
-        else:
-            kept["dominant"].append(self.frozen.dominant_Q[row])
+        for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
+            kept[name][layer] = getattr(tokens, name)
+        kept["pointed_at"][layer] = self._point_at(layer, tokens.largest, kept["mean_abs"][layer])
         # The first positions too: where nothing stands out, they are what a reader looks for.
-        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_LOCK_POSITIONS))
-        before_Q = kept["dominant"][max(row - 1, 0)].to(hidden_BTE.device)
-        candidates_P = torch.cat([first_Q, before_Q, kept["dominant"][row]])
-        kept["candidates"].append(candidates_P)
-        kept["candidate_rows"].append(hidden_BTE[:, candidates_P])
-        kept["dominant_rows"].append(kept["candidate_rows"][-1][:LOCK_SEQUENCES, -NUM_LOCK_POSITIONS:])
+        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_POINTED_AT))
+        before_2Q = kept["pointed_at"][max(layer - 1, -1)].to(hidden_BTE.device)
+        kept["candidates"][layer] = torch.cat([kept["pointed_at"][layer].flatten(), before_2Q[0], first_Q])
+        kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
+        kept["lock_residual"][layer] = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_POINTED_AT]
         if len(self.rank_index):
-            kept["rank_tokens"].append(hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)])
+            kept["rank_tokens"][layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
+        if layer < 0 and self.num_sequences > 1:
+            self._reduce_residual(layer)
+
+    def _point_at(self, layer: int, largest_N: Tensor, mean_abs_N: Tensor) -> Tensor:
+        """[2, Q] the positions of the largest DomRatio behind the layer, and of the most attention received so far."""
+        if self.frozen is not None:
+            return self.frozen.pointed_at_2Q[layer + 1]
+        ratio_T = self._total((largest_N / mean_abs_N).view(self.num_sequences, self.length))
+        received_T = ratio_T if self._received_T is None else self._received_T.to(ratio_T.device)
+        return point_at(ratio_T, received_T)
 
     def _read_units(self, layer: int, units: LayerUnits) -> None:
         if not units.complete:
-            raise RuntimeError(
-                f"layer {layer} passed no neurons to its down projection: its row in the family table is wrong"
-            )
-        reading, candidates_P = units.read(), self._kept["candidates"][-1]
-        self._kept["write"].append(reading.top_write)
-        self._kept["write_unit"].append(reading.top_unit)
+            raise RuntimeError(f"layer {layer} passed no neurons to its down projection: {self._blame()}")
+        reading, candidates_P = units.read(), self._kept["candidates"][layer]
+        self._kept["write"][layer], self._kept["write_unit"][layer] = reading.top_write, reading.top_unit
         tokens = candidates_P
         if self.num_sequences > 1:
-            starts = self._on(
-                candidates_P.device, "starts", lambda: torch.arange(self.num_sequences)[:, None] * self.length
-            )
-            tokens = (starts + candidates_P).flatten()
+            device, steps = candidates_P.device, lambda: torch.arange(self.num_sequences)[:, None] * self.length
+            tokens = (self._on(device, "first tokens", steps) + candidates_P).flatten()
         chosen_BPU = units.at(tokens).unflatten(0, (self.num_sequences, -1))
         sums = {"unit_energy": reading.energy, "unit_activation": self._total(chosen_BPU)}
         sums["unit_square"] = self._total(chosen_BPU.square())
         if units.write_scale_N is not None:
             written_BPU = chosen_BPU * units.write_scale_N[tokens].view(self.num_sequences, -1, 1)
-            sums["unit_written"], sums["unit_written_square"] = (
-                self._total(written_BPU),
-                self._total(written_BPU.square()),
-            )
-        self._kept["units"].append(sums)
+            sums["unit_written"] = self._total(written_BPU)
+            sums["unit_written_square"] = self._total(written_BPU.square())
+        self._kept["units"][layer] = sums
+
+    def _reduce_layer(self, layer: int) -> None:
+        """Sums a layer's tensors over sequences at once, since several sequences would leave several times as much.
+
+        For a single sequence nothing is to be summed, and all layers are done together at the end.
+        """
+        self._reduce_residual(layer)
+        raw = {name: self._kept[name].pop(layer)[None] for name in LAYER_NAMES if layer in self._kept[name]}
+        self._kept["layer_sums"][layer] = self._layer_sums(raw)
+
+    def _reduce_residual(self, layer: int) -> None:
+        raw = {name: self._kept[name].pop(layer)[None] for name in RESIDUAL_NAMES}
+        self._kept["residual_sums"][layer] = self._residual_sums(raw)
+
+    def _layer_sums(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over sequences of some layers, from what was kept of them, [l, B, ...] by name."""
+        shape = (-1, self.num_sequences, self.length)
+        alpha_lBHS = raw["received"] / self._on(raw["received"].device, "num queries", self._num_queries)
+        counted_lBHS = alpha_lBHS > SINK_THRESHOLD
+        sums = {"received": self._total(alpha_lBHS, 1), "sink_heads": counted_lBHS.sum(1, dtype=torch.int32)}
+        sums["sequence_sink_heads"] = counted_lBHS.sum(2)
+        for name in ("entropy", "mixing"):
+            if name in raw:
+                value_lHT = self._total(raw[name], 1)
+                sums[name], sums[f"head_{name}"] = value_lHT.mean(1), value_lHT.mean(2)
+        if "weighted_mixing" in raw:
+            sums["averaging_law"] = self._total(raw["weighted_mixing"], 1).mean(1)
+        sums["by_distance"] = self._total(raw["by_distance"], 1)
+        sums["second_moment"] = self._total(raw["aggregation_norm"].square(), 1) / self.aggregation_channels
+        ratio_lBT = raw["state_largest"].to(raw["state_total"].dtype) / raw["state_total"]
+        sums["dom_ratio_normed"] = self._total(ratio_lBT, 1) * self.anatomy.width
+        write = largest_over_sequences(raw["write"].view(shape), raw["write_unit"].view(shape))
+        sums["largest_write"], sums["largest_write_unit"] = write
+        return sums
+
+    def _residual_sums(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same of the residual stream."""
+        shape = (-1, self.num_sequences, self.length)
+        largest_lBT, argmax_lBT, energy_lBT, mean_abs_lBT = (
+            raw[name].view(shape) for name in ("largest", "argmax", "energy", "mean_abs")
+        )
+        sums = {"dom_ratio": self._total(largest_lBT / mean_abs_lBT, 1)}
+        sums["top_energy_share"] = self._total(largest_lBT.square() / energy_lBT, 1)
+        for name in ("participation_ratio", "kurtosis"):
+            sums[name] = self._total(raw[name].view(shape), 1)
+        sums["dimension_total"] = raw["column_abs"]
+        rows_lBPE = raw["candidate_rows"].float()
+        sums["dimension"], sums["dimension_abs"] = self._total(rows_lBPE, 1), self._total(rows_lBPE.abs(), 1)
+        largest = largest_over_sequences(largest_lBT, argmax_lBT)
+        sums["largest_residual"], sums["largest_residual_dimension"] = largest
+        return sums
 
     def statistics(self) -> Statistics:
         """Everything that was kept, put together; the reader is empty afterwards."""
-        if self.silent_layers:
-            raise RuntimeError(
-                f"layers {sorted(self.silent_layers)} reported no attention: the row of family "
-                f"{self.anatomy.family.name} is wrong"
-            )
-        kept, shape = self._kept, (-1, self.num_sequences, self.length)
-        sums: dict[str, Tensor] = {}
-        alpha_LBHS = stacked(kept.pop("received"))
-        keys_S = torch.arange(self.length) if self.keys is None else self.keys
-        alpha_LBHS /= (self.length - keys_S).to(alpha_LBHS.device)
-        counted_LBHS = alpha_LBHS > SINK_THRESHOLD
-        sums["received"], sums["sink_heads"] = self._total(alpha_LBHS, 1), self._total(counted_LBHS, 1)
-        for name in ("entropy", "mixing"):
-            if name in kept:
-                value_LHT = self._total(stacked(kept.pop(name)), 1)
-                sums[name], sums[f"head_{name}"] = value_LHT.mean(1), value_LHT.mean(2)
-        if "weighted_mixing" in kept:
-            sums["averaging_law"] = self._total(stacked(kept.pop("weighted_mixing")), 1).mean(1)
-        sums["by_distance"] = self._total(stacked(kept["by_distance"]), 1)
-        sums["second_moment"] = self._total(stacked(kept["aggregation_norm"]).square(), 1) / self.aggregation_channels
-        state_ratio = stacked(kept["state_largest"]).to(kept["state_total"][0].dtype) / stacked(kept["state_total"])
-        sums["dom_ratio_normed"] = self._total(state_ratio, 1) * self.anatomy.width
-
-        largest_LBT, energy_LBT = (stacked(kept[name]).view(shape) for name in ("largest", "energy"))
-        sums["top_energy_share"] = self._total(largest_LBT.square() / energy_LBT, 1)
-        for name in ("dom_ratio", "participation_ratio", "kurtosis"):
-            sums[name] = self._total(stacked(kept[name]).view(shape), 1)
-        sums["dimension_total"] = stacked(kept["column_abs"])
-        rows_LBPE = stacked(kept["candidate_rows"]).float()
-        sums["dimension"], sums["dimension_abs"] = self._total(rows_LBPE, 1), self._total(rows_LBPE.abs(), 1)
+        self._check_complete()
+        if self.num_sequences > 1:
+            layer_sums, residual_sums = (_joined(self._kept[name]) for name in ("layer_sums", "residual_sums"))
+        else:
+            layer_sums = self._layer_sums({n: stacked(self._kept.pop(n)) for n in LAYER_NAMES if n in self._kept})
+            residual_sums = self._residual_sums({name: stacked(self._kept.pop(name)) for name in RESIDUAL_NAMES})
+        sums, kept = layer_sums | residual_sums, self._kept
+        sequence_heads_BS = sums.pop("sequence_sink_heads").sum(0)
+        pairs = {"residual": "dimension", "write": "unit"}
+        largest = {name: (sums.pop(f"largest_{name}"), sums.pop(f"largest_{name}_{at}")) for name, at in pairs.items()}
+        across = ("direction", "value", "aggregation", "projected")
         return Statistics(
             num_sequences=self.num_sequences,
             sums=sums,
-            largest={
-                "residual": self._largest(largest_LBT, stacked(kept["argmax"]).view(shape)),
-                "write": self._largest(*(stacked(kept[name]).view(shape) for name in ("write", "write_unit"))),
-            },
-            moments={n: kept[n] for n in ("direction", "value", "aggregation", "projected") if n in kept},
-            units=kept["units"],
+            largest=largest,
+            moments={name: list(kept[name].values()) for name in across if name in kept},
+            units=list(kept["units"].values()),
             candidates=stacked(kept["candidates"]),
-            sink_heads_BS=counted_LBHS.sum((0, 2)),
-            lock_inputs=kept["lock"],
-            rank_tokens=kept["rank_tokens"],
+            sink_heads_BS=sequence_heads_BS,
+            lock_inputs=list(kept["lock"].values()),
+            rank_tokens=list(kept["rank_tokens"].values()),
         )
+
+    def _check_complete(self) -> None:
+        """A part that stayed silent in some layer must not pass unseen: later layers would slide into its place."""
+        layers = {layer.index for layer in self.anatomy.layers}
+        parts = {
+            "lock": "attention",
+            "aggregation_norm": "output projection",
+            "candidates": "block",
+            "units": "neurons",
+        }
+        for name, part in parts.items():
+            reported = set(
+                self._kept["layer_sums"] if name == "aggregation_norm" and self.num_sequences > 1 else self._kept[name]
+            )
+            if silent := sorted(layers - reported):
+                raise RuntimeError(f"the {part} of layers {silent} reported nothing: {self._blame()}")
+
+    def _blame(self) -> str:
+        return f"the row of family {self.anatomy.family.name} in the family table is wrong"
 
     def _total(self, values: Tensor, dim: int = 0) -> Tensor:
         """Sum over sequences; of one sequence it is a view, since a launch costs as much as a short text's reading."""
         return values.select(dim, 0) if self.num_sequences == 1 else values.sum(dim)
 
-    def _largest(self, values_LBT: Tensor, index_LBT: Tensor) -> tuple[Tensor, Tensor]:
-        largest_LT, sequence_LT = values_LBT.max(1)
-        return largest_LT, index_LBT.gather(1, sequence_LT[:, None]).squeeze(1)
+    def _key_positions(self) -> Tensor:
+        return torch.arange(self.length) if self.keys is None else self.keys
+
+    def _num_queries(self) -> Tensor:
+        """[S] how many queries see each key that is read."""
+        return self.length - self._key_positions()
+
+    def _eligible_keys(self) -> Tensor:
+        return eligible_positions(self.length)[self._key_positions()]
 
     def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that every layer needs, made once for each device: a copy from the host would make layers wait."""
@@ -268,6 +353,17 @@ def distances(length: int) -> tuple[int, ...]:
     return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
 
 
-def _wide(values: Tensor) -> torch.dtype:
-    """The dtype that sums over a tensor are held in."""
-    return torch.promote_types(values.dtype, torch.float32)
+def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
+    """[2, Q] the positions of the largest values of each."""
+    return torch.stack([dom_ratio_T, received_T]).topk(NUM_POINTED_AT, dim=1).indices
+
+
+def largest_over_sequences(values_lBT: Tensor, index_lBT: Tensor) -> tuple[Tensor, Tensor]:
+    """([l, T] largest value of any sequence, [l, T] the index that belongs to it)."""
+    largest_lT, sequence_lT = values_lBT.max(1)
+    return largest_lT, index_lBT.gather(1, sequence_lT[:, None]).squeeze(1)
+
+
+def _joined(sums_by_layer: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    rows = list(sums_by_layer.values())
+    return {name: stacked({number: row[name][0] for number, row in enumerate(rows)}) for name in rows[0]}

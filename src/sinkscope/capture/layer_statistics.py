@@ -25,12 +25,12 @@ class Moments:
     channel_deviation: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> Moments:
-        """Moments over the first axis of [B, ..., C]."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    def of(cls, x: Tensor, *, keep_mean: bool = True) -> Moments:
+        """Moments over the first axis of [B, ..., C]; the mean is only needed to merge with another chunk's."""
+        x = x.to(wide(x))
         mean = x.mean(0)
         squares = (x - mean).square_().sum(0)
-        return cls(x.shape[0], mean, squares.sum(-1), squares.flatten(0, -2).sum(0))
+        return cls(x.shape[0], mean if keep_mean else None, squares.sum(-1), squares.flatten(0, -2).sum(0))
 
     def merged(self, other: Moments) -> Moments:
         assert self.mean is not None
@@ -100,8 +100,13 @@ class Statistics:
             candidates=self.candidates,
             sink_heads_BS=torch.cat([self.sink_heads_BS, other.sink_heads_BS]),
             lock_inputs=[mine.merged(theirs) for mine, theirs in zip(self.lock_inputs, other.lock_inputs, strict=True)],
-            rank_tokens=[torch.cat(both) for both in zip(self.rank_tokens, other.rank_tokens, strict=True)],
+            rank_tokens=self._merged_rank_tokens(other),
         )
+
+    def _merged_rank_tokens(self, other: Statistics) -> list[Tensor]:
+        if not other.rank_tokens:  # all tokens that the effective rank wants lie in earlier chunks
+            return self.rank_tokens
+        return [torch.cat(both) for both in zip(self.rank_tokens, other.rank_tokens, strict=True)]
 
     def mean(self, name: str) -> Tensor:
         """A sum over sequences as a mean; of one sequence it is the sum itself, which may be large."""
@@ -109,10 +114,16 @@ class Statistics:
         return total if self.num_sequences == 1 and total.is_floating_point() else total / self.num_sequences
 
 
-def stacked(values: list[Tensor]) -> Tensor:
+def stacked(by_layer: dict[int, Tensor]) -> Tensor:
     """All layers in one tensor, on the CPU where a model is spread over several devices."""
+    values = list(by_layer.values())
     devices = {value.device for value in values}
     return torch.stack(values if len(devices) == 1 else [value.cpu() for value in values])
+
+
+def wide(values: Tensor) -> torch.dtype:
+    """The dtype that sums over a tensor are held in."""
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _added(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:

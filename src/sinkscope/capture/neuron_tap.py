@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_statistics import wide
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
 
@@ -82,6 +83,7 @@ class LayerUnits:
         norms = [self._output_norms(weight) for _, weight in self.layer.down_weights()]
         if self.dense_NF is not None:
             statistics = token_statistics(self._written(self.dense_NF), norms[0], moments=False)
+            assert statistics.column_energy is not None
             return UnitReading(statistics.largest, statistics.argmax, statistics.column_energy)
         assert self.routed is not None
         hidden_NE, index_Nk, _ = self.routed
@@ -131,7 +133,7 @@ class LayerUnits:
         """[F] float32 norms of the output vectors, behind a post-norm with its gain."""
         if self.layer.post_norm is not None:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
-        return torch.linalg.vector_norm(weight_EF, dim=0, dtype=torch.float32)
+        return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
         """[n, F] neurons of one expert at tokens routed to it, times their routing weight."""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.forward_reader import NUM_LOCK_POSITIONS, ForwardReader, Frozen, distances
+from sinkscope.capture.forward_reader import ForwardReader, Frozen, distances, point_at
 from sinkscope.capture.layer_statistics import Statistics, stacked
 from sinkscope.capture.lock import LockInput
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import effective_rank
-from sinkscope.measures.sink_score import LATER_QUERIES
+from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions
 from sinkscope.models.anatomy import Anatomy, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -144,10 +144,11 @@ def read_model(
             (chunk.shape[0], chunk.shape[1]),
             keys=keys_S,
             across_sequences=batch.num_sequences > 1,
+            chunked=len(chunks) > 1,
             frozen=frozen,
             rank_index=rank_index[:0] if survey else rank_index[inside] - first_token,
         )
-        with torch.no_grad(), _evaluation_mode(loaded.model), reader.reading() as inputs:
+        with torch.no_grad(), evaluation_mode(loaded.model), reader.reading() as inputs:
             anatomy.decoder(input_ids=chunk.to(_input_device(anatomy)), use_cache=False, **inputs)
             statistics = reader.statistics()
         path = reader.attention_path
@@ -158,7 +159,7 @@ def read_model(
 
     path, frozen = "", None
     if len(chunks) > 1:
-        frozen = _freeze(read(number, None, survey=True) for number in range(len(chunks)))
+        frozen = _freeze((read(number, None, survey=True) for number in range(len(chunks))), keys_S)
     whole = read(0, frozen)
     for number in range(1, len(chunks)):
         whole = whole.merged(read(number, frozen))
@@ -200,10 +201,11 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off while reading; each module's own mode is put back."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
@@ -215,15 +217,22 @@ def _input_device(anatomy: Anatomy) -> torch.device:
     return anatomy.decoder.get_input_embeddings().weight.device
 
 
-def _freeze(surveys: Iterator[Statistics]) -> Frozen:
+def _freeze(surveys: Iterator[Statistics], keys_S: Tensor | None) -> Frozen:
     """What all chunks together say: the same positions that one pass over the whole batch would have picked."""
     first = next(surveys)
-    dom_ratio_LT, values = first.sums["dom_ratio"], first.moments.get("value", [])
+    dom_ratio, received, values = first.sums["dom_ratio"], first.sums["received"], first.moments.get("value", [])
     for other in surveys:
-        dom_ratio_LT = dom_ratio_LT + other.sums["dom_ratio"]
+        dom_ratio, received = dom_ratio + other.sums["dom_ratio"], received + other.sums["received"]
         values = [mine.merged(theirs) for mine, theirs in zip(values, other.moments.get("value", []), strict=True)]
-    dominant_LQ = dom_ratio_LT.topk(NUM_LOCK_POSITIONS, dim=1).indices
-    return Frozen([moments.variance for moments in values], list(dominant_LQ))
+    length = dom_ratio.shape[1]
+    keys = torch.arange(length) if keys_S is None else keys_S
+    so_far_LT = dom_ratio.new_zeros(received.shape[0], length)
+    so_far_LT[:, keys] = (
+        (received.sum(1) * eligible_positions(length)[keys].to(received.device)).cumsum(0).to(so_far_LT)
+    )
+    pointed_at = [point_at(dom_ratio[0], dom_ratio[0])]
+    pointed_at += [point_at(ratio_T, received_T) for ratio_T, received_T in zip(dom_ratio[1:], so_far_LT, strict=True)]
+    return Frozen([moments.variance for moments in values], pointed_at)
 
 
 def _assembled(
@@ -245,11 +254,11 @@ def _assembled(
     by_position |= {"largest_write": write[0], "largest_write_unit": write[1]}
     channel_variance = None
     if batch.num_sequences > 1:
-        by_position["value_variance"] = stacked([layer.variance for layer in moments["aggregation"]])
-        by_position["projected_variance"] = stacked([layer.variance for layer in moments["projected"]])
-        by_position["cosine"] = stacked([layer.mean_cosine for layer in moments["direction"]])
+        by_position["value_variance"] = _stack(moments["aggregation"], "variance")
+        by_position["projected_variance"] = _stack(moments["projected"], "variance")
+        by_position["cosine"] = _stack(moments["direction"], "mean_cosine")
         num_deviations = batch.length * (batch.num_sequences - 1)
-        channel_variance = stacked([layer.channel_deviation for layer in moments["aggregation"]]) / num_deviations
+        channel_variance = _stack(moments["aggregation"], "channel_deviation") / num_deviations
     received = mean("received")
     return Reading(
         model_name=model_name,
@@ -265,12 +274,16 @@ def _assembled(
         by_distance=mean("by_distance"),
         distances=distances(batch.length),
         channel_variance=channel_variance,
-        lock_positions=stacked([rows.positions_Q for rows in statistics.lock_inputs]),
+        lock_positions=_stack(statistics.lock_inputs, "positions_Q"),
         lock_inputs=statistics.lock_inputs,
         residual=_rows(statistics),
         rank_tokens=statistics.rank_tokens[1:],
         elapsed_s=time.perf_counter() - started_at,
     )
+
+
+def _stack(layers: Sequence[Any], name: str) -> Tensor:
+    return stacked({number: getattr(layer, name) for number, layer in enumerate(layers)})
 
 
 def _rows(statistics: Statistics) -> list[ResidualRow]:

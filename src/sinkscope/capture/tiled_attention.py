@@ -91,7 +91,7 @@ def tiled_attention(
     num_kv_heads = key_BKSD.shape[1]
     num_groups = num_heads // num_kv_heads
     kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
-    query_NGTD = query_BHTD.reshape(num_batch * num_kv_heads, num_groups, num_queries, -1)
+    query_NGTD = query_BHTD.reshape(num_batch * num_kv_heads, num_groups, num_queries, query_BHTD.shape[-1])
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
     num_pairs = key_NSD.shape[0]
     rows = (num_pairs, num_groups, num_queries)

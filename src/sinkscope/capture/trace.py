@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import Findings
-from sinkscope.capture.reading import CHUNK_TOKENS, Progress, Reading, read_model
+from sinkscope.capture.reading import CHUNK_TOKENS, Progress, Reading, evaluation_mode, read_model
 from sinkscope.capture.summary import story, trace_summary
 from sinkscope.capture.trace_tables import TABLES, trace_tables
 from sinkscope.models.loading import LoadedModel, load
@@ -64,8 +64,12 @@ def trace(
     """
     loaded = model if isinstance(model, LoadedModel) else load(model)
     batch = batch if isinstance(batch, TokenBatch) else given_batch(batch, model=loaded.model)
-    return Trace(
+    result = Trace(
         read_model(
             loaded, batch, keys=keys, effective_rank=effective_rank, chunk_tokens=chunk_tokens, progress=progress
         )
     )
+    # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
+    with evaluation_mode(loaded.model):
+        _ = result.findings.lock, result.findings.super_neurons
+    return result

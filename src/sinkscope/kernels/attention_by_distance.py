@@ -6,14 +6,16 @@ One launch in place of a dozen small operations: on a short text those cost as m
 
 from __future__ import annotations
 
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-try:
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # the definition below must import without it
+if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # triton is an extra: the definition below must import without it
-    triton = tl = None
 
 
 def attention_by_distance(
@@ -60,9 +62,10 @@ def attention_by_distance_plain(
     return torch.stack(means, dim=-1)
 
 
-def _jit(function):
+def _jit(function: Any) -> Any:
+    """Compiles once for all lengths and head counts."""
     counts = ["num_heads", "group_size", "length", "num_queries", "window"]
-    return function if triton is None else triton.jit(function, do_not_specialize=counts)
+    return triton.jit(do_not_specialize=counts)(function) if HAS_TRITON else function
 
 
 @_jit

@@ -113,44 +113,49 @@ def _torch_statistics(x_NC: Tensor, weight_C: Tensor | None, columns: bool, mome
     """Even row tiles that stay in the cache, buffers for all of them, and sums that write no temporary tensor."""
     num_tokens, num_channels = x_NC.shape
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
-    num_rows = -(-num_tokens // max(1, round(x_NC.numel() / TILE_ELEMENTS)))
+    num_tiles = max(1, round(x_NC.numel() / TILE_ELEMENTS))
+    num_rows = -(-num_tokens // num_tiles)
     buffers = x_NC.new_empty(1 if weight_C is None else 2, num_rows, num_channels, dtype=dtype)
-    sums_SN = x_NC.new_empty(6 if moments else 2, num_tokens, dtype=dtype)
+    sums_SN = x_NC.new_empty(5 if moments else 1, num_tokens, dtype=dtype)
     argmax_N = x_NC.new_empty(num_tokens, dtype=torch.int64)
-    sums_SC = x_NC.new_zeros(2, num_channels, dtype=dtype) if columns else None
+    sums_SRC = x_NC.new_zeros(2, num_tiles, num_channels, dtype=dtype) if columns else None
     weight_C = None if weight_C is None else weight_C.detach().to(dtype)
-    for start in range(0, num_tokens, max(1, num_rows)):
-        part = slice(start, min(start + num_rows, num_tokens))
+    for index in range(num_tiles):
+        part = slice(index * num_rows, (index + 1) * num_rows)
         tile = x_NC[part].to(dtype)
-        _torch_tile(tile, weight_C, buffers[:, : len(tile)], sums_SN[:, part], argmax_N[part], sums_SC)
-    largest, energy, *power_sums = sums_SN
-    by_moments = _from_power_sums(x_NC, weight_C, largest, energy, *power_sums) if moments else [None] * 3
-    return TokenStatistics(largest, argmax_N, energy, *by_moments, *([None] * 2 if sums_SC is None else sums_SC))
+        if len(tile) > 0:
+            sums_SC = None if sums_SRC is None else sums_SRC[:, index]
+            _torch_tile(tile, weight_C, buffers[:, : len(tile)], sums_SN[:, part], argmax_N[part], sums_SC)
+    largest_N = x_NC.gather(1, argmax_N[:, None])[:, 0].to(dtype).abs()
+    if weight_C is not None:
+        largest_N *= weight_C.abs()[argmax_N]
+    by_moments = _from_power_sums(x_NC, weight_C, largest_N, *sums_SN) if moments else [None] * 3
+    columns_SC = [None] * 2 if sums_SRC is None else sums_SRC.sum(1)
+    return TokenStatistics(largest_N, argmax_N, sums_SN[0], *by_moments, *columns_SC)
 
 
 def _torch_tile(x, weight, buffers, sums_SN, argmax, sums_SC) -> None:
-    """Fills one tile's part of the row sums and adds its |x| and x^2 to the column sums."""
+    """Fills one tile's row sums and first largest channels and, where wanted, its column sums of |x| and x^2."""
     magnitude = torch.abs(x, out=buffers[0])
     if sums_SC is not None:
-        sums_SC[0] += magnitude.sum(0)
+        torch.sum(magnitude, 0, out=sums_SC[0])
     if weight is not None:
         if sums_SC is not None:
-            sums_SC[1] += torch.mul(x, x, out=buffers[1]).sum(0)
+            torch.sum(torch.mul(x, x, out=buffers[1]), 0, out=sums_SC[1])
         magnitude *= weight.abs()
     # numpy's argmax is vectorised; torch's is several times slower on a CPU.
     argmax.copy_(magnitude.argmax(1) if x.is_cuda else torch.from_numpy(magnitude.numpy().argmax(1)))
-    torch.gather(magnitude, 1, argmax[:, None], out=sums_SN[0, :, None])
-    if len(sums_SN) > 2:
+    if len(sums_SN) > 1:
         x = x if weight is None else torch.mul(x, weight, out=buffers[1])
-        torch.sum(magnitude, 1, out=sums_SN[2])
-        torch.sum(x, 1, out=sums_SN[3])
+        torch.sum(magnitude, 1, out=sums_SN[1])
+        torch.sum(x, 1, out=sums_SN[2])
     square = magnitude.mul_(magnitude)
+    torch.sum(square, 1, out=sums_SN[0])
     if sums_SC is not None and weight is None:
-        sums_SC[1] += square.sum(0)
-    torch.sum(square, 1, out=sums_SN[1])
-    if len(sums_SN) > 2:
-        sums_SN[4] = _row_dots(x, square)
-        sums_SN[5] = _row_dots(square, square)
+        torch.sum(square, 0, out=sums_SC[1])
+    if len(sums_SN) > 1:
+        sums_SN[3] = _row_dots(x, square)
+        sums_SN[4] = _row_dots(square, square)
 
 
 def _from_power_sums(x_NC, weight_C, largest, energy, sum_abs, total, cubes, fourths) -> tuple[Tensor, Tensor, Tensor]:

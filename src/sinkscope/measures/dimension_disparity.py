@@ -23,21 +23,30 @@ def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """(sum h^2)^2 / sum h^4: how many dimensions share the energy; 0 for a zero vector."""
+    h = _in_units_of_largest(h)
     energy, fourth = h.square().sum(-1), h.pow(4).sum(-1)
     return torch.where(fourth > 0, energy.square() / fourth, torch.zeros_like(fourth))
 
 
 def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """Share of the energy in the largest dimension; 0 for a zero vector."""
-    energy = h.square()
+    energy = _in_units_of_largest(h).square()
     return torch.nan_to_num(energy.amax(-1) / energy.sum(-1), nan=0.0)
 
 
 def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant."""
+    constant = (h == h[..., :1]).all(-1)
+    h = _in_units_of_largest(h)
     centred = h - h.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1)
-    return torch.where(variance > 0, centred.pow(4).mean(-1) / variance.square(), torch.zeros_like(variance))
+    value = centred.pow(4).mean(-1) / centred.square().mean(-1).square()
+    return value.masked_fill(constant, 0)
+
+
+def _in_units_of_largest(h: Tensor) -> Tensor:
+    """The vector over its largest magnitude, so that fourth powers stay in range; a zero vector stays zero."""
+    largest = h.abs().amax(-1, keepdim=True)
+    return h / largest.masked_fill(largest == 0, 1)
 
 
 def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, ""]) -> Tensor:

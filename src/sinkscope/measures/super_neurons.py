@@ -32,7 +32,7 @@ def channel_sparsity(output_EU: Float[Tensor, "E U"]) -> ChannelSparsity:
     """Sparsity of output vectors W_down[:, j]."""
     vectors = output_EU.T
     magnitude = vectors.abs()
-    median = magnitude.median(-1).values
+    median = magnitude.quantile(0.5, dim=-1)
     return ChannelSparsity(
         max_over_median=magnitude.amax(-1) / median,
         top_share=top_energy_share(vectors),
