@@ -24,7 +24,6 @@ from sinkscope.capture import forward_reader as reader_module
 from sinkscope.capture import tiled_attention as tiles_module
 from sinkscope.capture.reading import Reading
 from sinkscope.capture.trace import trace
-from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import averaging_law
 from sinkscope.models.anatomy import SHARED_EXPERT, anatomy_of
 
@@ -607,7 +606,6 @@ def test_lock_of_many_sequences_is_that_of_the_first_eight(family):
         assert_close(share, readings[2][1])
 
 
-@pytest.mark.xfail(reason="the lock's keys are made after the pass, with the weights and modes of that moment")
 def test_the_lock_does_not_depend_on_what_happens_to_the_model_afterwards():
     model, ids = planted("llama", tokens(1))
     found = trace(model, ids)
@@ -616,7 +614,6 @@ def test_the_lock_does_not_depend_on_what_happens_to_the_model_afterwards():
     assert_close(found.findings.lock[1][0], planted_case("llama").lock_share[0])
 
 
-@pytest.mark.xfail(reason="the lock's keys are made outside evaluation mode", raises=InputError)
 def test_the_lock_of_a_model_in_training_mode():
     model, ids = planted("llama", tokens(1))
     model.config.attention_dropout = 0.5

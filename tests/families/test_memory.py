@@ -227,7 +227,6 @@ def test_what_several_sequences_leave_behind_does_not_grow_with_their_number():
     assert many < 1.05 * few
 
 
-@pytest.mark.xfail(reason="means across sequences, made for merging chunks, are kept where there is one chunk only")
 def test_several_sequences_in_one_chunk_leave_no_activation_behind():
     model = long_model("llama", 5, hidden_size=192)
     assert growth_per_layer(model, tokens(num_sequences=2), traced) < LENGTH * model.config.hidden_size * 4

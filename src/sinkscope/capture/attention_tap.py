@@ -78,7 +78,9 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]
                 # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
                 config._attn_implementation = "sdpa"
                 for layer in anatomy.layers:
-                    hook = layer.attention.register_forward_pre_hook(lambda module, args: _enter_layer(module))
+                    hook = layer.attention.register_forward_pre_hook(
+                        lambda module, args, index=layer.index: enter_layer(index)
+                    )
                     stack.callback(hook.remove)
                 marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
                 stack.enter_context(_SdpaCalls(marker))
@@ -110,7 +112,7 @@ def _attention(
 ):
     tap = _tap()
     if id(module) not in tap.layer_of:
-        raise RuntimeError(f"{type(module).__name__} {getattr(module, 'layer_idx', '')} is the attention of no layer")
+        raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
     if not isinstance(attention_mask, CausalMask):
         raise RuntimeError(
             f"layer {tap.layer_of.get(id(module))} got a mask of type {type(attention_mask)}, not sinkscope's own"
@@ -175,9 +177,9 @@ def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
     )
 
 
-def _enter_layer(module) -> None:
-    tap = _tap()
-    tap.current_layer = tap.layer_of[id(module)]
+def enter_layer(layer: int) -> None:
+    """Says whose attention runs next, for families whose attention call does not say it."""
+    _tap().current_layer = layer
 
 
 class _SdpaCalls(TorchFunctionMode):

@@ -31,6 +31,8 @@ SIGNIFICANT_WRITE = 0.1
 takes."""
 LISTED_SHARE = 0.01
 """Units below this part of the squared write are not listed."""
+UNKNOWN = -1
+"""Stands for the massive dimension of a position that was not kept in full."""
 HYSTERESIS = 0.5
 """Disparity counts as erased only when it has fallen below this part of what made it count as born, so that noise at
 the threshold makes no births."""
@@ -164,11 +166,10 @@ class Findings:
             erasures: list[int] = []
             members: set[int] = set()
             for row in range(len(self.reading.residual)):
-                disparity = self._disparity_at(row, position)
-                if disparity is None:  # not looked at in this layer: nothing to say
-                    continue
-                massive, still = disparity
-                alive = massive | (members & still)
+                massive, still = self._disparity_at(row, position)
+                # Between rows that were kept in full and rows that were not, dimensions cannot be matched.
+                matched = still if UNKNOWN in members | still else members & still
+                alive = massive | (matched if members else set())
                 if alive and not members:
                     births.append(row - 1)
                 elif members and not alive:
@@ -258,14 +259,21 @@ class Findings:
         elsewhere = _rest(statistics.mean("dimension_total").cpu(), here) / (batch.length - 1)
         return massive_dimensions(here, elsewhere)
 
-    def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]] | None:
-        """(massive dimensions, dimensions large enough to count as still there) of a position; None if not kept."""
+    def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
+        """(massive dimensions, dimensions large enough to count as still there) of a position behind a layer.
+
+        Where the position was not kept in full, its DomRatio stands for an unknown dimension, by the same bounds.
+        """
         slot = (self.reading.residual[row].candidates == position).nonzero().flatten()
-        if not len(slot):
-            return None
-        massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
+        if len(slot):
+            massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
+        else:
+            ratio_T = self.reading.by_position["dom_ratio"][row - 1] if row else torch.ones(position + 1)
+            ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.median())[None]
+            massive = (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST)
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
-        return set(massive.nonzero().flatten().tolist()), set(still.nonzero().flatten().tolist())
+        found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
+        return tuple(found) if len(slot) else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
 
     def _writers(self, position: int, dimensions_M: Tensor) -> list[SuperNeuron]:
         reading = self.reading

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,12 @@ from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions
 from sinkscope.models.anatomy import Anatomy
 
-NUM_POINTED_AT = 4
-"""Positions that each signal points at in each layer, to be kept in full."""
+NUM_POINTED_AT = 8
+"""Positions that each signal points at in each layer, to be kept in full ..."""
+NUM_FIRST = 4
+"""... beside the first ones: where nothing stands out, they are what a reader looks for."""
+NUM_LOCK_POSITIONS = 4
+"""Positions of the largest DomRatio before a layer at which its lock is read."""
 LAYER_NAMES = (
     *("received", "by_distance", "entropy", "mixing", "weighted_mixing", "aggregation_norm"),
     *("state_largest", "state_total", "write", "write_unit"),
@@ -80,6 +84,8 @@ class ForwardReader:
         self.aggregation_channels = 0
         self._received_T: Tensor | None = None
         """Attention received so far, summed over layers, heads and sequences."""
+        self._sink_heads_BS: Tensor | None = None
+        """[B, S] how many heads of all layers so far count each key as their sink."""
         self._kept: dict[str, dict[int, Any]] = defaultdict(dict)
         """Reduced tensors by name and layer; of the residual also that entering layer 0."""
         self._calls: dict[int, tuple[Tensor, tuple[tuple, dict[str, Any]]]] = {}
@@ -150,10 +156,13 @@ class ForwardReader:
 
     def _keep_lock_rows(self, layer: int, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
         if layer not in self._calls:
-            raise RuntimeError(f"layer {layer} computed attention that its attention module did not start")
+            stray = min(set(range(len(self.anatomy.layers))) - self._kept["lock"].keys(), default=layer)
+            raise RuntimeError(f"layer {stray} attends outside the module named for it: {self._blame()}")
+        if layer - 1 not in self._kept["pointed_at"]:
+            raise RuntimeError(f"the block of layer {layer - 1} reported nothing: {self._blame()}")
         state_BTE, call = self._calls.pop(layer)
         some = slice(LOCK_SEQUENCES)
-        positions_Q = self._kept["pointed_at"][layer - 1][0].to(key_BKSD.device)
+        positions_Q = self._kept["pointed_at"][layer - 1][0, :NUM_LOCK_POSITIONS].to(key_BKSD.device)
         queries_n = sampled_queries(self.length, key_BKSD.device)
         self._kept["lock"][layer] = LockInput(
             positions_Q=positions_Q,
@@ -195,12 +204,12 @@ class ForwardReader:
         for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
             kept[name][layer] = getattr(tokens, name)
         kept["pointed_at"][layer] = self._point_at(layer, tokens.largest, kept["mean_abs"][layer])
-        # The first positions too: where nothing stands out, they are what a reader looks for.
-        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_POINTED_AT))
+        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_FIRST))
         before_2Q = kept["pointed_at"][max(layer - 1, -1)].to(hidden_BTE.device)
         kept["candidates"][layer] = torch.cat([kept["pointed_at"][layer].flatten(), before_2Q[0], first_Q])
         kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
-        kept["lock_residual"][layer] = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_POINTED_AT]
+        # A copy, since a view would keep the rows of all sequences alive.
+        kept["lock_residual"][layer] = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_LOCK_POSITIONS].clone()
         if len(self.rank_index):
             kept["rank_tokens"][layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
         if layer < 0 and self.num_sequences > 1:
@@ -237,6 +246,7 @@ class ForwardReader:
 
         For a single sequence nothing is to be summed, and all layers are done together at the end.
         """
+        self._check_complete([layer])
         self._reduce_residual(layer)
         raw = {name: self._kept[name].pop(layer)[None] for name in LAYER_NAMES if layer in self._kept[name]}
         self._kept["layer_sums"][layer] = self._layer_sums(raw)
@@ -251,7 +261,9 @@ class ForwardReader:
         alpha_lBHS = raw["received"] / self._on(raw["received"].device, "num queries", self._num_queries)
         counted_lBHS = alpha_lBHS > SINK_THRESHOLD
         sums = {"received": self._total(alpha_lBHS, 1), "sink_heads": counted_lBHS.sum(1, dtype=torch.int32)}
-        sums["sequence_sink_heads"] = counted_lBHS.sum(2)
+        sink_heads_BS = counted_lBHS.sum((0, 2))
+        before = self._sink_heads_BS
+        self._sink_heads_BS = sink_heads_BS if before is None else before.to(sink_heads_BS.device) + sink_heads_BS
         for name in ("entropy", "mixing"):
             if name in raw:
                 value_lHT = self._total(raw[name], 1)
@@ -285,14 +297,17 @@ class ForwardReader:
 
     def statistics(self) -> Statistics:
         """Everything that was kept, put together; the reader is empty afterwards."""
-        self._check_complete()
+        layers = [layer.index for layer in self.anatomy.layers]
         if self.num_sequences > 1:
+            if silent := sorted(set(layers) - self._kept["layer_sums"].keys()):
+                raise RuntimeError(f"the block of layers {silent} reported nothing: {self._blame()}")
             layer_sums, residual_sums = (_joined(self._kept[name]) for name in ("layer_sums", "residual_sums"))
         else:
+            self._check_complete(layers)
             layer_sums = self._layer_sums({n: stacked(self._kept.pop(n)) for n in LAYER_NAMES if n in self._kept})
             residual_sums = self._residual_sums({name: stacked(self._kept.pop(name)) for name in RESIDUAL_NAMES})
         sums, kept = layer_sums | residual_sums, self._kept
-        sequence_heads_BS = sums.pop("sequence_sink_heads").sum(0)
+        assert self._sink_heads_BS is not None
         pairs = {"residual": "dimension", "write": "unit"}
         largest = {name: (sums.pop(f"largest_{name}"), sums.pop(f"largest_{name}_{at}")) for name, at in pairs.items()}
         across = ("direction", "value", "aggregation", "projected")
@@ -303,14 +318,13 @@ class ForwardReader:
             moments={name: list(kept[name].values()) for name in across if name in kept},
             units=list(kept["units"].values()),
             candidates=stacked(kept["candidates"]),
-            sink_heads_BS=sequence_heads_BS,
+            sink_heads_BS=self._sink_heads_BS,
             lock_inputs=list(kept["lock"].values()),
             rank_tokens=list(kept["rank_tokens"].values()),
         )
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, layers: Iterable[int]) -> None:
         """A part that stayed silent in some layer must not pass unseen: later layers would slide into its place."""
-        layers = {layer.index for layer in self.anatomy.layers}
         parts = {
             "lock": "attention",
             "aggregation_norm": "output projection",
@@ -318,10 +332,7 @@ class ForwardReader:
             "units": "neurons",
         }
         for name, part in parts.items():
-            reported = set(
-                self._kept["layer_sums"] if name == "aggregation_norm" and self.num_sequences > 1 else self._kept[name]
-            )
-            if silent := sorted(layers - reported):
+            if silent := sorted(set(layers) - self._kept[name].keys()):
                 raise RuntimeError(f"the {part} of layers {silent} reported nothing: {self._blame()}")
 
     def _blame(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.attention_tap import CausalMask, attention_tap
+from sinkscope.capture.attention_tap import CausalMask, attention_tap, enter_layer
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy
 
@@ -64,9 +64,12 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
             edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
             args, kwargs = _at_positions(rows.call, rows.positions_Q, rows.length)
-            layer.attention(edited_BQE, *args, **kwargs) if args else layer.attention(
-                hidden_states=edited_BQE, **kwargs
-            )
+            enter_layer(layer.index)
+            # Straight to forward: hooks that others put on the module are not meant for these few rows.
+            if args:
+                layer.attention.forward(edited_BQE, *args, **kwargs)
+            else:
+                layer.attention.forward(hidden_states=edited_BQE, **kwargs)
 
             groups = rows.query_BHnD.shape[1] // rows.key_BKQD.shape[1]
             with_BHQD, without_BHQD = (
