@@ -122,7 +122,8 @@ def main() -> None:
     rows = []
     for length in options.lengths:
         text = random_text(model, length)
-        new = time_length(options, contestants, text) + time_apart(options, loaded, text)
+        new = time_length(options, contestants, text)
+        new += time_apart(options, loaded, text) if options.apart else []
         new += [Row(length, name, note="not installed") for name in missing]
         progress(table(new))  # a run that is stopped has shown what it had
         rows += new
@@ -152,6 +153,7 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument(
         "--no-memory", action="store_true", help="skip peak memory, which on the CPU needs fresh processes"
     )
+    parser.add_argument("--no-apart", dest="apart", action="store_false", help="leave effective rank and findings out")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave TransformerLens and nnsight out")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -352,8 +354,8 @@ def time_apart(options: argparse.Namespace, loaded: LoadedModel, text: Text) -> 
     reading = read_model(loaded, text.batch, effective_rank=True)
 
     def findings(_: Text) -> None:
-        found = Findings(reading)
-        _ = found.sinks, found.massive, found.births, found.massive_dimensions, found.super_neurons, found.strongest
+        found = Findings(reading.cpu())
+        _ = found.sinks, found.massive, found.super_neurons, found.lock
 
     def effective_rank(_: Text) -> None:
         reading.effective_ranks()

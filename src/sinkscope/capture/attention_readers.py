@@ -64,29 +64,27 @@ def _fused_attention(
     options = {"scaling": rule.scaling, "window": rule.window}
     device = query_BHTD.device
     queries_n, distances_R = sampled_queries(length, device), distance_tensor(request.distances, device)
-    by_distance = attention_by_distance(query_BHTD, key_BKSD, lse_BHT, queries_n, distances_R, **options)
-    if request.keys is not None:
-        received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(device), **options)
-        return AttentionReading(
-            output=output_BTHD,
-            received=received,
-            by_distance=by_distance,
-            entropy=None,
-            mixing=None,
-            weighted_mixing=None,
-        )
-    weights_BHS = None
-    if request.key_weights is not None:
-        groups = query_BHTD.shape[1] // key_BKSD.shape[1]
-        weights_BHS = request.key_weights.float().repeat_interleave(groups, dim=0).expand(query_BHTD.shape[0], -1, -1)
-    reductions = attention_received(query_BHTD, key_BKSD, lse_BHT, key_weights_BHS=weights_BHS, **options)
+    entropy = mixing = weighted_mixing = None
+    with request.beside(query_BHTD, key_BKSD, lse_BHT):
+        by_distance = attention_by_distance(query_BHTD, key_BKSD, lse_BHT, queries_n, distances_R, **options)
+        if request.keys is not None:
+            received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(device), **options)
+        else:
+            weights_BHS = None
+            if request.key_weights is not None:
+                groups = query_BHTD.shape[1] // key_BKSD.shape[1]
+                weights_HS = request.key_weights.float().repeat_interleave(groups, dim=0)
+                weights_BHS = weights_HS.expand(query_BHTD.shape[0], -1, -1)
+            received, entropy, mixing, weighted_mixing = attention_received(
+                query_BHTD, key_BKSD, lse_BHT, key_weights_BHS=weights_BHS, **options
+            )
     return AttentionReading(
         output=output_BTHD,
-        received=reductions.received_sum,
+        received=received,
         by_distance=by_distance,
-        entropy=reductions.entropy,
-        mixing=reductions.mixing,
-        weighted_mixing=reductions.weighted_mixing,
+        entropy=entropy,
+        mixing=mixing,
+        weighted_mixing=weighted_mixing,
     )
 
 

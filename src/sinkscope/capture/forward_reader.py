@@ -25,6 +25,7 @@ from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.layer_statistics import Moments, Statistics, stacked, wide
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
+from sinkscope.capture.side_stream import SideStream
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions
@@ -77,7 +78,8 @@ class ForwardReader:
         """Whether the whole batch, of which this may be a chunk, has more than one sequence."""
         self.chunked = chunked
         self.frozen = frozen
-        self.request = ReadingRequest(keys=keys, distances=distances(self.length))
+        self._side = SideStream(self.num_sequences * self.length)
+        self.request = ReadingRequest(keys=keys, distances=distances(self.length), beside=self._side.beside)
         self.rank_index = rank_index
         """Tokens of this chunk that the effective rank is taken over."""
         self.attention_path = ""
@@ -119,9 +121,10 @@ class ForwardReader:
             if self.across_sequences:
                 direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
                 self._kept["direction"][layer] = direction
-            self._kept["state_largest"][layer] = torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1)
-            total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
-            self._kept["state_total"][layer] = total_BT
+            with self._side.beside(state_BTE):
+                self._kept["state_largest"][layer] = torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1)
+                total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
+                self._kept["state_total"][layer] = total_BT
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             self._calls[layer] = (state_BTE, (args[1:], rest))
 
@@ -136,12 +139,14 @@ class ForwardReader:
             self._kept["value"][layer] = moments
             known = moments.variance if self.frozen is None else self.frozen.value_variance_KS[layer]
             request = replace(request, key_weights=known)
+        self._side.join()
         reading, self.attention_path = read_attention(query, key, value, rule, request)
         for name in ("received", "by_distance", "entropy", "mixing", "weighted_mixing"):
             if (values := getattr(reading, name)) is not None:
                 self._kept[name][layer] = values
-        self._add_received(reading.received)
-        self._keep_lock_rows(layer, query, key)
+        with self._side.beside(query, key):
+            self._add_received(reading.received)
+            self._keep_lock_rows(layer, query, key)
         return reading.output
 
     def _add_received(self, received_BHS: Tensor) -> None:
@@ -178,7 +183,8 @@ class ForwardReader:
     def _leave_output_projection(self, layer: int):
         def hook(module, args, output) -> None:
             aggregation_BTC = args[0].view(self.num_sequences, self.length, -1)
-            norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=wide(output))
+            with self._side.beside(aggregation_BTC):
+                norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=wide(output))
             self._kept["aggregation_norm"][layer] = norm_BT
             self.aggregation_channels = aggregation_BTC.shape[-1]
             if self.across_sequences:
@@ -190,11 +196,13 @@ class ForwardReader:
 
     def _leave_block(self, layer: int, units: LayerUnits):
         def hook(module, args, output) -> None:
-            self._read_residual(layer, output[0] if isinstance(output, tuple) else output)
-            self._read_units(layer, units)
-            units.clear()
-            if self.num_sequences > 1:
-                self._reduce_layer(layer)
+            hidden_BTE = output[0] if isinstance(output, tuple) else output
+            with self._side.beside(hidden_BTE, *units.tensors()):
+                self._read_residual(layer, hidden_BTE)
+                self._read_units(layer, units)
+                units.clear()
+                if self.num_sequences > 1:
+                    self._reduce_layer(layer)
 
         return hook
 
@@ -208,8 +216,9 @@ class ForwardReader:
         before_2Q = kept["pointed_at"][max(layer - 1, -1)].to(hidden_BTE.device)
         kept["candidates"][layer] = torch.cat([kept["pointed_at"][layer].flatten(), before_2Q[0], first_Q])
         kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
-        # A copy, since a view would keep the rows of all sequences alive.
-        kept["lock_residual"][layer] = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_LOCK_POSITIONS].clone()
+        rows_BQE = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_LOCK_POSITIONS]
+        # Of many sequences a copy, since a view would keep the rows of all of them alive.
+        kept["lock_residual"][layer] = rows_BQE.clone() if self.num_sequences > LOCK_SEQUENCES else rows_BQE
         if len(self.rank_index):
             kept["rank_tokens"][layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
         if layer < 0 and self.num_sequences > 1:
@@ -297,6 +306,7 @@ class ForwardReader:
 
     def statistics(self) -> Statistics:
         """Everything that was kept, put together; the reader is empty afterwards."""
+        self._side.join()
         layers = [layer.index for layer in self.anatomy.layers]
         if self.num_sequences > 1:
             if silent := sorted(set(layers) - self._kept["layer_sums"].keys()):

@@ -46,6 +46,11 @@ class LayerUnits:
         self.write_scale_N: Tensor | None = None
         """What a post-norm multiplies each token's write by, beside its gain."""
 
+    def tensors(self) -> list[Tensor]:
+        """The activations that are held."""
+        held = [self.dense_NF, self.shared_NF, self.write_scale_N, *(self.routed or ())]
+        return [tensor for tensor in held if tensor is not None]
+
     def hooks(self) -> list:
         """Registers the hooks that fill this object; each is removed through its handle."""
         layer, handles = self.layer, []

@@ -10,6 +10,8 @@ head size, N = B * K, n queries of a tile, P chosen keys, R distances.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,6 +67,8 @@ class ReadingRequest:
     distances: tuple[int, ...] = ()
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
+    beside: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext
+    """Where what is read after the attention itself may run; called with the tensors it reads."""
 
 
 @lru_cache(maxsize=64)
