@@ -122,9 +122,8 @@ class ForwardReader:
                 direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
                 self._kept["direction"][layer] = direction
             with self._side.beside(state_BTE):
-                self._kept["state_largest"][layer] = torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1)
-                total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
-                self._kept["state_total"][layer] = total_BT
+                largest_BT, total_BT = _largest_and_total(state_BTE)
+            self._kept["state_largest"][layer], self._kept["state_total"][layer] = largest_BT, total_BT
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             self._calls[layer] = (state_BTE, (args[1:], rest))
 
@@ -383,6 +382,15 @@ def largest_over_sequences(values_lBT: Tensor, index_lBT: Tensor) -> tuple[Tenso
     """([l, T] largest value of any sequence, [l, T] the index that belongs to it)."""
     largest_lT, sequence_lT = values_lBT.max(1)
     return largest_lT, index_lBT.gather(1, sequence_lT[:, None]).squeeze(1)
+
+
+def _largest_and_total(state_BTE: Tensor) -> tuple[Tensor, Tensor]:
+    """max |x| and sum |x| of each token."""
+    if state_BTE.is_cuda:
+        total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
+        return torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1), total_BT
+    magnitude_BTE = state_BTE.abs()  # on a CPU ten times faster than those norms
+    return magnitude_BTE.amax(-1), magnitude_BTE.sum(-1, dtype=wide(state_BTE))
 
 
 def _joined(sums_by_layer: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -138,7 +138,9 @@ class LayerUnits:
         """[F] float32 norms of the output vectors, behind a post-norm with its gain."""
         if self.layer.post_norm is not None:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
-        return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
+        if weight_EF.is_cuda:
+            return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
+        return weight_EF.to(wide(weight_EF)).square().sum(0).sqrt()  # several times faster than the norm on a CPU
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
         """[n, F] neurons of one expert at tokens routed to it, times their routing weight."""

@@ -15,14 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 18
+TILE_ELEMENTS = 3 << 17
 """Scores in one tile: two float32 buffers of this size stay in the second-level cache of one core."""
 TILE_QUERIES = 64
 SAMPLED_QUERIES = 256
 """Attention by distance and the lock are read at no more queries than this, evenly spaced."""
+FAINTEST = -80.0
+"""Scores this far below a row's largest count as no attention at all."""
 HIDDEN = -1e30
 """Score of a hidden key. Finite, since its weight of 0 times its score must count as 0 in the entropy."""
 
@@ -103,20 +106,18 @@ def tiled_attention(
 
     output_NGTD = torch.empty(*rows, value_NSD.shape[-1], dtype=value_BKSD.dtype, device=value_BKSD.device)
     received_NGS = torch.zeros(num_pairs, num_groups, num_queries if keys_P is None else len(keys_P), **kind)
-    by_distance_NGR = torch.zeros(num_pairs, num_groups, len(request.distances), **kind)
-    entropy_NGT, mixing_NGT, weighted_NGT = (torch.empty(rows, **kind) for _ in range(3))
+    lse_NGT, entropy_NGT, mixing_NGT, weighted_NGT = (torch.empty(rows, **kind) for _ in range(4))
     weights_NS = None if request.key_weights is None else request.key_weights.to(**kind).repeat(num_batch, 1)
     sinks_NG = None
     if rule.sink_logits is not None:
         sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).expand(num_batch, -1, -1).flatten(0, 1)
-    distances_R = distance_tensor(request.distances, query_BHTD.device)
-    sampled_T = torch.zeros(num_queries, **kind)
-    queries_n = sampled_queries(num_queries, query_BHTD.device)
-    sampled_T[queries_n] = 1
 
     queries_per_tile = min(TILE_QUERIES, num_queries)
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + queries_per_tile)
     pairs_per_tile = max(1, min(num_pairs, TILE_ELEMENTS // (num_groups * queries_per_tile * keys_per_tile)))
+    if pairs_per_tile == 1:  # long rows: fewer queries, so that a tile still fits the cache
+        fitting = TILE_ELEMENTS // (num_groups * keys_per_tile)
+        queries_per_tile = min(queries_per_tile, max(16, 1 << max(0, fitting.bit_length() - 1)))
     buffers = torch.empty(2, pairs_per_tile * num_groups * queries_per_tile * keys_per_tile, **kind)
 
     for first_pair in range(0, num_pairs, pairs_per_tile):
@@ -139,7 +140,12 @@ def tiled_attention(
             largest = scores.amax(-1, keepdim=True)
             if sinks_NG is not None:
                 largest = torch.maximum(largest, sinks_NG[pairs, :, None, None])
-            torch.exp(scores.sub_(largest), out=tile)
+            # On arguments that underflow a vectorised exp is many times slower. What is hidden stands at the tile's two
+            # edges, and e^-80 of a row's largest weight is nothing.
+            scores.sub_(largest)[..., start - low :].clamp_(min=FAINTEST)
+            if rule.window is not None:
+                scores[..., : stop - start].clamp_(min=FAINTEST)
+            torch.exp(scores, out=tile)
             total = tile.sum(-1)
             if sinks_NG is not None:
                 total += torch.exp(sinks_NG[pairs, :, None] - largest.squeeze(-1))
@@ -147,8 +153,8 @@ def tiled_attention(
 
             aggregation = torch.bmm(tile.flatten(1, 2), values[:, low:stop]).unflatten(1, shape[1:3])
             output_NGTD[pairs, :, start:stop] = aggregation.mul_(inverse.unsqueeze(-1))
-            if request.distances:
-                by_distance_NGR[pairs] += _at_distances(tile, inverse * sampled_T[start:stop], distances_R, start - low)
+            log_total = total.log()
+            torch.add(largest.squeeze(-1), log_total, out=lse_NGT[pairs, :, start:stop])
             if keys_P is not None:
                 received_NGS[pairs] += _at_keys(tile, inverse, keys_P, low, stop)
                 continue
@@ -156,11 +162,9 @@ def tiled_attention(
             # -sum a log a with log a = score - largest - log total; the row's weights may add up to less than 1
             # (learned sinks).
             row_sum = 1.0 if sinks_NG is None else tile.sum(-1) * inverse
-            entropy_NGT[pairs, :, start:stop] = (
-                total.log() * row_sum - torch.mul(tile, scores, out=scores).sum(-1) * inverse
-            )
+            entropy_NGT[pairs, :, start:stop] = log_total * row_sum - _row_dots(tile, scores) * inverse
             squared = inverse.square()
-            mixing_NGT[pairs, :, start:stop] = torch.linalg.vector_norm(tile, dim=-1).square_() * squared
+            mixing_NGT[pairs, :, start:stop] = _row_dots(tile, tile) * squared
             if weights_NS is not None:
                 torch.mul(tile, tile, out=scores)
                 weighted = torch.matmul(scores.flatten(1, 2), weights_NS[pairs, low:stop, None])
@@ -169,12 +173,11 @@ def tiled_attention(
     def by_head(x_NG: Tensor) -> Tensor:
         return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
 
-    num_sampled_R = (queries_n[:, None] >= distances_R).sum(0)
     every_key = keys_P is None
     return AttentionReading(
         output=by_head(output_NGTD).transpose(1, 2),
         received=by_head(received_NGS),
-        by_distance=by_head(by_distance_NGR) / num_sampled_R.to(**kind),
+        by_distance=by_head(_by_distance(query_NGTD.to(**kind), key_NSD.to(**kind), lse_NGT, rule, request.distances)),
         entropy=by_head(entropy_NGT) if every_key else None,
         mixing=by_head(mixing_NGT) if every_key else None,
         weighted_mixing=by_head(weighted_NGT) if every_key and weights_NS is not None else None,
@@ -193,12 +196,26 @@ def _mask(scores_NGnS: Tensor, start: int, low: int, window: int | None) -> None
         scores_NGnS[..., :edge].masked_fill_(keys <= rows - window, HIDDEN)
 
 
-def _at_distances(tile_NGnS: Tensor, inverse_NGn: Tensor, distances_R: Tensor, offset: int) -> Tensor:
-    """[N, G, R] attention on the key each distance back, summed over the tile's queries."""
-    rows = torch.arange(tile_NGnS.shape[-2], device=tile_NGnS.device)
-    column_nR = rows[:, None] + offset - distances_R[None, :]
-    weights = torch.gather(tile_NGnS, -1, column_nR.clamp(min=0).expand(*tile_NGnS.shape[:-1], -1))
-    return torch.einsum("bgnr,bgn,nr->bgr", weights, inverse_NGn, (column_nR >= 0).to(weights.dtype))
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """sum over the last axis of a * b; numpy's writes no product, which halves its time on a CPU."""
+    return torch.linalg.vecdot(a, b) if a.is_cuda else torch.from_numpy(np.vecdot(a.numpy(), b.numpy()))
+
+
+def _by_distance(
+    query_NGTD: Tensor, key_NSD: Tensor, lse_NGT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
+) -> Tensor:
+    """[N, G, R] attention on the key each distance back, mean over the sampled queries that have one."""
+    queries_n = sampled_queries(query_NGTD.shape[2], query_NGTD.device)
+    distances_R = distance_tensor(distances, query_NGTD.device)
+    back_nR = queries_n[:, None] - distances_R
+    has_key_nR = back_nR >= 0
+    seen_nR = has_key_nR if rule.window is None else has_key_nR & (distances_R < rule.window)
+    queries_NnGD = query_NGTD[:, :, queries_n].transpose(1, 2)
+    scores_NnGR = torch.matmul(queries_NnGD, key_NSD[:, back_nR.clamp(min=0)].transpose(-1, -2)) * rule.scaling
+    if rule.softcap is not None:
+        scores_NnGR = scores_NnGR.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    weights = torch.exp(scores_NnGR - lse_NGT[:, :, queries_n].transpose(1, 2).unsqueeze(-1))
+    return torch.where(seen_nR[None, :, None, :], weights, 0).sum(1) / has_key_nR.sum(0)
 
 
 def _at_keys(tile_NGnS: Tensor, inverse_NGn: Tensor, keys_P: Tensor, low: int, stop: int) -> Tensor:
