@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 NUM_POSITIONS_SHOWN = 64
+LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 
 
 def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) -> None:
@@ -25,7 +26,7 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) ->
     shown = min(NUM_POSITIONS_SHOWN, summary["tokens"]["length"])
     _variance(panels[0], positions, births[0] if births else 0, shown)
     _writes(panels[1], positions, summary, births, shown)
-    _output_vectors(panels[2], tables["neurons"])
+    _output_vectors(panels[2], tables["neurons"], summary["dom_ratio"]["position"])
     _dom_ratio(panels[3], layers)
     _attention(panels[4], positions, summary["num_layers"], shown)
     for number, panel in enumerate(panels, start=1):
@@ -63,21 +64,15 @@ def _writes(panel, positions, summary, births: list[int], shown: int) -> None:
     panel.legend(fontsize=7)
 
 
-def _output_vectors(panel, neurons) -> None:
+def _output_vectors(panel, neurons, position: int) -> None:
     panel.set_title("Energy in an output vector's top dimension")
-    count = min(6, len(neurons["neuron"]))
-    names = [f"{neurons['layer'][i]}:{neurons['neuron'][i]}" for i in range(count)]
-    panel.bar(np.arange(count) - 0.2, _floats(neurons["top_share"][:count]), 0.4, label="super neuron")
-    panel.bar(
-        np.arange(count) + 0.2,
-        _floats(neurons["layer_top_share"][:count]),
-        0.4,
-        hatch="//",
-        label="median of its layer",
-    )
-    panel.set_xticks(range(count), names, rotation=30)
+    shown = [row for row, at in enumerate(neurons["position"]) if at == position][:6]
+    places, names = np.arange(len(shown)), [f"{neurons['layer'][row]}:{neurons['neuron'][row]}" for row in shown]
+    for shift, column, look in ((-0.2, "top_share", {"label": "super neuron"}), (0.2, "layer_top_share", LAYER_LOOK)):
+        panel.bar(places + shift, _floats([neurons[column][row] for row in shown]), 0.4, **look)
+    panel.set_xticks(places, names, rotation=30)
     panel.set(xlabel="layer:neuron", ylim=(0, 1))
-    if count:
+    if shown:
         panel.legend(fontsize=7)
     else:
         panel.text(0.5, 0.5, "no super neurons", ha="center", transform=panel.transAxes)
