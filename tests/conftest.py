@@ -1,6 +1,6 @@
 """Kernels run on the GPU where there is one, and in Triton's interpreter everywhere else.
 
-Triton reads the variable when it is imported and when a kernel is decorated, so it is set before any test imports either.
+Triton reads the variable when it is imported and when a kernel is decorated, so it is set before any test does so.
 """
 
 import os
