@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 3 << 17
-"""Scores in one tile: two float32 buffers of this size stay in the second-level cache of one core."""
+TILE_ELEMENTS = 1 << 21
+"""Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
+cache."""
 TILE_QUERIES = 64
 SAMPLED_QUERIES = 256
 """Attention by distance and the lock are read at no more queries than this, evenly spaced."""
