@@ -18,6 +18,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
+    from sinkscope.studies.intervene import Intervened
+    from sinkscope.studies.study import Study
 
 NUM_SHOWN = 8
 """Rows of a list that are shown; the tables hold all of them."""
@@ -88,6 +90,36 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
         _table(console, f"super neurons at position {findings.focus[0]}", columns, rows)
     console.print(Text(trace.story, style="bold"))
     console.print(Text(f"Tables and summary: {path}"))
+
+
+def show_study(study: Study, path: Path) -> None:
+    """The verdicts as a table, and the answer in a sentence."""
+    console = Console()
+    rows = []
+    for judgement in study.judgements:
+        interval = "" if judgement.low is None else f"{judgement.low:.3g} to {judgement.high:.3g}"
+        effect = "" if judgement.effect is None else f"{judgement.effect:.3g}"
+        control = "" if judgement.claim.control is None else f"{judgement.claim.control:.3g}"
+        rows.append((judgement.id, judgement.verdict, effect, interval, control))
+    _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
+    console.print(Text(study.verdict))
+    page = path / "report.html"
+    console.print(Text(f"Written to {page if page.is_file() else path}"))
+
+
+def show_intervened(result: Intervened, path: Path) -> None:
+    """Every observable at the positions acted on and at the sinks, before, after and under the control."""
+    console = Console()
+    sinks = [sink.position for arm in (result.before, result.after) for sink in arm.findings.sinks[:3]]
+    rows = [
+        (quantity, str(position), *(f"{value:.4g}" for value in values))
+        for quantity, position, values in result.at(sorted({*result.positions, *sinks}))
+    ]
+    columns = ("quantity", "position", "before", "after", "control")
+    _table(console, "means over layers", columns, rows, limit=len(rows))
+    for arm in ("before", "after", "control"):
+        console.print(Text(f"{arm.capitalize()}: {getattr(result, arm).story}"))
+    console.print(Text(f"Written to {path}"))
 
 
 def show_families(rows: list[dict]) -> None:

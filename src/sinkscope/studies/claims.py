@@ -188,8 +188,8 @@ def _estimate(part: Part, weights_RB: np.ndarray) -> Estimate:
     resampled_R = np.where(unknown, part.threshold, resampled_R)
     if not np.isfinite(value):
         return part.threshold, resampled_R, 1.0
-    if np.ptp(resampled_R) == 0:  # no spread at all: a fact about weights, or the same in every sequence
-        return value, resampled_R, 0.0 if part.passes(value) or value != part.threshold else 1.0
+    if np.ptp(columns, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
+        return value, np.full_like(resampled_R, value), 0.0
     return value, resampled_R, bootstrap_p_value(resampled_R, part.threshold, len(columns))
 
 

@@ -1,0 +1,109 @@
+"""Options that several commands share, and what they do with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from sinkscope.models.loading import LoadedModel
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="Hugging Face name, local folder or .gguf file; without it a tiny random model.", show_default=False
+    ),
+]
+Tokens = Annotated[str, typer.Option(help="random (uniform ids), text:FILE or repeat:ID.")]
+Bos = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", help="A BOS token at position 0, counted in the length.", show_default=False),
+]
+Length = Annotated[int, typer.Option(help="Tokens in each sequence.")]
+NumSequences = Annotated[int, typer.Option(help="Sequences in the batch.")]
+Seed = Annotated[int, typer.Option(help="Seed of random tokens.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+DeviceMap = Annotated[str | None, typer.Option(help="How to spread a model over several devices, such as auto.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Out = Annotated[Path | None, typer.Option(help="Run folder to write; default runs/<model>-<time>.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run folder if it is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print summary.json to standard output, and nothing else.")]
+
+
+class ModelOptions(Protocol):
+    """The part of a command's configuration that says which model is meant, and how it is loaded."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def device_map(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """The model that the options name, with a sign of life while it loads."""
+    from sinkscope.models.loading import load
+    from sinkscope.report import terminal
+
+    with terminal.working("loading the model"):
+        return load(
+            options.model,
+            revision=options.revision,
+            dtype=options.dtype,
+            device=options.device,
+            device_map=options.device_map,
+            trust_remote_code=options.trust_remote_code,
+        )
+
+
+def run_environment(loaded: LoadedModel, **others: Any) -> dict:
+    """environment.json of a run with a model."""
+    from sinkscope.runtime import environment
+
+    return environment(
+        device=next(loaded.model.parameters()).device,
+        model=loaded.name,
+        dtype=loaded.dtype,
+        model_revision=loaded.revision,
+        weight_hash=loaded.weight_hash,
+        trust_remote_code=loaded.trust_remote_code,
+        **others,
+    )
+
+
+def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
+    """Where the run goes; checked before any work."""
+    from datetime import datetime
+
+    from sinkscope.results.run_folder import check_output, default_run_path
+
+    path = out or default_run_path(model or "default", datetime.now())
+    check_output(path, overwrite)
+    return path
+
+
+def integers(text: str, option: str, example: str) -> list[int]:
+    """Integers separated by commas, with ranges such as 0-3."""
+    try:
+        numbers: list[int] = []
+        for item in text.split(","):
+            first, dash, last = item.partition("-")
+            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+        return numbers
+    except ValueError:
+        raise InputError(
+            expected="whole numbers separated by commas", found=f"'{text}'", next_step=f"Give {option} {example}"
+        ) from None

@@ -1,0 +1,128 @@
+"""Any combination of interventions: a trace before, a trace under them, and a trace under their control."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from sinkscope.capture.reading import evaluation_mode
+from sinkscope.capture.trace import Trace, trace
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
+from sinkscope.interventions.intervention import together
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import token_batch
+from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.tables import Column, Schema
+from sinkscope.studies.plan import make_plan
+from sinkscope.studies.requests import Request, Setting
+
+OBSERVABLES = Schema(
+    "observables",
+    (
+        Column("quantity", "str", "What was measured; as in the table positions of a trace"),
+        Column("layer", "int", "Layer, counted from 0"),
+        Column("position", "int", "Position, counted from 0"),
+        Column("before", "float", "In the untouched model", nullable=True),
+        Column("after", "float", "Under the interventions", nullable=True),
+        Column("control", "float", "Under their control", nullable=True),
+    ),
+)
+ARMS = ("before", "after", "control")
+
+
+@dataclass(frozen=True)
+class Intervened:
+    """Three traces of one batch."""
+
+    before: Trace
+    after: Trace
+    control: Trace
+    positions: tuple[int, ...]
+    """Positions that the interventions act on."""
+
+    @cached_property
+    def observables(self) -> list[dict[str, Tensor]]:
+        """[L, T] by name, of each arm."""
+        readings = [getattr(self, arm).reading.cpu() for arm in ARMS]
+        return [
+            {"sink_rate": r.head_sink_rate.mean(1), "received": r.received.mean(1), **r.by_position} for r in readings
+        ]
+
+    def at(self, positions: Sequence[int]) -> list[tuple[str, int, list[float]]]:
+        """(quantity, position, means over layers before, after and under the control)."""
+        return [
+            (quantity, position, [float(arm[quantity][:, position].double().mean()) for arm in self.observables])
+            for quantity in self.observables[0]
+            if not quantity.startswith("largest_")
+            for position in positions
+        ]
+
+    @cached_property
+    def table(self) -> Mapping:
+        """Every observable by layer and position, in all three."""
+        columns: dict[str, list] = {column.name: [] for column in OBSERVABLES.columns}
+        values = self.observables
+        for quantity in values[0]:
+            num_layers, num_positions = values[0][quantity].shape
+            columns["quantity"] += [quantity] * (num_layers * num_positions)
+            columns["layer"] += [layer for layer in range(num_layers) for _ in range(num_positions)]
+            columns["position"] += list(range(num_positions)) * num_layers
+            for arm, value in zip(ARMS, values, strict=True):
+                columns[arm] += value[quantity].double().flatten().tolist()
+        return columns
+
+    @property
+    def summary(self) -> dict:
+        arms = {arm: getattr(self, arm).summary for arm in ARMS}
+        rates = {arm: getattr(self, arm).reading.sink_rate.tolist() for arm in ARMS}
+        return {"positions": self.positions, **arms, "sink_rate_by_position": rates}
+
+    def write(self, folder: RunFolder) -> None:
+        folder.write_json("summary.json", self.summary)
+        folder.write_table(OBSERVABLES, self.table)
+
+
+def intervene(
+    model: LoadedModel | str,
+    requests: Sequence[Request],
+    *,
+    tokens: str = "random",
+    bos: bool | None = None,
+    length: int = 64,
+    num_sequences: int = 32,
+    seed: int = 0,
+) -> Intervened:
+    """Traces of a batch before, under the requested interventions, and under what stands in for them as a control."""
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    sizes = [num_sequences, MIN_CALIBRATION]
+    whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
+    batch, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(sizes))
+    positions = sorted({position for request in requests for position in request.positions()})
+    if wrong := [position for position in positions if not 0 <= position < length]:
+        raise InputError(
+            expected=f"positions from 0 to {length - 1}",
+            found=", ".join(map(str, wrong)),
+            next_step="Choose others, or a greater --length",
+        )
+    before = trace(loaded, batch, effective_rank=False)
+    plan = make_plan(before.findings)
+    setting = Setting(
+        loaded=loaded,
+        anatomy=anatomy_of(loaded.model),
+        batch=batch,
+        calibration=calibration,
+        last_layer=plan.last_layer,
+        excluded=plan.candidates,
+    )
+    arms = []
+    for control in (False, True):
+        with evaluation_mode(loaded.model):
+            interventions = [each for request in requests for each in request.make(setting, control=control)]
+        with together(interventions):
+            arms.append(trace(loaded, batch, effective_rank=False))
+    return Intervened(before, *arms, positions=tuple(positions))

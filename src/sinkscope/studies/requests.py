@@ -1,0 +1,206 @@
+"""Interventions asked for in words, such as `amplify 10:4` or `ablate 2:90`, and what stands in for each as a control.
+
+The control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
+itself instead of all others, amplification scales the whole aggregation, units are matched random ones. Where nothing
+of the kind exists, the control is the untouched model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation_edit import AggregationEdit
+from sinkscope.interventions.dimension_edit import clamp, set_dimensions
+from sinkscope.interventions.intervention import Intervention
+from sinkscope.interventions.mask_edit import edit_mask, mask_to_self
+from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.studies.minimal_set import matched_units
+
+AGGREGATION = {
+    "amplify": "amplify_variance",
+    "scale_norm": "scale_norm",
+    "shift_mean": "shift_mean",
+    "swap_deviation": "swap_deviation",
+    "random_direction": "random_direction",
+    "equalise": "equalise_variance",
+}
+ABLATION = {"ablate": "zero", "ablate_mean": "mean", "ablate_resample": "resample"}
+FORMS = {
+    "mask_to_self": "POSITION, such as 10",
+    "block": "QUERY:KEYS, such as 10:0-4",
+    "allow": "QUERY:KEYS, such as 0:0-63",
+    **dict.fromkeys(("amplify", "scale_norm", "shift_mean", "swap_deviation", "random_direction"), "POSITION:FACTOR"),
+    "equalise": "POSITION, such as 0",
+    **dict.fromkeys((*ABLATION, "densify"), "LAYER:NEURON or LAYER:EXPERT:NEURON, such as 2:90"),
+    "transplant": "LAYER:NEURON@SOURCE:TARGET, such as 2:90@0:10",
+    "zero_dimension": "DIMENSION@POSITION, such as 447@0",
+    "clamp_neuron": "LAYER:NEURON@POSITION, such as 2:90@10",
+    "clamp_dimension": "DIMENSION@POSITION, such as 447@10",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What interventions are made with."""
+
+    loaded: LoadedModel
+    anatomy: Anatomy
+    batch: TokenBatch
+    calibration: TokenBatch
+    last_layer: int
+    """The birth of disparity: aggregation edits act up to it unless layers are given."""
+    excluded: Sequence[Unit]
+    """Units that a control must not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One kind of intervention with everything it is asked to act on."""
+
+    kind: str
+    values: tuple[tuple, ...]
+    layers: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+
+    def positions(self) -> list[int]:
+        """The positions that it acts on."""
+        if self.kind in ("mask_to_self", "block", "allow", *AGGREGATION):
+            return [value[0] for value in self.values]
+        if self.kind == "transplant":
+            return [target for _, _, target in self.values]
+        return [value[1] for value in self.values] if "dimension" in self.kind or "clamp" in self.kind else []
+
+    def make(self, setting: Setting, *, control: bool) -> list[Any]:
+        """The interventions, or what stands in for them."""
+        model = setting.loaded
+        if self.kind in ("mask_to_self", "block", "allow"):
+            return [edit for value in self.values if (edit := self._mask(model, value, control)) is not None]
+        if self.kind in AGGREGATION:
+            return [self._aggregation(setting, value, control) for value in self.values]
+        if self.kind in (*ABLATION, "densify", "transplant"):
+            return self._units(setting, control)
+        if control:
+            return []
+        if self.kind == "zero_dimension":
+            return [
+                set_dimensions(model, [dimension], positions=position, layers=self.layers)
+                for dimension, position in self.values
+            ]
+        return [
+            clamp(model, setting.batch, neurons=[value], positions=position)
+            if self.kind == "clamp_neuron"
+            else clamp(model, setting.batch, dimensions=[value], positions=position)
+            for value, position in self.values
+        ]
+
+    def _mask(self, model: LoadedModel, value: tuple, control: bool) -> Intervention | None:
+        where = {"layers": self.layers, "heads": self.heads}
+        if self.kind == "mask_to_self":
+            position = value[0]
+            return (
+                edit_mask(model, position, "block", position, **where)
+                if control
+                else mask_to_self(model, position, **where)
+            )
+        return None if control else edit_mask(model, value[0], self.kind, value[1], **where)  # type: ignore[arg-type]
+
+    def _aggregation(self, setting: Setting, value: tuple, control: bool) -> Intervention:
+        position, factor = value if len(value) > 1 else (*value, 1.0)
+        formula = "scale_norm" if control and self.kind != "scale_norm" else AGGREGATION[self.kind]
+        layers = self.layers if self.layers is not None else range(setting.last_layer + 1)
+        return AggregationEdit(
+            setting.loaded,
+            formula,
+            position,
+            1.0 if control and self.kind == "scale_norm" else factor,
+            calibration=setting.calibration,
+            layers=layers,
+            heads=self.heads,
+        )
+
+    def _units(self, setting: Setting, control: bool) -> list[Intervention]:
+        units = [value[0] for value in self.values]
+        if control:
+            units = matched_units(setting.anatomy, units, setting.excluded, seed=0)
+        if self.kind == "transplant":
+            return [
+                transplant_neurons(setting.loaded, [unit], source, target)
+                for unit, (_, source, target) in zip(units, self.values, strict=False)
+            ]
+        if self.kind == "densify":
+            return [densify_neurons(setting.loaded, units)]
+        mode: Any = ABLATION[self.kind]
+        return [ablate_neurons(setting.loaded, units, mode, calibration=setting.calibration)]
+
+
+def parsed(asked: Mapping[str, Sequence[str]], *, layers: str | None, heads: str | None) -> list[Request]:
+    """The requests in words, as requests; refuses what cannot be read."""
+    if not asked:
+        raise InputError(
+            expected="at least one intervention",
+            found="none",
+            next_step="Give one, such as --mask-to-self 10; 'sinkscope intervene --help' lists them",
+        )
+    chosen_layers = None if layers is None else tuple(_read(layers, "layers", "0-2", _range))
+    chosen_heads = None if heads is None else tuple(_read(heads, "heads", "0,3", _range))
+    return [
+        Request(
+            kind=kind,
+            values=tuple(_read(text, kind, FORMS[kind], lambda t, k=kind: _value(k, t)) for text in texts),
+            layers=chosen_layers,
+            heads=chosen_heads,
+        )
+        for kind, texts in asked.items()
+    ]
+
+
+def _read(text: str, option: str, form: str, reader: Any) -> Any:
+    try:
+        return reader(text)
+    except ValueError:
+        raise InputError(
+            expected=f"--{option.replace('_', '-')} as {form}",
+            found=f"'{text}'",
+            next_step="Write it in that form; 'sinkscope intervene --help' shows all of them",
+        ) from None
+
+
+def _value(kind: str, text: str) -> tuple:
+    if kind in ("mask_to_self", "equalise"):
+        return (int(text),)
+    if kind in ("block", "allow"):
+        query, keys = text.split(":")
+        return int(query), _range(keys)
+    if kind in AGGREGATION:
+        position, factor = text.split(":")
+        return int(position), float(factor)
+    if kind in (*ABLATION, "densify"):
+        return (_unit(text),)
+    if kind == "transplant":
+        unit, places = text.split("@")
+        source, target = places.split(":")
+        return _unit(unit), int(source), int(target)
+    item, position = text.split("@")
+    return (_unit(item) if kind == "clamp_neuron" else int(item)), int(position)
+
+
+def _unit(text: str) -> Unit:
+    numbers = [int(part) for part in text.split(":")]
+    if len(numbers) == 2:
+        return Unit(numbers[0], None, numbers[1])
+    layer, expert, neuron = numbers
+    return Unit(layer, expert, neuron)
+
+
+def _range(text: str) -> list[int]:
+    numbers: list[int] = []
+    for item in text.split(","):
+        first, dash, last = item.partition("-")
+        numbers += range(int(first), int(last) + 1) if dash and first else [int(item)]
+    return numbers
