@@ -88,8 +88,9 @@ def _shift(o, calibration, factor, layer):
 
 
 def _swap(o, calibration, factor, layer):
-    # Stepping by another prime in each layer: no sequence keeps its partner, and none is its own while calibrating.
-    partners = (torch.arange(len(o), device=o.device) + 1 + 7 * layer) % len(calibration.deviations_BC)
+    # Another step in each layer, from 1 to n - 1: no sequence keeps its partner, and none is its own while calibrating.
+    num_seen = len(calibration.deviations_BC)
+    partners = (torch.arange(len(o), device=o.device) + 1 + 7 * layer % (num_seen - 1)) % num_seen
     return o + (factor - 1) * calibration.deviations_BC[partners]
 
 
