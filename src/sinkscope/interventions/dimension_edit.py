@@ -212,7 +212,8 @@ class Clamp(contextlib.ExitStack):
         self.first_layer = min((iv.first_layer for iv in held if iv.first_layer is not None), default=None)
 
     def __enter__(self):
-        super().__enter__()
-        for intervention in self.held:
-            self.enter_context(intervention)
-        return self
+        with contextlib.ExitStack() as stack:  # where the second is refused, the first is undone
+            for intervention in self.held:
+                stack.enter_context(intervention)
+            self.push(stack.pop_all())
+        return super().__enter__()
