@@ -16,6 +16,7 @@ from torch import Tensor
 from sinkscope.capture.condition_reading import ConditionReading, read_condition
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
+    Indices,
     Intervention,
     Place,
     acting,
@@ -36,13 +37,13 @@ class ResidualEdit(Intervention):
         self,
         model: Any,
         name: str,
-        dimensions: tuple[int, ...],
+        dimensions: Indices,
         *,
         layers: Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
-        self.name, self.dimensions = name, dimensions
+        self.name, self.dimensions = name, dimensions or ()
         super().__init__(
             model,
             Place(
@@ -50,10 +51,10 @@ class ResidualEdit(Intervention):
                 layers=all_layers(model, layers),
                 positions=as_indices(positions),
                 sequences=as_indices(sequences),
-                items=frozenset(dimensions) if dimensions else None,
+                items=None if dimensions is None else frozenset(dimensions),
             ),
         )
-        if wrong := [dimension for dimension in dimensions if not 0 <= dimension < self.anatomy.width]:
+        if wrong := [dimension for dimension in self.dimensions if not 0 <= dimension < self.anatomy.width]:
             raise InputError(
                 expected=f"dimensions from 0 to {self.anatomy.width - 1}",
                 found=", ".join(map(str, wrong)),
@@ -150,7 +151,7 @@ class ClampNorms(ResidualEdit):
     """The norm of tokens held at its untouched value; their direction is free."""
 
     def __init__(self, model: Any, untouched: ConditionReading, **where: Any) -> None:
-        super().__init__(model, "clamp", (), **where)
+        super().__init__(model, "clamp", None, **where)
         self.held_LBT = untouched.residual_norm_LBT
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:

@@ -57,7 +57,10 @@ class Intervention(contextlib.AbstractContextManager):
 
     def __init__(self, model: Any, place: Place) -> None:
         self.anatomy: Anatomy = anatomy_of(model.model if isinstance(model, LoadedModel) else model)
-        self.place = replace(place, layers=_checked_layers(self.anatomy, place.layers))
+        layers = _checked_layers(self.anatomy, place.layers)
+        chosen = (place.positions, place.heads, place.sequences, place.items)
+        # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
+        self.place = replace(place, layers=() if any(some is not None and not some for some in chosen) else layers)
         if place.heads is not None and (wrong := [h for h in place.heads if not 0 <= h < self.anatomy.num_heads]):
             _refuse("a head", self.anatomy.num_heads, wrong, "--heads")
         for indices, what in ((place.positions, "positions"), (place.sequences, "sequences")):
