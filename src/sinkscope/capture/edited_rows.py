@@ -77,7 +77,7 @@ def _check(edits: tuple[RowEdit, ...], num_batch: int, num_heads: int, length: i
         ("sequence", num_batch, [index for edit in edits for index in edit.sequences or ()]),
     )
     for name, count, indices in named:
-        if wrong := sorted({index for index in indices if index >= count}):
+        if wrong := sorted({index for index in indices if not 0 <= index < count}):
             raise InputError(
                 expected=f"a {name} from 0 to {count - 1}",
                 found=", ".join(map(str, wrong)),

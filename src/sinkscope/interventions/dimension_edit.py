@@ -22,6 +22,9 @@ from sinkscope.interventions.intervention import (
     acting,
     all_layers,
     as_indices,
+    check_held,
+    check_indices,
+    check_text,
     indices,
 )
 from sinkscope.interventions.neuron_edit import ClampNeurons
@@ -75,12 +78,7 @@ class ResidualEdit(Intervention):
                 return None
             hidden_BTE = output[0] if isinstance(output, tuple) else output
             num_batch, length, _ = hidden_BTE.shape
-            if self.place.positions is not None and max(self.place.positions) >= length:
-                raise InputError(
-                    expected=f"a position from 0 to {length - 1}",
-                    found=str(max(self.place.positions)),
-                    next_step="Choose another position, or a longer text",
-                )
+            check_text(self.place, num_batch, length)
             device = hidden_BTE.device
             rows = torch.arange(num_batch, device=device)[indices(self.place.sequences, device)]
             columns = torch.arange(length, device=device)[indices(self.place.positions, device)]
@@ -127,9 +125,17 @@ class SetDimensions(ResidualEdit):
             new_BTE[..., chosen] = 0
         elif self.mode == "mean":
             assert self.mean_LTM is not None
-            new_BTE[..., chosen] = self.mean_LTM[layer].to(new_BTE)
+            mean_TM = self.mean_LTM[layer].to(new_BTE)
+            if len(mean_TM) != new_BTE.shape[1]:
+                raise InputError(
+                    expected=f"a text of {len(mean_TM)} tokens, as in the calibration batch: the mean is by position",
+                    found=str(new_BTE.shape[1]),
+                    next_step="Calibrate on sequences as long as the text",
+                )
+            new_BTE[..., chosen] = mean_TM
         else:
             assert self.source is not None
+            check_indices("position", (self.source,), new_BTE.shape[1])
             new_BTE[..., chosen] = hidden_BTE[:, self.source, None][..., chosen].expand_as(new_BTE[..., chosen])
         return new_BTE
 
@@ -142,6 +148,7 @@ class ClampDimensions(ResidualEdit):
         self.held_LBTM = untouched.dimension_values(self.dimensions)
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        check_held(self.held_LBTM[layer], hidden_BTE)
         new_BTE = hidden_BTE.clone()
         new_BTE[..., list(self.dimensions)] = self.held_LBTM[layer].to(new_BTE)
         return new_BTE
@@ -155,6 +162,7 @@ class ClampNorms(ResidualEdit):
         self.held_LBT = untouched.residual_norm_LBT
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        check_held(self.held_LBT[layer], hidden_BTE)
         norm_BT = torch.linalg.vector_norm(hidden_BTE.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         return hidden_BTE * (self.held_LBT[layer].to(norm_BT) / norm_BT)[..., None].to(hidden_BTE.dtype)
 

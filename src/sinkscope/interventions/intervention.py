@@ -122,11 +122,30 @@ class BatchShape:
     def unflatten(self, x: Tensor, place: Place) -> Tensor:
         """[B, T, ...] view; checks that the place lies within the text."""
         assert self.value is not None
-        num_batch, length = self.value
-        for indices, count, what in ((place.positions, length, "position"), (place.sequences, num_batch, "sequence")):
-            if indices is not None and (wrong := [index for index in indices if index >= count]):
-                _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
-        return x.reshape(num_batch, length, x.shape[-1])
+        check_text(place, *self.value)
+        return x.reshape(*self.value, x.shape[-1])
+
+
+def check_text(place: Place, num_batch: int, length: int) -> None:
+    """Refuses a place that does not lie within the text that is running."""
+    check_indices("position", place.positions, length)
+    check_indices("sequence", place.sequences, num_batch)
+
+
+def check_indices(what: str, chosen: Indices, count: int) -> None:
+    """Refuses positions or sequences that the text does not have."""
+    if wrong := [index for index in chosen or () if not 0 <= index < count]:
+        _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
+
+
+def check_held(held: Tensor, now: Tensor) -> None:
+    """Refuses values [B, T, ...] that were read from a batch of another shape than the one that is running."""
+    if held.shape[:2] != now.shape[:2]:
+        raise InputError(
+            expected=f"a batch of {held.shape[0]} x {held.shape[1]} tokens, which the clamp was made from",
+            found=f"{now.shape[0]} x {now.shape[1]}",
+            next_step="Make the clamp from the batch that the model runs on, and trace it in one chunk",
+        )
 
 
 def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
