@@ -89,6 +89,20 @@ CONFIGURATIONS: dict[str, dict] = {
     ),
 }
 
+_USUAL = dict(blocks="model.layers", attention="self_attn", output="self_attn.o_proj", down="mlp.down_proj")
+PARTS = {
+    **{family: _USUAL for family in CONFIGURATIONS},
+    "gpt2": dict(blocks="transformer.h", attention="attn", output="attn.c_proj", down="mlp.c_proj"),
+    "gpt_neox": dict(
+        blocks="gpt_neox.layers", attention="attention", output="attention.dense", down="mlp.dense_4h_to_h"
+    ),
+    "opt": dict(blocks="model.decoder.layers", attention="self_attn", output="self_attn.out_proj", down="fc2"),
+    "falcon": dict(
+        blocks="transformer.h", attention="self_attention", output="self_attention.dense", down="mlp.dense_4h_to_h"
+    ),
+}
+"""Where each family keeps its parts, written down a second time so that a wrong row of the family table shows."""
+
 _MODEL_TYPE = {"gemma3": "gemma3_text"}
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGURATIONS, tiny_model
+from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
 from sinkscope.capture import attention_tap as tap_module
@@ -43,18 +43,6 @@ VARIANTS = {
     "deepseek_v3 without latent queries": ("deepseek_v3", dict(q_lora_rank=None)),
 }
 
-_USUAL = dict(blocks="model.layers", attention="self_attn", output="self_attn.o_proj", down="mlp.down_proj")
-PARTS = {
-    **{family: _USUAL for family in CONFIGURATIONS},
-    "gpt2": dict(blocks="transformer.h", attention="attn", output="attn.c_proj", down="mlp.c_proj"),
-    "gpt_neox": dict(
-        blocks="gpt_neox.layers", attention="attention", output="attention.dense", down="mlp.dense_4h_to_h"
-    ),
-    "opt": dict(blocks="model.decoder.layers", attention="self_attn", output="self_attn.out_proj", down="fc2"),
-    "falcon": dict(
-        blocks="transformer.h", attention="self_attention", output="self_attention.dense", down="mlp.dense_4h_to_h"
-    ),
-}
 POST_NORMS = {
     **dict.fromkeys(("gemma2", "gemma3", "olmo2", "olmo3"), "post_feedforward_layernorm"),
     "glm4": "post_mlp_layernorm",

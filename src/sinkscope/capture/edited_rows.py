@@ -55,7 +55,8 @@ def with_edited_rows(
         groups = num_heads // value_BKSD.shape[1]
         values_BHSD = value_BKSD.to(after_BHqS.dtype).repeat_interleave(groups, dim=1)
         output_BTHD[:, queries_q] = torch.matmul(after_BHqS, values_BHSD).transpose(1, 2).to(output_BTHD.dtype)
-        summed_BHS = change_BHqS.sum(2)
+        # alpha is a mean over the queries from a key on: what an earlier query is let see of it does not count.
+        summed_BHS = change_BHqS.masked_fill(~_seen(queries_q, length, None), 0).sum(2)
         received += summed_BHS if request.keys is None else summed_BHS[..., request.keys.to(device)]
         by_distance_BHR += _change_by_distance(change_BHqS, queries_q, length, request.distances)
         square = after_BHqS.square()
@@ -76,7 +77,7 @@ def _check(edits: tuple[RowEdit, ...], num_batch: int, num_heads: int, length: i
         ("sequence", num_batch, [index for edit in edits for index in edit.sequences or ()]),
     )
     for name, count, indices in named:
-        if wrong := sorted({index for index in indices if index >= count}):
+        if wrong := sorted({index for index in indices if not 0 <= index < count}):
             raise InputError(
                 expected=f"a {name} from 0 to {count - 1}",
                 found=", ".join(map(str, wrong)),

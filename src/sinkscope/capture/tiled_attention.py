@@ -40,7 +40,7 @@ class AttentionReading:
     output: Tensor
     """[B, T, H, D] value aggregation."""
     received: Tensor
-    """[B, H, S] sum over queries of the attention on each key; [B, H, P] for chosen keys."""
+    """[B, H, S] sum over the queries from each key on of the attention on it; [B, H, P] for chosen keys."""
     by_distance: Tensor
     """[B, H, R] attention on the key that lies each distance back, mean over the queries that `sampled_queries`
     picks."""

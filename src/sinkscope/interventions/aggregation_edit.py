@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_statistics import wide
 from sinkscope.capture.reading import evaluation_mode, input_device
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
@@ -60,8 +61,8 @@ class LayerCalibration:
 
     @classmethod
     def of(cls, aggregation_BTC: Tensor, position: int) -> LayerCalibration:
-        chosen_BC = aggregation_BTC[:, position].float()
-        later = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :].float()
+        chosen_BC = aggregation_BTC[:, position].to(wide(aggregation_BTC))
+        later = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :].to(chosen_BC)
         mean_C = chosen_BC.mean(0)
         return cls(
             mean_C=mean_C,
@@ -88,8 +89,9 @@ def _shift(o, calibration, factor, layer):
 
 
 def _swap(o, calibration, factor, layer):
-    # Stepping by another prime in each layer: no sequence keeps its partner, and none is its own while calibrating.
-    partners = (torch.arange(len(o), device=o.device) + 1 + 7 * layer) % len(calibration.deviations_BC)
+    # Another step in each layer, from 1 to n - 1: no sequence keeps its partner, and none is its own while calibrating.
+    num_seen = len(calibration.deviations_BC)
+    partners = (torch.arange(len(o), device=o.device) + 1 + 7 * layer % (num_seen - 1)) % num_seen
     return o + (factor - 1) * calibration.deviations_BC[partners]
 
 
@@ -206,11 +208,11 @@ class AggregationEdit(Intervention):
             chosen = self._channels(aggregation_BTC)
             if calibrating:
                 self.calibrated[layer.index] = LayerCalibration.of(aggregation_BTC[..., chosen], self.position)
-            old_BC = aggregation_BTC[:, self.position, chosen]
-            new_BC = self.formula(old_BC.float(), self.calibrated[layer.index], self.factor, layer.index)
+            old_BC = aggregation_BTC[:, self.position, chosen].to(wide(aggregation_BTC))
+            new_BC = self.formula(old_BC, self.calibrated[layer.index], self.factor, layer.index)
             if not calibrating and self.place.sequences is not None:
                 acts = torch.isin(torch.arange(len(old_BC)), torch.tensor(self.place.sequences)).to(old_BC.device)
-                new_BC = torch.where(acts[:, None], new_BC, old_BC.float())
+                new_BC = torch.where(acts[:, None], new_BC, old_BC)
             changed = aggregation_BTC.clone()
             changed[:, self.position, chosen] = new_BC.to(changed.dtype)
             return (changed.reshape(args[0].shape), *args[1:])

@@ -16,11 +16,15 @@ from torch import Tensor
 from sinkscope.capture.condition_reading import ConditionReading, read_condition
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
+    Indices,
     Intervention,
     Place,
     acting,
     all_layers,
     as_indices,
+    check_held,
+    check_indices,
+    check_text,
     indices,
 )
 from sinkscope.interventions.neuron_edit import ClampNeurons
@@ -36,13 +40,13 @@ class ResidualEdit(Intervention):
         self,
         model: Any,
         name: str,
-        dimensions: tuple[int, ...],
+        dimensions: Indices,
         *,
         layers: Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
-        self.name, self.dimensions = name, dimensions
+        self.name, self.dimensions = name, dimensions or ()
         super().__init__(
             model,
             Place(
@@ -50,10 +54,10 @@ class ResidualEdit(Intervention):
                 layers=all_layers(model, layers),
                 positions=as_indices(positions),
                 sequences=as_indices(sequences),
-                items=frozenset(dimensions) if dimensions else None,
+                items=None if dimensions is None else frozenset(dimensions),
             ),
         )
-        if wrong := [dimension for dimension in dimensions if not 0 <= dimension < self.anatomy.width]:
+        if wrong := [dimension for dimension in self.dimensions if not 0 <= dimension < self.anatomy.width]:
             raise InputError(
                 expected=f"dimensions from 0 to {self.anatomy.width - 1}",
                 found=", ".join(map(str, wrong)),
@@ -74,12 +78,7 @@ class ResidualEdit(Intervention):
                 return None
             hidden_BTE = output[0] if isinstance(output, tuple) else output
             num_batch, length, _ = hidden_BTE.shape
-            if self.place.positions is not None and max(self.place.positions) >= length:
-                raise InputError(
-                    expected=f"a position from 0 to {length - 1}",
-                    found=str(max(self.place.positions)),
-                    next_step="Choose another position, or a longer text",
-                )
+            check_text(self.place, num_batch, length)
             device = hidden_BTE.device
             rows = torch.arange(num_batch, device=device)[indices(self.place.sequences, device)]
             columns = torch.arange(length, device=device)[indices(self.place.positions, device)]
@@ -126,9 +125,17 @@ class SetDimensions(ResidualEdit):
             new_BTE[..., chosen] = 0
         elif self.mode == "mean":
             assert self.mean_LTM is not None
-            new_BTE[..., chosen] = self.mean_LTM[layer].to(new_BTE)
+            mean_TM = self.mean_LTM[layer].to(new_BTE)
+            if len(mean_TM) != new_BTE.shape[1]:
+                raise InputError(
+                    expected=f"a text of {len(mean_TM)} tokens, as in the calibration batch: the mean is by position",
+                    found=str(new_BTE.shape[1]),
+                    next_step="Calibrate on sequences as long as the text",
+                )
+            new_BTE[..., chosen] = mean_TM
         else:
             assert self.source is not None
+            check_indices("position", (self.source,), new_BTE.shape[1])
             new_BTE[..., chosen] = hidden_BTE[:, self.source, None][..., chosen].expand_as(new_BTE[..., chosen])
         return new_BTE
 
@@ -141,6 +148,7 @@ class ClampDimensions(ResidualEdit):
         self.held_LBTM = untouched.dimension_values(self.dimensions)
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        check_held(self.held_LBTM[layer], hidden_BTE)
         new_BTE = hidden_BTE.clone()
         new_BTE[..., list(self.dimensions)] = self.held_LBTM[layer].to(new_BTE)
         return new_BTE
@@ -150,10 +158,11 @@ class ClampNorms(ResidualEdit):
     """The norm of tokens held at its untouched value; their direction is free."""
 
     def __init__(self, model: Any, untouched: ConditionReading, **where: Any) -> None:
-        super().__init__(model, "clamp", (), **where)
+        super().__init__(model, "clamp", None, **where)
         self.held_LBT = untouched.residual_norm_LBT
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        check_held(self.held_LBT[layer], hidden_BTE)
         norm_BT = torch.linalg.vector_norm(hidden_BTE.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         return hidden_BTE * (self.held_LBT[layer].to(norm_BT) / norm_BT)[..., None].to(hidden_BTE.dtype)
 
@@ -212,7 +221,8 @@ class Clamp(contextlib.ExitStack):
         self.first_layer = min((iv.first_layer for iv in held if iv.first_layer is not None), default=None)
 
     def __enter__(self):
-        super().__enter__()
-        for intervention in self.held:
-            self.enter_context(intervention)
-        return self
+        with contextlib.ExitStack() as stack:  # where the second is refused, the first is undone
+            for intervention in self.held:
+                stack.enter_context(intervention)
+            self.push(stack.pop_all())
+        return super().__enter__()

@@ -57,7 +57,10 @@ class Intervention(contextlib.AbstractContextManager):
 
     def __init__(self, model: Any, place: Place) -> None:
         self.anatomy: Anatomy = anatomy_of(model.model if isinstance(model, LoadedModel) else model)
-        self.place = replace(place, layers=_checked_layers(self.anatomy, place.layers))
+        layers = _checked_layers(self.anatomy, place.layers)
+        chosen = (place.positions, place.heads, place.sequences, place.items)
+        # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
+        self.place = replace(place, layers=() if any(some is not None and not some for some in chosen) else layers)
         if place.heads is not None and (wrong := [h for h in place.heads if not 0 <= h < self.anatomy.num_heads]):
             _refuse("a head", self.anatomy.num_heads, wrong, "--heads")
         for indices, what in ((place.positions, "positions"), (place.sequences, "sequences")):
@@ -119,11 +122,30 @@ class BatchShape:
     def unflatten(self, x: Tensor, place: Place) -> Tensor:
         """[B, T, ...] view; checks that the place lies within the text."""
         assert self.value is not None
-        num_batch, length = self.value
-        for indices, count, what in ((place.positions, length, "position"), (place.sequences, num_batch, "sequence")):
-            if indices is not None and (wrong := [index for index in indices if index >= count]):
-                _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
-        return x.reshape(num_batch, length, x.shape[-1])
+        check_text(place, *self.value)
+        return x.reshape(*self.value, x.shape[-1])
+
+
+def check_text(place: Place, num_batch: int, length: int) -> None:
+    """Refuses a place that does not lie within the text that is running."""
+    check_indices("position", place.positions, length)
+    check_indices("sequence", place.sequences, num_batch)
+
+
+def check_indices(what: str, chosen: Indices, count: int) -> None:
+    """Refuses positions or sequences that the text does not have."""
+    if wrong := [index for index in chosen or () if not 0 <= index < count]:
+        _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
+
+
+def check_held(held: Tensor, now: Tensor) -> None:
+    """Refuses values [B, T, ...] that were read from a batch of another shape than the one that is running."""
+    if held.shape[:2] != now.shape[:2]:
+        raise InputError(
+            expected=f"a batch of {held.shape[0]} x {held.shape[1]} tokens, which the clamp was made from",
+            found=f"{now.shape[0]} x {now.shape[1]}",
+            next_step="Make the clamp from the batch that the model runs on, and trace it in one chunk",
+        )
 
 
 def indices(chosen: Indices, device: torch.device) -> slice | Tensor:

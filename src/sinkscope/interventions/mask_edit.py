@@ -12,6 +12,7 @@ from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
+from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Indices, Intervention, Place, all_layers, as_indices
 
 
@@ -31,10 +32,18 @@ class MaskEdit(Intervention):
         sequences: Indices,
     ) -> None:
         self.name = name
+        if mode not in ("only", "allow", "block"):
+            raise InputError(
+                expected="a mode of only, allow or block", found=repr(mode), next_step="Choose one of them"
+            )
+        if not keys and mode != "only":
+            layers = ()
         super().__init__(model, Place(on="mask", layers=layers, positions=queries, heads=heads, sequences=sequences))
         self.edit = RowEdit(queries=queries, mode=mode, keys=keys, heads=heads, sequences=sequences)
 
     def opening(self, stack: contextlib.ExitStack) -> None:
+        if not self.place.layers:
+            return  # also the last bit of the logits stays as it is
         # With no key to read this is attention and nothing else: the model may be called as its owner calls it.
         # A trace inside opens a tap of its own.
         stack.enter_context(attention_tap(self.anatomy, _attend))

@@ -19,7 +19,16 @@ from sinkscope.capture.condition_reading import ConditionReading, read_condition
 from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import BatchShape, Intervention, Place, acting, as_indices, indices
+from sinkscope.interventions.intervention import (
+    BatchShape,
+    Intervention,
+    Place,
+    acting,
+    as_indices,
+    check_held,
+    check_indices,
+    indices,
+)
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -164,6 +173,7 @@ class TransplantNeurons(NeuronEdit):
             )
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        check_indices("position", (self.source,), current_BTn.shape[1])
         return current_BTn[:, self.source, None].expand_as(current_BTn)
 
 
@@ -175,6 +185,7 @@ class ClampNeurons(NeuronEdit):
         self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        check_held(self.held[group], current_BTn)
         return self.held[group].to(current_BTn)
 
 

@@ -1,0 +1,298 @@
+"""The light reading of one batch under many conditions: against a trace, against the model's own loss, and a pass that
+begins at a later layer against a whole one."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONFIGURATIONS, PARTS, tiny_model
+
+from sinkscope.capture import condition_reading as reading_module
+from sinkscope.capture import forward_reader as trace_module
+from sinkscope.capture.condition_reading import LAYER_FIELDS, ConditionReading, Replay, next_token_loss, read_condition
+from sinkscope.capture.trace import trace
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation_edit import amplify_variance
+from sinkscope.interventions.dimension_edit import clamp, set_dimensions
+from sinkscope.interventions.intervention import together
+from sinkscope.interventions.mask_edit import mask_to_self
+from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons
+from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
+from sinkscope.models.loading import load
+from sinkscope.models.token_batches import given_batch
+
+B, T = 3, 30
+IDS = torch.randint(3, 97, (B, T), generator=torch.Generator().manual_seed(0))
+CALIBRATION = given_batch(torch.randint(3, 97, (64, T), generator=torch.Generator().manual_seed(1)))
+DIMENSIONS = (19, 7)
+
+every_family = pytest.mark.parametrize("family", CONFIGURATIONS)
+
+
+@functools.cache
+def model_of(family: str):
+    return tiny_model(family)
+
+
+def last_units(model) -> list[Unit]:
+    """Units of every group of the last two layers, out of order."""
+    layers = anatomy_of(model).layers[-2:]
+    return [
+        Unit(layer.index, expert, neuron) for layer in layers for expert, _ in layer.down_weights() for neuron in (9, 3)
+    ]
+
+
+@functools.cache
+def replay_of(family: str) -> Replay:
+    model = model_of(family)
+    layers = range(len(anatomy_of(model).layers))
+    return Replay(anatomy_of(model), model, IDS, last_units(model), DIMENSIONS, restarts=layers, loss=True)
+
+
+def conditions(family: str) -> list:
+    """Interventions that act from the last layer but one, of every kind."""
+    model = model_of(family)
+    last = [len(anatomy_of(model).layers) - 2, len(anatomy_of(model).layers) - 1]
+    units = last_units(model)
+    return [
+        mask_to_self(model, 10, layers=last),
+        amplify_variance(model, 5, 3.0, calibration=CALIBRATION, layers=last),
+        ablate_neurons(model, units[:2], positions=[0, 7]),
+        densify_neurons(model, units[-2:]),
+        set_dimensions(model, [4], layers=last, positions=8),
+        clamp(model, IDS, neurons=units[2:], positions=10),
+    ]
+
+
+def assert_same_bits(found: ConditionReading, expected: ConditionReading) -> None:
+    for name in LAYER_FIELDS:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.units.keys() == expected.units.keys()
+    for group, values in found.units.items():
+        assert torch.equal(values, expected.units[group]), group
+    assert found.loss_B is not None
+    assert torch.equal(found.loss_B, expected.loss_B)
+
+
+@every_family
+def test_a_pass_from_a_later_layer_equals_a_whole_one_to_the_bit(family):
+    replay, interventions = replay_of(family), conditions(family)
+    num_layers = len(replay.anatomy.layers)
+    *alone, held = interventions
+    for some in (*([intervention] for intervention in alone), [alone[0], held]):
+        with together(some) as first_layer:
+            assert first_layer >= num_layers - 2
+            later, whole = replay.read(first_layer, loss=True), replay._read(None, loss=True)
+            assert_same_bits(later, whole)
+        assert not torch.equal(later.residual_norm_LBT, replay.untouched.residual_norm_LBT)
+    with held:  # values held while nothing changes them
+        assert_same_bits(replay.read(held.first_layer, loss=True), replay.untouched)
+    with together(alone[:2]) as first_layer:
+        assert_same_bits(replay.read(first_layer, loss=True), replay._read(None, loss=True))
+        # Control: begun a layer too late it is another reading.
+        late = replay.read(num_layers - 1, loss=True)
+        assert not torch.equal(late.received_LBS, replay.read(num_layers - 2).received_LBS)
+    assert_same_bits(replay.read(0, loss=True), replay.untouched)
+
+
+@every_family
+def test_layers_before_the_restart_are_not_run(family):
+    replay, calls = replay_of(family), []
+    num_layers = len(replay.anatomy.layers)
+    blocks = model_of(family).get_submodule(PARTS[family]["blocks"])
+    handles = [
+        block.register_forward_hook(lambda *_, layer=layer: calls.append(layer)) for layer, block in enumerate(blocks)
+    ]
+    before = replay.num_layer_passes
+    try:
+        with mask_to_self(model_of(family), 10, layers=[num_layers - 1]) as on:
+            replay.read(on.first_layer, loss=True)
+            assert calls == [num_layers - 1]
+        replay.read(1)
+        assert calls[1:] == list(range(1, num_layers))
+        assert replay.read(None) is replay.untouched
+        assert len(calls) == num_layers
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert replay.num_layer_passes - before == len(calls)
+
+
+def test_without_a_kept_layer_the_pass_begins_at_the_one_before():
+    model = model_of("gemma3")
+    replay = Replay(anatomy_of(model), model, IDS, restarts=(3,))
+    assert replay.num_layer_passes == 6
+    for first_layer, num_run in ((0, 6), (2, 6), (3, 3), (5, 3)):
+        before = replay.num_layer_passes
+        with mask_to_self(model, 10, layers=[first_layer]):
+            found = replay.read(first_layer)
+            assert replay.num_layer_passes - before == num_run
+            assert torch.equal(found.received_LBS, replay._read(None, loss=False).received_LBS)
+
+
+@every_family
+@pytest.mark.parametrize("condition", ["untouched", "masked", "all"])
+def test_readings_equal_a_trace(family, condition, monkeypatch):
+    """At a threshold that many heads pass: random models have few sinks at 0.3."""
+    model, replay = model_of(family), replay_of(family)
+    for module in (reading_module, trace_module):
+        monkeypatch.setattr(module, "SINK_THRESHOLD", 0.05)
+    interventions = {"untouched": [], "masked": [mask_to_self(model, 10)], "all": conditions(family)}[condition]
+    with together(interventions):
+        found = replay._read(None, loss=False)
+        reading = trace(model, IDS, effective_rank=False).reading
+    np.testing.assert_allclose(found.rate_BS, reading.sequence_sink_rate, rtol=1e-6)
+    assert found.rate_BS.shape == (B, T)
+    assert 0.05 < float(found.rate_BS.mean()) < 0.95
+    for name, values in (
+        ("received", (found.received_LBS.mean(1), reading.received.mean(1))),
+        ("entropy", (found.entropy_LBT.mean(1), reading.by_position["entropy"])),
+        ("mixing", (found.mixing_LBT.mean(1), reading.by_position["mixing"])),
+        ("dom_ratio", (found.dom_ratio_LBT.mean(1), reading.by_position["dom_ratio"])),
+    ):
+        np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6, err_msg=name)
+    channels = anatomy_of(model).layers[0].aggregation_channel_norms().shape[0]
+    energy = found.aggregation_norm_LBT.square().mean(1) / channels
+    np.testing.assert_allclose(energy, reading.by_position["second_moment"], rtol=1e-4)
+    if condition != "untouched":  # control
+        assert float((found.received_LBS - replay.untouched.received_LBS).abs().max()) > 1e-3
+
+
+@every_family
+def test_values_equal_those_that_hooks_see(family):
+    """Norms, dimensions, and dense units in the order in which they were asked for."""
+    model, leaving, entering = model_of(family), [], {}
+    handles = []
+    for layer, block in enumerate(model.get_submodule(PARTS[family]["blocks"])):
+        handles.append(
+            block.register_forward_hook(
+                lambda _, args, out: leaving.append((out[0] if isinstance(out, tuple) else out).double())
+            )
+        )
+        shared = getattr(getattr(block, "mlp", None), "shared_experts", None)
+        dense = not hasattr(getattr(block, "mlp", None), "experts")
+        down = block.get_submodule(PARTS[family]["down"]) if dense else getattr(shared, "down_proj", None)
+        if down is not None:
+            key = (layer, None if dense else SHARED_EXPERT)
+            handles.append(
+                down.register_forward_pre_hook(
+                    lambda _, args, key=key: entering.update({key: args[0].view(B, T, -1).clone()})
+                )
+            )
+    units = last_units(model)
+    found = read_condition(None, model, IDS, units=units, dimensions=DIMENSIONS)
+    for handle in handles:
+        handle.remove()
+    stream = torch.stack(leaving)
+    np.testing.assert_allclose(found.residual_norm_LBT, stream.norm(dim=-1), rtol=1e-5)
+    np.testing.assert_allclose(found.dimension_values([7, 19]), stream[..., [7, 19]], rtol=1e-6)
+    np.testing.assert_allclose(found.dimensions_LBTM, stream[..., list(DIMENSIONS)], rtol=1e-6)
+    for unit in units:
+        values = found.unit_values(unit)
+        assert values.shape == (B, T)
+        if (unit.layer, unit.expert) in entering:
+            assert torch.equal(values, entering[unit.layer, unit.expert][..., unit.neuron])
+        else:  # a routed expert: not every token goes there
+            assert 0 < float((values != 0).float().mean()) < 1
+    group = (units[0].layer, units[0].expert)
+    assert torch.equal(found.group_values(group, [9, 3])[..., 0], found.unit_values(units[0]))
+    assert not torch.equal(found.unit_values(units[0]), found.unit_values(units[1]))
+
+
+# The loss
+
+
+def own_loss(model, ids) -> list[float]:
+    with torch.no_grad():
+        return [float(model(row[None], labels=row[None]).loss) for row in ids]
+
+
+@every_family
+def test_loss_equals_the_models_own(family):
+    model, replay = model_of(family), replay_of(family)
+    np.testing.assert_allclose(replay.untouched.loss_B, own_loss(model, IDS), rtol=1e-4)
+    with mask_to_self(model, 10) as on:
+        found = replay.read(on.first_layer, loss=True).loss_B
+        np.testing.assert_allclose(found, own_loss(model, IDS), rtol=1e-4)
+    assert not np.allclose(found, replay.untouched.loss_B, rtol=1e-3)
+    # Control: the loss of the same sequences in another order.
+    assert not np.allclose(replay.untouched.loss_B.flip(0), own_loss(model, IDS), rtol=1e-3)
+    assert replay.read(0).loss_B is None
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gemma2", dict(final_logit_softcapping=3.0)),
+        ("gemma3", dict(final_logit_softcapping=2.0)),
+        ("opt", dict(word_embed_proj_dim=24)),
+        ("llama", dict(tie_word_embeddings=True)),
+    ],
+)
+def test_loss_of_heads_out_of_the_ordinary(family, overrides):
+    model = tiny_model(family, **overrides)
+    found = Replay(anatomy_of(model), model, IDS, loss=True).untouched.loss_B
+    np.testing.assert_allclose(found, own_loss(model, IDS), rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2 * T, 3 * T])
+def test_loss_in_portions_is_the_same(tokens, monkeypatch):
+    replay = replay_of("llama")
+    monkeypatch.setattr(reading_module, "LOSS_TOKENS", tokens)
+    hidden = []
+    hook = replay.anatomy.layers[-1].block.register_forward_hook(
+        lambda _, args, out: hidden.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        replay.model(IDS)
+    hook.remove()
+    found = next_token_loss(replay.anatomy, replay.model, hidden[0], IDS)
+    np.testing.assert_allclose(found, own_loss(replay.model, IDS), rtol=1e-5)
+
+
+# Input, and what is left behind
+
+
+def test_a_loaded_model_is_as_good_as_its_module():
+    model = model_of("llama")
+    found = read_condition(None, load(model), IDS, dimensions=(3,))
+    assert torch.equal(found.dimensions_LBTM, read_condition(None, model, IDS, dimensions=(3,)).dimensions_LBTM)
+
+
+def test_a_model_in_training_mode_is_read_without_dropout():
+    model = tiny_model("gpt2").train()
+    found = Replay(anatomy_of(model), model, IDS, loss=True)
+    assert model.training
+    with mask_to_self(model, 10, layers=[1]):
+        again = [found.read(1).residual_norm_LBT for _ in range(2)]
+    assert torch.equal(*again)
+    np.testing.assert_allclose(found.untouched.loss_B, own_loss(model.eval(), IDS), rtol=1e-4)
+
+
+def test_units_that_do_not_exist_are_refused():
+    model = model_of("deepseek_v3")
+    for unit, expected in (
+        (Unit(0, 1, 0), "an expert of layer 0: none"),
+        (Unit(1, 4, 0), "an expert of layer 1: 0, 1, 2, 3, -1"),
+        (Unit(3, None, 0), "a layer from 0 to 2"),
+        (Unit(1, SHARED_EXPERT, 24), "a neuron of layer 1 from 0 to 23"),
+    ):
+        with pytest.raises(InputError) as error:
+            read_condition(None, model, IDS, units=[unit])
+        assert expected in error.value.expected
+        assert error.value.next_step
+
+
+def test_a_failing_read_leaves_no_hook_behind():
+    model, replay = model_of("llama"), replay_of("llama")
+
+    def hooks():
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+    before, implementation = hooks(), model.config._attn_implementation
+    with mask_to_self(model, 99), pytest.raises(InputError, match="a position from 0 to 29"):
+        replay.read(0)
+    assert hooks() == before
+    assert model.config._attn_implementation == implementation
+    assert_same_bits(replay.read(0, loss=True), replay.untouched)

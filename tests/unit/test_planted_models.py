@@ -1,0 +1,398 @@
+"""What is planted in the models of planted_models.py, shown without any code of the library's interventions.
+
+The forward pass is written out here in plain PyTorch, with a door for edits at every place that an intervention could
+touch. An edit is a function (place, layer, tensor) -> tensor; places are scores, aggregation, neurons, down and stream.
+Axes: B sequences, L layers, H heads, T query position, S key position, D head size, C = H D channels, F neurons.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import pytest
+import torch
+from planted_models import DECOYS, decoy, planted_chain, random_tokens
+from torch import Tensor
+
+from sinkscope.capture.trace import trace
+
+Edit = Callable[[str, int, Tensor], Tensor]
+Change = Callable[[Tensor, Tensor, int], Tensor]
+"""(aggregation at the position [B, C], its mean over calibration sequences [C], layer) -> new aggregation."""
+POSITIONS = (10, 20, 30)
+FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0)
+FACTOR = FACTORS[-1]
+BORN = range(3)
+"""Layers up to the birth of the disparity."""
+EVERY = range(99)
+"""More layers than any model here has."""
+
+
+@dataclass
+class Run:
+    logits: Tensor
+    attention_BLHTS: Tensor
+    seen: dict[tuple[str, int], Tensor]
+    """Every tensor after its edits, by place and layer."""
+
+    @property
+    def rate_T(self) -> Tensor:
+        """Share of sequences, layers and heads whose queries i >= k give key k more than 0.3 on average."""
+        length = self.attention_BLHTS.shape[-1]
+        alpha = self.attention_BLHTS.sum(-2) / (length - torch.arange(length))
+        return (alpha > 0.3).double().mean((0, 1, 2))
+
+
+@torch.no_grad()
+def plain_forward(model, ids: Tensor, *edits: Edit, num_layers: int | None = None) -> Run:
+    """Llama written out: RMSNorm, rotary embeddings, causal softmax attention, SwiGLU."""
+    config, length = model.config, ids.shape[1]
+    heads, size = config.num_attention_heads, config.head_dim
+    frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    angle = torch.cat([torch.arange(length)[:, None] * frequency] * 2, dim=-1)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    seen, attention = {}, []
+
+    def door(place: str, layer: int, value: Tensor) -> Tensor:
+        for edit in edits:
+            value = edit(place, layer, value)
+        seen[place, layer] = value
+        return value
+
+    def norm(x: Tensor, module) -> Tensor:
+        return module.weight * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (heads, size)).transpose(1, 2)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * angle.cos() + torch.cat([-second, first], dim=-1) * angle.sin()
+
+    x = model.model.embed_tokens.weight[ids]
+    for layer, block in enumerate(model.model.layers[:num_layers]):
+        part, state = block.self_attn, norm(x, block.input_layernorm)
+        q, k, v = (split(state @ module.weight.T) for module in (part.q_proj, part.k_proj, part.v_proj))
+        scores = (rotate(q) @ rotate(k).transpose(-1, -2) / size**0.5).masked_fill(future, -torch.inf)
+        attention.append(door("scores", layer, scores).softmax(-1))
+        aggregation = door("aggregation", layer, (attention[-1] @ v).transpose(1, 2).flatten(2))
+        x = x + aggregation @ part.o_proj.weight.T
+        state = norm(x, block.post_attention_layernorm)
+        gate, up = state @ block.mlp.gate_proj.weight.T, state @ block.mlp.up_proj.weight.T
+        neurons = door("neurons", layer, gate * gate.sigmoid() * up)
+        x = door("stream", layer, x + neurons @ door("down", layer, block.mlp.down_proj.weight).T)
+    return Run(norm(x, model.model.norm) @ model.lm_head.weight.T, torch.stack(attention, dim=1), seen)
+
+
+def at(place: str, layers, change: Callable[[Tensor, int], Tensor]) -> Edit:
+    return lambda found, layer, value: change(value, layer) if found == place and layer in layers else value
+
+
+def put(value: Tensor, index, new) -> Tensor:
+    value = value.clone()
+    value[index] = new
+    return value
+
+
+def mask_to_self(position: int) -> Edit:
+    def alone(scores: Tensor, layer: int) -> Tensor:
+        own = scores[:, :, position, position].clone()
+        return put(put(scores, (..., position, slice(None)), -torch.inf), (..., position, position), own)
+
+    return at("scores", EVERY, alone)
+
+
+@cache
+def edit_aggregation(found: "Case", position: int, change: Change) -> Edit:
+    """Changes the aggregation of a position in the layers up to the birth of the disparity.
+
+    Its mean is taken over other sequences, layer by layer, with the change active below.
+    """
+    means: dict[int, Tensor] = {}
+
+    def calibrated(value: Tensor, layer: int) -> Tensor:
+        mean = means.setdefault(layer, value[:, position].mean(0))
+        return put(value, (slice(None), position), change(value[:, position], mean, layer))
+
+    edit = at("aggregation", BORN, calibrated)
+    plain_forward(found.model, found.calibration, edit, num_layers=len(BORN))
+    return edit
+
+
+@cache
+def amplify(factor: float = FACTOR) -> Change:
+    return lambda o, mean, layer: mean + factor * (o - mean)
+
+
+def scale_norm(o: Tensor, mean: Tensor, layer: int) -> Tensor:
+    return FACTOR * o
+
+
+def shift_mean(o: Tensor, mean: Tensor, layer: int) -> Tensor:
+    return o + (1 - FACTOR) * mean
+
+
+def swap_deviation(o: Tensor, mean: Tensor, layer: int) -> Tensor:
+    return o + (FACTOR - 1) * (o - mean).roll(layer + 1, dims=0)
+
+
+def random_direction(o: Tensor, mean: Tensor, layer: int) -> Tensor:
+    draw = torch.randn(o.shape, generator=torch.Generator().manual_seed(layer))
+    size = (FACTOR - 1) * (o - mean).norm(dim=-1, keepdim=True)
+    return o + size * torch.nn.functional.normalize(draw, dim=-1)
+
+
+def ablate(layer: int, units: list[int]) -> Edit:
+    return at("neurons", [layer], lambda value, _: put(value, (..., units), 0.0))
+
+
+def densify(layer: int, unit: int, seed: int = 0) -> Edit:
+    def spread(down: Tensor, _: int) -> Tensor:
+        signs = torch.randn(len(down), generator=torch.Generator().manual_seed(seed)).sign()
+        return put(down, (slice(None), unit), signs * down[:, unit].norm() / len(down) ** 0.5)
+
+    return at("down", [layer], spread)
+
+
+def hold(found: "Case", position: int, place: str, layers: range, channel: int) -> Edit:
+    """A neuron or a dimension kept at a position as it is in the untouched model."""
+    index = (slice(None), position, channel)
+    return at(place, layers, lambda value, layer: put(value, index, found.run.seen[place, layer][index]))
+
+
+def transplant(found: "Case", position: int, place: str, layers: range, channel: int) -> Edit:
+    """A neuron or a dimension at a position as it is at position 0 of the untouched model."""
+    index = (slice(None), position, channel)
+    return at(place, layers, lambda value, layer: put(value, index, found.run.seen[place, layer][:, 0, channel]))
+
+
+class Case:
+    """A planted model with sequences to judge by, others to calibrate on, and its untouched run."""
+
+    def __init__(self, kind: str, seed: int):
+        self.model, self.facts = planted_chain(seed) if kind == "chain" else decoy(kind, seed)
+        self.ids = random_tokens(self.facts, seed=seed)
+        self.calibration = random_tokens(self.facts, num_sequences=64, seed=1000 + seed)
+        self.run = plain_forward(self.model, self.ids)
+        self.positions = POSITIONS if kind == "chain" else POSITIONS[:1]
+
+    def rates(self, *edits: Edit) -> Tensor:
+        return plain_forward(self.model, self.ids, *edits).rate_T
+
+    def created(self, edit_at: Callable[[int], Edit | list[Edit]]) -> list[float]:
+        """By how much an edit at each position raises the sink rate there."""
+        rises = []
+        for position in self.positions:
+            edit = edit_at(position)
+            rate_T = self.rates(*(edit if isinstance(edit, list) else [edit]))
+            rises.append(float(rate_T[position] - self.run.rate_T[position]))
+        return rises
+
+    @cache  # noqa: B019 - cases live as long as the tests
+    def changed(self, change: Change) -> list[float]:
+        return self.created(lambda position: edit_aggregation(self, position, change))
+
+    @cached_property
+    def masked(self) -> list[float]:
+        return self.created(mask_to_self)
+
+    def removed(self, *edits: Edit) -> float:
+        """By how much edits lower the sink rate at position 0."""
+        return float(self.run.rate_T[0] - self.rates(*edits)[0])
+
+    @property
+    def places(self) -> dict[str, tuple[str, range, int] | None]:
+        """(place, layers, channel) of the super neuron and of the massive dimension, where they are planted."""
+        if not self.facts.super_neurons:
+            return {"super_neurons": None, "dimensions": None}
+        ((layer, unit),) = self.facts.super_neurons
+        dimension = self.facts.massive_dimension
+        return {
+            "super_neurons": ("neurons", range(layer, layer + 1), unit),
+            "dimensions": None if dimension is None else ("stream", EVERY[layer:], dimension),
+        }
+
+
+case = cache(Case)
+planted = cache(lambda kind, seed: trace(case(kind, seed).model, case(kind, seed).ids).findings)
+
+
+def variance_discrepancy(found: Case) -> float:
+    """Variance of the aggregation at position 0 over the later half, the least of the layers."""
+    variances = [found.run.seen["aggregation", layer].var(0).mean(-1) for layer in BORN]
+    return min(float(variance[0] / variance[32:].mean()) for variance in variances)
+
+
+def dimension_disparity(found: Case) -> float:
+    """DomRatio at position 0 over the mean elsewhere, the most of the layers."""
+    streams = [found.run.seen["stream", layer].abs() for layer in range(len(found.model.model.layers))]
+    ratios = [(stream.amax(-1) / stream.mean(-1)).mean(0) for stream in streams]
+    return max(float(ratio[0] / ratio[1:].mean()) for ratio in ratios)
+
+
+def directional_collapse(found: Case) -> float:
+    """Mean cosine of position 0 over pairs of sequences, the most of the layers."""
+    states = [found.run.seen["stream", layer][:, 0] for layer in range(len(found.model.model.layers))]
+    units = [torch.nn.functional.normalize(state, dim=-1) for state in states]
+    return max(float((unit @ unit.T).fill_diagonal_(0).sum() / (len(unit) * (len(unit) - 1))) for unit in units)
+
+
+def dose_response(found: Case) -> float:
+    """The rise over all factors, or nothing where a larger factor makes less of a sink."""
+    doses = torch.tensor([found.changed(amplify(factor)) for factor in FACTORS])
+    return float((doses[-1] - doses[0]).min()) if bool((doses.diff(dim=0) >= 0).all()) else 0.0
+
+
+def variance_beats_mean_shift(found: Case) -> float:
+    amplified, shifted, swapped = (found.changed(change) for change in (amplify(), shift_mean, swap_deviation))
+    return min(a - max(b, c) for a, b, c in zip(amplified, shifted, swapped, strict=True))
+
+
+def equalising(found: Case) -> float:
+    """What is removed when position 0 is brought to the variance of the later half."""
+    discrepancy = variance_discrepancy(found)
+    return found.removed(edit_aggregation(found, 0, amplify(discrepancy**-0.5 if discrepancy > 1 else 0.0)))
+
+
+def necessary(found: Case) -> float:
+    return found.removed(*(ablate(layer, [unit]) for layer, unit in found.facts.super_neurons))
+
+
+def sparsity_necessary(found: Case) -> float:
+    """What densifying removes; nothing where there is no sparse vector to begin with."""
+    for layer, unit in found.facts.super_neurons:
+        energy = found.model.model.layers[layer].mlp.down_proj.weight[:, unit].square()
+        if energy.max() / energy.sum() > 0.25:
+            return found.removed(densify(layer, unit))
+    return 0.0
+
+
+def sufficient(found: Case) -> float:
+    place = found.places["super_neurons"]
+    return min(found.created(lambda position: transplant(found, position, *place))) if place else 0.0
+
+
+def mediated(cause: str, mediator: str) -> Callable[[Case], float]:
+    """The share of a cause's effect that is gone while the mediator is held; nothing where there is no effect."""
+
+    def share(found: Case) -> float:
+        total, place = found.masked if cause == "mask" else found.changed(amplify()), found.places[mediator]
+        if place is None or min(total) < 0.05:
+            return 0.0
+
+        def held(position: int) -> list[Edit]:
+            act = mask_to_self(position) if cause == "mask" else edit_aggregation(found, position, amplify())
+            return [act, hold(found, position, *place)]
+
+        return min(1 - direct / rise for direct, rise in zip(found.created(held), total, strict=True))
+
+    return share
+
+
+STATISTICS: dict[str, tuple[Callable[[Case], float], float, float]] = {
+    # claim: (statistic, at least in the chain, at most in a decoy of which the claim must not be said)
+    "sink": (lambda found: float(found.run.rate_T[0]), 0.35, 0.0),
+    "variance_discrepancy": (variance_discrepancy, 20.0, 0.01),
+    "dimension_disparity": (dimension_disparity, 6.0, 2.0),
+    "directional_collapse": (directional_collapse, 0.95, 0.5),
+    "mask_to_self_creates_sink": (lambda found: min(found.masked), 0.3, 0.01),
+    "amplification_creates_sink": (lambda found: min(found.changed(amplify())), 0.25, 0.01),
+    "dose_response": (dose_response, 0.25, 0.01),
+    "norm_scaling_does_not": (lambda found: -max(found.changed(scale_norm)), 0.0, -0.15),
+    "random_direction_does_not": (lambda found: -max(found.changed(random_direction)), 0.0, -0.1),
+    "variance_beats_mean_shift": (variance_beats_mean_shift, 0.2, 0.01),
+    "equalising_removes_sink": (equalising, 0.35, 0.01),
+    "super_neurons_necessary": (necessary, 0.35, 0.01),
+    "channel_sparsity_necessary": (sparsity_necessary, 0.35, 0.15),
+    "super_neurons_sufficient": (sufficient, 0.25, 0.01),
+    **{
+        f"mediation_{cause}_{mediator}": (mediated(cause, mediator), 0.99, 0.2)
+        for cause in ("mask", "amplification")
+        for mediator in ("super_neurons", "dimensions")
+    },
+}
+
+
+def test_plain_forward_is_the_model():
+    found = case("chain", 0)
+    with torch.no_grad():
+        logits = found.model(found.ids, use_cache=False).logits
+    torch.testing.assert_close(found.run.logits, logits, rtol=1e-4, atol=1e-4)
+    seeing_the_future = at("scores", EVERY, lambda scores, _: scores.nan_to_num(neginf=0.0))
+    assert (plain_forward(found.model, found.ids, seeing_the_future).logits - logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("claim", STATISTICS)
+def test_the_chain_has_every_effect(claim, seed):
+    statistic, at_least, _ = STATISTICS[claim]
+    assert statistic(case("chain", seed)) >= at_least
+
+
+@pytest.mark.parametrize("kind", DECOYS)
+def test_decoys_lack_what_must_not_be_claimed(kind):
+    found = case(kind, 0)
+    values = {claim: STATISTICS[claim][0](found) for claim in found.facts.not_holds & STATISTICS.keys()}
+    assert {claim: value for claim, value in values.items() if value > STATISTICS[claim][2]} == {}
+    assert values, "no effect was looked at"
+
+
+@pytest.mark.parametrize("kind", ["chain", *DECOYS])
+def test_trace_finds_what_is_planted(kind):
+    findings, facts = planted(kind, 0), case(kind, 0).facts
+    assert [sink.position for sink in findings.sinks] == ([] if facts.sink is None else [facts.sink])
+    sparse = facts.massive_dimension is not None
+    assert (findings.massive_dimensions if findings.focus else []) == ([facts.massive_dimension] if sparse else [])
+    assert [(unit.layer, unit.neuron) for unit in findings.super_neurons] == (facts.super_neurons if sparse else [])
+    for unit in findings.super_neurons:
+        assert findings.birth_layers == [unit.layer]
+        assert unit.write_share > 0.99
+        assert unit.contrast > 20
+        assert unit.sparsity.top_share > 0.99
+        assert unit.layer_top_share < 0.15
+
+
+def test_the_chain_reads_as_the_paper_says():
+    findings = planted("chain", 0)
+    variance, law = findings.variance_ratio, findings.averaging_law_r_squared
+    assert variance is not None
+    assert law is not None
+    assert (variance[BORN] > 20).all()
+    assert (law[BORN] > 0.9).all()
+    cosine_LT = findings.reading.by_position["cosine"]
+    assert (cosine_LT[3:, 0] > 0.95).all()
+    assert (cosine_LT[3:, 1:] < 0.7).all()
+    assert not (cosine_LT[BORN, 0] > 0.9).any()
+
+
+@pytest.mark.parametrize("kind", ["sink_from_norm", "special_token"])
+def test_no_unit_has_a_part_in_these_sinks(kind):
+    everything = at("neurons", EVERY, lambda value, _: value * 0)
+    assert case(kind, 0).removed(everything) <= 0.01
+    assert case("chain", 0).removed(everything) >= 0.35
+
+
+def test_other_units_of_the_layer_have_no_part_in_the_chain():
+    found = case("chain", 0)
+    ((layer, unit),) = found.facts.super_neurons
+    sizes = found.model.model.layers[layer].mlp.down_proj.weight.norm(dim=0)
+    assert 0.6 < sizes.min() < sizes[unit] < sizes.max() < 1.4
+    others = [other for other in range(len(sizes)) if other != unit]
+    assert found.removed(ablate(layer, others)) <= 0.02
+
+
+def test_the_massive_dimension_alone_makes_a_sink():
+    for kind, least, most in (("chain", 0.25, 0.5), ("disparity_beside_sink", 0.0, 0.01)):
+        found = case(kind, 0)
+        place = found.places["dimensions"]
+        assert place is not None
+        rises = found.created(lambda position, found=found, place=place: transplant(found, position, *place))
+        assert all(least <= rise <= most for rise in rises)
+
+
+def test_models_are_drawn_from_the_seed():
+    for build in (planted_chain, lambda seed: decoy("large_neuron", seed)):
+        (model, facts), (again, same), (other, different) = (build(seed) for seed in (3, 3, 4))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert facts == same != different
+        assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
