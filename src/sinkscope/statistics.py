@@ -5,6 +5,7 @@ Axes: N samples (sequences), C columns (every trailing axis, flattened), R resam
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -74,6 +75,7 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.sum(signs_x * signs_y) / scale) if scale > 0 else float("nan")
 
 
+@lru_cache(maxsize=2)
 def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 0) -> np.ndarray:
     """[R, N] weights of bootstrap resamples, each adding up to 1: times the samples they give resampled means."""
     random = np.random.default_rng(seed)

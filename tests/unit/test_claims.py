@@ -64,7 +64,7 @@ def test_claims_without_numbers_keep_the_verdict_they_come_with():
 
 def test_a_statistic_that_is_never_defined_decides_nothing():
     nothing = Part(
-        columns_BC=np.zeros((N, 2)) + [[0.0, 1.0]],
+        columns_BC=np.tile([0.0, 1.0], (N, 1)),
         threshold=0.25,
         rule="below",
         statistic=lambda m: m[..., 1] / m[..., 0] - m[..., 1] / m[..., 0],
