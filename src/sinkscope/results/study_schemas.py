@@ -1,0 +1,140 @@
+"""The tables that a study writes beside those of a trace; every column is declared with its meaning.
+
+Verdicts: holds, does not hold, not applicable, undecided. A condition is what was done to the model, such as
+`mask_to_self`; `untouched` has neither target nor factor.
+"""
+
+from __future__ import annotations
+
+from sinkscope.results.tables import Column, Schema
+
+_TARGET = Column("target", "int", "Position acted on; null where none is", nullable=True)
+_FACTOR = Column("factor", "float", "Strength of the intervention; null where it has none", nullable=True)
+_CONDITION = Column("condition", "str", "What was done to the model")
+_LAYER = Column("layer", "int", "Layer, counted from 0")
+_EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
+_NEURON = Column("neuron", "int", "Unit within the layer or expert")
+_N = Column("n", "int", "Sequences behind the numbers")
+
+CLAIMS = Schema(
+    "claims",
+    (
+        Column("id", "str", "Name of the claim"),
+        Column("statement", "str", "The claim in words"),
+        Column(
+            "link",
+            "str",
+            "Link of the chain: variance_discrepancy, super_neurons, channel_sparsity, dimension_disparity, "
+            "directional_collapse, sink, or causal",
+        ),
+        Column("verdict", "str", "holds, does not hold, not applicable, or undecided"),
+        Column("effect", "float", "The claim's statistic", nullable=True),
+        Column("low", "float", "Lower end of its interval", nullable=True),
+        Column("high", "float", "Upper end of its interval", nullable=True),
+        Column("confidence", "float", "Confidence of the interval, such as 0.95", nullable=True),
+        Column("threshold", "float", "What the rule compares with", nullable=True),
+        Column("rule", "str", "When the claim holds, such as 'low >= threshold'"),
+        Column("control", "float", "The same statistic under the control", nullable=True),
+        Column("control_name", "str", "What the control is", nullable=True),
+        _N,
+        Column("p_value", "float", "p-value before Holm's correction", nullable=True),
+        Column("note", "str", "What else must be known to read the verdict; may be empty"),
+    ),
+)
+RATES = Schema(
+    "rates",
+    (
+        _CONDITION,
+        _TARGET,
+        _FACTOR,
+        Column("position", "int", "Key position, counted from 0"),
+        Column("rate", "float", "Sink rate at the position"),
+        Column("low", "float", "Lower end of its interval"),
+        Column("high", "float", "Upper end of its interval"),
+    ),
+)
+EFFECTS = Schema(
+    "effects",
+    (
+        _CONDITION,
+        _TARGET,
+        _FACTOR,
+        Column("quantity", "str", "What was measured, such as sink_rate_at_target or loss"),
+        Column("before", "float", "Its mean in the untouched model"),
+        Column("after", "float", "Its mean under the condition"),
+        Column("difference", "float", "after - before, paired by sequence"),
+        Column("low", "float", "Lower end of the difference's interval"),
+        Column("high", "float", "Upper end of the difference's interval"),
+        _N,
+    ),
+)
+MEDIATION = Schema(
+    "mediation",
+    (
+        Column("intervention", "str", "mask_to_self or amplify_variance"),
+        Column("mediator", "str", "What was held at its untouched values: super_neurons or massive_dimensions"),
+        Column("total", "float", "Rise of the sink rate at the target"),
+        Column("direct", "float", "Rise that remains while the mediator is held"),
+        Column("indirect", "float", "total - direct"),
+        Column("share", "float", "indirect / total; null where there is no total effect", nullable=True),
+        Column("low", "float", "Lower end of the share's interval", nullable=True),
+        Column("high", "float", "Upper end of the share's interval", nullable=True),
+        _N,
+    ),
+)
+RANDOM_SETS = Schema(
+    "random_sets",
+    (
+        Column("set", "int", "Number of the matched random set, counted from 0"),
+        Column("num_units", "int", "Units in it"),
+        Column("rate", "float", "Sink rate at the sink without these units"),
+        Column("remaining", "float", "That rate over the untouched one"),
+    ),
+)
+MINIMAL_SET = Schema(
+    "minimal_set",
+    (
+        _LAYER,
+        _EXPERT,
+        _NEURON,
+        Column("share", "float", "Part of the layer's squared write into the massive dimensions at the sink"),
+    ),
+)
+HISTOGRAMS = Schema(
+    "histograms",
+    (
+        _CONDITION,
+        _TARGET,
+        _LAYER,
+        _EXPERT,
+        _NEURON,
+        Column("place", "str", "Where the activation was read: sink, target or elsewhere"),
+        Column("bin_low", "float", "Lower edge of the bin of activations"),
+        Column("bin_high", "float", "Upper edge of the bin"),
+        Column("count", "int", "Tokens in the bin"),
+    ),
+)
+OUTPUT_ENERGY = Schema(
+    "output_energy",
+    (
+        _LAYER,
+        _EXPERT,
+        _NEURON,
+        Column("kind", "str", "super: a super neuron; median: the layer's unit of median sparsity"),
+        Column("rank", "int", "Place of the dimension among those of the output vector by energy, counted from 0"),
+        Column("dimension", "int", "Output dimension"),
+        Column("energy_share", "float", "Part of the vector's energy in this dimension"),
+        Column("value", "float", "Entry of the vector"),
+    ),
+)
+TOKENS = Schema(
+    "tokens",
+    (
+        Column("sequence", "int", "Sequence of the judging batch, counted from 0"),
+        Column("position", "int", "Position in the sequence, counted from 0"),
+        Column("id", "int", "Token id"),
+        Column("text", "str", "The token as the tokenizer writes it"),
+    ),
+)
+
+STUDY_TABLES = (CLAIMS, RATES, EFFECTS, MEDIATION, RANDOM_SETS, MINIMAL_SET, HISTOGRAMS, OUTPUT_ENERGY, TOKENS)
