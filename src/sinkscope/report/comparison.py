@@ -69,7 +69,7 @@ def _runs(runs: Labelled) -> str:
         )
         command = run.summary.get("command")
         cards.append(
-            f'<section><h3><span class="letter">{letter}</span> {isolated(run.model)}</h3>'
+            f'<section><h3><span class="letter">{letter}</span> {isolated(run.label)}</h3>'
             f"<p>{isolated(run.answer)}</p>"
             f'<p class="caption">{isolated(about)}; {isolated(run.path.name)}</p>'
             + (f'<p class="caption"><code>{isolated(command)}</code></p>' if command else "")
@@ -85,7 +85,7 @@ def _verdicts(runs: Labelled) -> str:
     for id, statement in statements.items():
         cells = "".join(f'<td data-label="{letter}">{_verdict_cell(run.claims.get(id))}</td>' for letter, run in runs)
         body.append(f'<tr><th scope="row" title="{escaped(id)}">{escaped(statement)}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{letter} {isolated(run.model)}</th>' for letter, run in runs)
+    head = "".join(f'<th scope="col">{letter} {isolated(run.label)}</th>' for letter, run in runs)
     return (
         '<div class="scroll"><table class="verdicts stacks" id="verdicts">'
         f'<thead><tr><th scope="col">Claim</th>{head}</tr>'
@@ -117,7 +117,7 @@ def _numbers(runs: Labelled) -> str:
         largest = max(value or 0 for name in ("sink", "elsewhere") for value in run.summary["dom_ratio"][name] or [0])
         entries.append(
             (
-                f"{letter} {run.model}",
+                f"{letter} {run.label}",
                 run.summary["sink_rate"],
                 run.strongest,
                 ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
@@ -130,7 +130,7 @@ def _numbers(runs: Labelled) -> str:
 
 
 def _overlay(
-    id: str, title: str, caption: str, source: str, series: list[tuple], x_title: str, **options: Any
+    id: str, title: str, caption: str, sources: tuple[str, ...], series: list[tuple], x_title: str, **options: Any
 ) -> Figure:
     """Curves of several runs in one figure: `series` holds (name, x, y, look)."""
     y_axis = log_axis("", *(y for _, _, y, _ in series)) if options.get("logarithmic") else axis("", rangemode="tozero")
@@ -138,7 +138,7 @@ def _overlay(
         id,
         title,
         caption,
-        (source,),
+        sources,
         [line(x, y, name, look) for name, x, y, look in series],
         {"xaxis": axis(x_title), "yaxis": y_axis},
         ("run", x_title, title.lower()),
@@ -147,9 +147,10 @@ def _overlay(
 
 
 def _reading_figures(runs: Labelled) -> list[Figure]:
-    named = [(f"{letter} {run.model}", run, look) for look, (letter, run) in enumerate(runs)]
+    named = [(f"{letter} {run.label}", run, look) for look, (letter, run) in enumerate(runs)]
     rates = [(name, *sink_rates(run)[:2], look) for name, run, look in named]
-    figures = [_overlay("rates", "Sink rate by position", "Untouched models.", "positions", rates, "key position")]
+    sources = tuple(dict.fromkeys("rates" if "rates" in run.tables else "positions" for _, run in runs))
+    figures = [_overlay("rates", "Sink rate by position", "Untouched models.", sources, rates, "key position")]
     by_layer = (
         ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have none.", True),
         ("variance_ratio", "Variance ratio", "Value variance at position 0 over the later half.", True),
@@ -163,13 +164,13 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
         ]
         if series:
             id = column.replace("_", "-")
-            figures.append(_overlay(id, title, caption, "layers", series, "layer", logarithmic=logarithmic))
+            figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
     doses = [(f"{name} @{target}", *dose, look) for name, run, look in named for target, dose in _doses(run)]
     if doses:
         caption = "Sink rate at the target by factor of amplification, first target of each run."
-        figures.append(_overlay("dose", "Dose and response", caption, "rates", doses, "factor"))
+        figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))
     for letter, run in runs:
-        map_of_run = head_map(run, "sink_rate", f"{letter} {run.model}: sink rate by head", f"heads-{letter}")
+        map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")
         figures.append(map_of_run)
     return figures
 
@@ -201,9 +202,9 @@ def _training_figures(runs: Labelled) -> list[Figure]:
             pairs = [(x, y) for x, y in zip(metrics[x_name], metrics[column], strict=True) if y is not None]
             if pairs:
                 x, y = (list(values) for values in zip(*pairs, strict=True))
-                series.append((f"{letter} {run.model}", x, y, look))
+                series.append((f"{letter} {run.label}", x, y, look))
         if series:
             id = f"training-{column.replace('_', '-')}"
-            figure = _overlay(id, title, "Over training.", "metrics", series, x_name, logarithmic="loss" in column)
+            figure = _overlay(id, title, "Over training.", ("metrics",), series, x_name, logarithmic="loss" in column)
             figures.append(figure)
     return figures

@@ -101,7 +101,7 @@ def confounds(run: Run) -> Figure:
             }
         ],
         {
-            "xaxis": {"side": "top", "type": "category", "tickangle": 0, "showgrid": False},
+            "xaxis": {"side": "top", "type": "category", "showgrid": False},
             "yaxis": categories(list(map(plotted, names)), autorange="reversed", showgrid=False),
         },
         ("condition", "quantity", *EFFECT_COLUMNS),

@@ -100,7 +100,7 @@ def line(
         "marker": {"color": colour, "symbol": symbol, "size": 5},
         **options,
     }
-    if low is not None and any(value is not None for value in low):
+    if low is not None and high is not None and any(value is not None for value in low):
         trace["error_y"] = bounds(y, low, high, colour)
     return trace
 

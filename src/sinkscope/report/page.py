@@ -58,6 +58,8 @@ SECTIONS = {
     "confounds": ("What else moves", "An intervention that changes everything explains nothing."),
     "histograms": ("Super neurons before and after", "The first units and conditions; the table holds all of them."),
 }
+WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
+"""Figures that take the whole width."""
 METHOD = (
     "Claims, statistics, controls, thresholds and rules were fixed before any model was looked at. Units and means are "
     "chosen on other sequences than those that judge them. Intervals are bootstrap intervals over sequences at a "
@@ -211,7 +213,7 @@ def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
         elements.figure(
             figure,
             run,
-            wide=figure.id in ("forest", "confounds", "map-attention-received"),
+            wide=figure.id in WIDE,
             below=_tokens(run) if figure.id == "map-attention-received" else "",
         )
         for figure in figures

@@ -34,6 +34,11 @@ class Run:
         return str(self.summary.get("model") or self.environment.get("model") or self.path.name)
 
     @property
+    def label(self) -> str:
+        """The model, and whether its sequences began with BOS: two studies of one model differ in that."""
+        return self.model + (", BOS first" if self.summary.get("tokens", {}).get("bos") else "")
+
+    @property
     def answer(self) -> str:
         """The run in one sentence: a study's verdict, else what the trace found."""
         return str(self.summary.get("verdict") or self.summary.get("story") or "")
@@ -60,8 +65,12 @@ class Run:
 
 def rows(table: Table, **equal: Any) -> list[dict[str, Any]]:
     """The rows of a table, of which the columns named in `equal` have these values."""
-    every = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    return [row for row in every if all(row[name] == value for name, value in equal.items())]
+    # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
+    kept = range(len(next(iter(table.values()), ())))
+    for name, value in equal.items():
+        column = table[name]
+        kept = [index for index in kept if column[index] == value]
+    return [{name: column[index] for name, column in table.items()} for index in kept]
 
 
 def is_run(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from sinkscope.report.effect_figures import (
 from sinkscope.report.figure import LOOKS, Figure, axis, bounds, categories, level, levels, line, rounded
 from sinkscope.report.run_contents import Run, rows
 from sinkscope.report.text import plotted
-from sinkscope.report.trace_figures import NUM_POSITIONS_DRAWN
+from sinkscope.report.trace_figures import is_drawn
 
 MARGIN = 0.05
 QUARTER, MOST = 0.25, 0.8
@@ -44,23 +44,22 @@ def study_figures(run: Run) -> dict[str, list[Figure]]:
 
 
 def _if_any(run: Run, table: str, build: Callable[[Run], Figure | None]) -> list[Figure]:
-    figure = build(run) if rows(run.tables[table]) else None
+    figure = build(run) if any(run.tables[table].values()) else None
     return [] if figure is None else [figure]
 
 
 def _targets(run: Run) -> list[int]:
-    masked = {row["target"] for row in rows(run.tables["rates"], condition="mask_to_self")}
-    amplified = {row["target"] for row in rows(run.tables["rates"], condition="amplify_variance")}
-    return sorted(masked | amplified)
+    pairs = set(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
+    return sorted({target for condition, target in pairs if condition in ("mask_to_self", "amplify_variance")})
 
 
 def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tuple[str, int | None]]) -> Figure | None:
     """Sink rate at every position, untouched and under each of the wanted (condition, target)."""
-    entries = strongest_doses(rows(run.tables["rates"]))
     series: dict[str, list[dict]] = {}
+    acted_on = [target for _, target in wanted]
     for condition, target in [("untouched", None), *wanted]:
-        for row in entries:
-            if row["condition"] == condition and row["target"] == target and row["position"] < NUM_POSITIONS_DRAWN:
+        for row in strongest_doses(rows(run.tables["rates"], condition=condition, target=target)):
+            if is_drawn(run, row["position"], *acted_on):
                 series.setdefault(condition_name(row), []).append(row)
     if len(series) < 2:
         return None
@@ -108,17 +107,13 @@ def _created(run: Run) -> Figure | None:
 
 
 def _moved(run: Run) -> Figure | None:
-    removals = [(row["condition"], row["target"]) for row in rows(run.tables["rates"]) if row["condition"] in REMOVALS]
+    done = dict.fromkeys(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
     return _rates_figure(
         run,
         "moved",
         "Where the sink went",
         "Sink rate at every position after each removal: gone, weaker, or at another position.",
-        [
-            pair
-            for pair in dict.fromkeys(removals)
-            if pair[0] in ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
-        ],
+        [pair for pair in done if pair[0] in ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")],
     )
 
 
@@ -190,7 +185,7 @@ def _forest(run: Run) -> Figure | None:
         {
             "xaxis": axis("change of the sink rate"),
             "yaxis": categories(names),
-            **levels(level(-MARGIN, "\N{MINUS SIGN}5 %", vertical=True), level(MARGIN, "5 %", vertical=True)),
+            **levels(level(-MARGIN, "", vertical=True), level(MARGIN, "\N{PLUS-MINUS SIGN}5 %", vertical=True)),
         },
         ("condition", "quantity", *EFFECT_COLUMNS),
         [

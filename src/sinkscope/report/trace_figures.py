@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinkscope.report.figure import PATTERNS, Figure, axis, floats, heat_map, level, levels, line, log_axis, rounded
+from sinkscope.report.figure import (
+    PATTERNS,
+    Figure,
+    axis,
+    categories,
+    floats,
+    heat_map,
+    level,
+    levels,
+    line,
+    log_axis,
+    rounded,
+)
 from sinkscope.report.run_contents import Run, rows
 
 NUM_POSITIONS_DRAWN = 64
@@ -50,6 +62,11 @@ def mapped_positions(run: Run) -> list[int]:
     first = NUM_POSITIONS_MAPPED // 4
     later = np.linspace(first, length - 1, NUM_POSITIONS_MAPPED - first).astype(int)
     return sorted({*range(first), *later.tolist(), run.strongest, *(sink["position"] for sink in run.summary["sinks"])})
+
+
+def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
+    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on."""
+    return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
 
 
 def by_layer_and_position(run: Run, name: str) -> np.ndarray:
@@ -199,13 +216,13 @@ def _dom_ratio(run: Run) -> Figure:
 
 def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
     """Positions, sink rates, and the ends of their intervals, where a study measured them."""
-    measured = rows(run.tables.get("rates", {}), condition="untouched")[:NUM_POSITIONS_DRAWN]
+    measured = rows(run.tables["rates"], condition="untouched") if "rates" in run.tables else []
     if measured:
+        measured = [row for row in measured if is_drawn(run, row["position"])]
         positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
         return positions, rates, low, high
-    judged = min(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"] - FEW_QUERIES)
-    means = by_layer_and_position(run, "sink_rate")[:, :judged].mean(0)
-    positions = np.flatnonzero(np.isfinite(means)).tolist()
+    means = by_layer_and_position(run, "sink_rate").mean(0)[: run.summary["tokens"]["length"] - FEW_QUERIES]
+    positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
     return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
 
 
@@ -267,25 +284,25 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
 def head_map(run: Run, name: str, title: str, id: str) -> Figure:
     """A column of `heads` by layer and head, at the strongest key."""
     entries = rows(run.tables["heads"], position=run.strongest)
-    num_heads = max(row["head"] for row in entries) + 1
+    num_heads, what = max(row["head"] for row in entries) + 1, name.replace("_", " ")
     values = floats([row[name] for row in entries]).reshape(-1, num_heads)
     return Figure(
         id,
         title,
         f"By layer and head, for the key at position {run.strongest}.",
         ("heads",),
-        [heat_map(range(num_heads), range(len(values)), values, name.replace("_", " "), "layer %{y}, head %{x}")],
+        [heat_map(range(num_heads), range(len(values)), values, what, "layer %{y}, head %{x}", largest=1.0)],
         {"xaxis": axis("head"), "yaxis": axis("layer")},
-        ("layer", "head", name.replace("_", " ")),
+        ("layer", "head", what),
         _largest(values, range(len(values)), range(num_heads)),
     )
 
 
 def _largest(values: np.ndarray, y, x) -> list[tuple]:
     """The largest cells of a map as (y, x, value)."""
-    order = np.argsort(np.where(np.isfinite(values), values, -np.inf), axis=None)[::-1][:NUM_CELLS_LISTED]
-    cells = [np.unravel_index(index, values.shape) for index in order]
-    return [(y[int(row)], x[int(column)], float(values[row, column])) for row, column in cells]
+    cells = np.argwhere(np.isfinite(values))
+    order = np.argsort([-values[row, column] for row, column in cells], kind="stable")[:NUM_CELLS_LISTED]
+    return [(y[row], x[column], float(values[row, column])) for row, column in cells[order].tolist()]
 
 
 def _effective_rank(run: Run) -> Figure:
@@ -311,13 +328,14 @@ def _distances(run: Run) -> Figure:
     table = run.tables["distances"]
     values = floats(table["attention"]).reshape(run.summary["num_layers"], -1).mean(0)
     distances = table["distance"][: len(values)]
+    names = list(map(str, distances))
     return Figure(
         "distances",
         "Attention by distance",
         "Mean attention on the key that far back, over layers: recency stands beside the sink.",
         ("distances",),
-        [line([str(distance) for distance in distances], values, "attention", 0, showlegend=False)],
-        {"xaxis": axis("distance", type="category"), "yaxis": axis("", rangemode="tozero")},
+        [line(names, values, "attention", 0, showlegend=False)],
+        {"xaxis": axis("distance", **categories(names)), "yaxis": axis("", rangemode="tozero")},
         ("distance", "attention"),
         list(zip(distances, values.tolist(), strict=True)),
     )
