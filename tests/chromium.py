@@ -77,12 +77,15 @@ class Chromium:
         self.errors.clear()
         self.requests.clear()
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.resize(width, height)
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + 60
         while self.evaluate("document.documentElement?.dataset.drawn") is None:
             assert time.monotonic() < deadline, f"the figures of {page} were not drawn: {self.errors}"
             time.sleep(0.05)
+
+    def resize(self, width: int, height: int = 800) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -11,7 +11,7 @@ from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.page import circumstances
-from sinkscope.report.run_contents import Run, is_run, read_run, rows
+from sinkscope.report.run_contents import Run, is_run, read_run
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
 
@@ -177,7 +177,7 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
 
 def _doses(run: Run) -> list[tuple[int, tuple[list, list]]]:
     """The dose-response curve at the run's first target; none for a trace."""
-    entries = rows(run.tables.get("rates", {}), condition="amplify_variance")
+    entries = run.rows("rates", condition="amplify_variance")
     for target in sorted({row["target"] for row in entries})[:1]:
         own = sorted((row["factor"], row["rate"]) for row in entries if row["target"] == row["position"] == target)
         return [(target, ([factor for factor, _ in own], [rate for _, rate in own]))]

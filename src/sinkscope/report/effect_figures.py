@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.report.figure import LOOKS, MAP_COLOURS, PATTERNS, Figure, axis, categories, floats, line, rounded
-from sinkscope.report.run_contents import Run, rows
+from sinkscope.report.run_contents import Run
 from sinkscope.report.text import interval, number, plotted
 from sinkscope.report.trace_figures import unit_name
 
@@ -37,7 +37,7 @@ def strongest_doses(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def mediation(run: Run) -> Figure:
     """Total, direct and indirect effects, with the indirect share and its interval."""
-    entries = rows(run.tables["mediation"])
+    entries = run.rows("mediation")
     names = [plotted(f"{row['intervention']} through {row['mediator']}".replace("_", " ")) for row in entries]
     shares = [f"share {number(row['share'])}<br>{interval(row['low'], row['high'])}" for row in entries]
     parts = ("total", "direct", "indirect")
@@ -69,7 +69,7 @@ def mediation(run: Run) -> Figure:
 
 def confounds(run: Run) -> Figure:
     """Every quantity after over before, under every condition."""
-    entries = strongest_doses(rows(run.tables["effects"]))
+    entries = strongest_doses(run.rows("effects"))
     names = list(dict.fromkeys(condition_name(row) for row in entries))
     quantities = list(dict.fromkeys(row["quantity"] for row in entries))
     ratios = np.full((len(names), len(quantities)), np.nan)
@@ -115,7 +115,7 @@ def confounds(run: Run) -> Figure:
 
 def histograms(run: Run) -> list[Figure]:
     """Activations of the first units at the sink, at the target and elsewhere."""
-    entries = rows(run.tables["histograms"])
+    entries = run.rows("histograms")
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in entries:
         groups.setdefault((unit_name(row), condition_name(row)), []).append(row)

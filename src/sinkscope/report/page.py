@@ -10,7 +10,7 @@ from sinkscope.errors import InputError
 from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, rounded
-from sinkscope.report.run_contents import Run, read_run, rows
+from sinkscope.report.run_contents import Run, read_run
 from sinkscope.report.study_figures import study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
 from sinkscope.report.trace_figures import (
@@ -159,7 +159,7 @@ def _found(run: Run) -> str:
     """What a trace found, in place of verdicts: it reads, and changes nothing, so it shows no cause."""
     sinks = [
         (row["position"], row["rate"], interval(row["low"], row["high"]), row["num_layers"], row["mean_attention"])
-        for row in rows(run.tables["sinks"])
+        for row in run.rows("sinks")
     ]
     text = (
         f"A trace reads a model and changes nothing, so it gives no verdicts. For causes: sinkscope study {run.model}"
@@ -169,7 +169,7 @@ def _found(run: Run) -> str:
         parts.append(elements.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
     units = [
         (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
-        for row in rows(run.tables["neurons"], position=run.strongest)[:8]
+        for row in run.rows("neurons", position=run.strongest)[:8]
     ]
     if units:
         columns = ("layer:neuron", "role", "dimension", "write", "write share", "contrast")
@@ -226,7 +226,7 @@ def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
 
 
 def _minimal_set(run: Run) -> str:
-    units = rows(run.tables["minimal_set"])
+    units = run.rows("minimal_set")
     if not units:
         return ""
     names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
@@ -236,7 +236,7 @@ def _minimal_set(run: Run) -> str:
 
 def _tokens(run: Run) -> str:
     """The first sequence's tokens, each with its position and a bar as long as the attention it receives."""
-    first = rows(run.tables.get("tokens", {}), sequence=0)[:NUM_POSITIONS_DRAWN]
+    first = run.rows("tokens", sequence=0)[:NUM_POSITIONS_DRAWN]
     if not first:
         return ""
     received = rounded(by_layer_and_position(run, "attention_received").mean(0))

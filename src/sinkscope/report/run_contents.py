@@ -56,21 +56,23 @@ class Run:
     @cached_property
     def claims(self) -> dict[str, dict[str, Any]]:
         """The claims of a study by id, in their order; empty for other runs."""
-        return {row["id"]: row for row in rows(self.tables.get("claims", {}))}
+        return {row["id"]: row for row in self.rows("claims")}
+
+    def rows(self, table_name: str, **equal: Any) -> list[dict[str, Any]]:
+        """The rows of a table whose columns named in `equal` have these values; none where there is no such table."""
+        table = self.tables.get(table_name)
+        if table is None:
+            return []
+        # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
+        kept = range(len(next(iter(table.values()))))
+        for name, value in equal.items():
+            column = table[name]
+            kept = [index for index in kept if column[index] == value]
+        return [{name: column[index] for name, column in table.items()} for index in kept]
 
     def file_name(self, table: str) -> str:
         """The file that holds a table: Parquet, or JSON lines where pyarrow was missing."""
         return f"{table}.jsonl" if (self.path / f"{table}.jsonl").is_file() else f"{table}.parquet"
-
-
-def rows(table: Table, **equal: Any) -> list[dict[str, Any]]:
-    """The rows of a table, of which the columns named in `equal` have these values."""
-    # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
-    kept = range(len(next(iter(table.values()), ())))
-    for name, value in equal.items():
-        column = table[name]
-        kept = [index for index in kept if column[index] == value]
-    return [{name: column[index] for name, column in table.items()} for index in kept]
 
 
 def is_run(folder: Path) -> bool:

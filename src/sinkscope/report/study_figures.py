@@ -13,7 +13,7 @@ from sinkscope.report.effect_figures import (
     strongest_doses,
 )
 from sinkscope.report.figure import LOOKS, Figure, axis, bounds, categories, level, levels, line, rounded
-from sinkscope.report.run_contents import Run, rows
+from sinkscope.report.run_contents import Run
 from sinkscope.report.text import plotted
 from sinkscope.report.trace_figures import is_drawn
 
@@ -58,7 +58,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tupl
     series: dict[str, list[dict]] = {}
     acted_on = [target for _, target in wanted]
     for condition, target in [("untouched", None), *wanted]:
-        for row in strongest_doses(rows(run.tables["rates"], condition=condition, target=target)):
+        for row in strongest_doses(run.rows("rates", condition=condition, target=target)):
             if is_drawn(run, row["position"], *acted_on):
                 series.setdefault(condition_name(row), []).append(row)
     if len(series) < 2:
@@ -120,7 +120,7 @@ def _moved(run: Run) -> Figure | None:
 def _dose_response(run: Run) -> list[Figure]:
     figures = []
     for target in _targets(run)[:NUM_TARGETS]:
-        at_target = rows(run.tables["rates"], target=target, position=target)
+        at_target = run.rows("rates", target=target, position=target)
         traces, listed = [], []
         for look, condition in enumerate(DOSED):
             own = sorted(
@@ -155,7 +155,7 @@ def _dose_response(run: Run) -> list[Figure]:
 
 def _forest(run: Run) -> Figure | None:
     quantities = {"sink_rate_at_target": "at the target", "sink_rate_at_sink": "at the sink"}
-    entries = [row for row in strongest_doses(rows(run.tables["effects"])) if row["quantity"] in quantities]
+    entries = [row for row in strongest_doses(run.rows("effects")) if row["quantity"] in quantities]
     if not entries:
         return None
     names = list(dict.fromkeys(plotted(condition_name(row)) for row in entries))[::-1]
@@ -200,12 +200,12 @@ def _remaining(run: Run) -> Figure | None:
     """Share of the sink rate that each removal leaves."""
     entries = [
         row
-        for row in rows(run.tables["effects"], quantity="sink_rate_at_sink")
+        for row in run.rows("effects", quantity="sink_rate_at_sink")
         if row["condition"] in REMOVALS and row["before"] > 0
     ]
     if not entries:
         return None
-    sets = rows(run.tables["random_sets"])
+    sets = run.rows("random_sets")
     names = [REMOVALS[row["condition"]] for row in entries]
     shares = [
         [(row["before"] + row[part]) / row["before"] for row in entries] for part in ("difference", "low", "high")

@@ -17,7 +17,7 @@ from sinkscope.report.figure import (
     log_axis,
     rounded,
 )
-from sinkscope.report.run_contents import Run, rows
+from sinkscope.report.run_contents import Run
 
 NUM_POSITIONS_DRAWN = 64
 """Positions of a curve."""
@@ -109,9 +109,7 @@ def _variance(run: Run) -> Figure:
 
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
-    layers = (
-        run.births or sorted({unit["layer"] for unit in rows(run.tables["neurons"], position=run.strongest)}) or [0]
-    )
+    layers = run.births or sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)}) or [0]
     layers = layers[:3]
     positions = range(values.shape[1])
     return Figure(
@@ -128,9 +126,9 @@ def _writes(run: Run) -> Figure:
 
 
 def _output_vectors(run: Run) -> Figure:
-    if rows(run.tables.get("output_energy", {})):
+    if run.rows("output_energy"):
         return _output_energy(run)
-    units = rows(run.tables["neurons"], position=run.strongest)[:6]
+    units = run.rows("neurons", position=run.strongest)[:6]
     names = [unit_name(unit) for unit in units]
     series = (("top_share", "super neuron", 1), ("layer_top_share", "median of its layer", 2))
     return Figure(
@@ -158,7 +156,7 @@ def _output_vectors(run: Run) -> Figure:
 
 
 def _output_energy(run: Run) -> Figure:
-    entries = rows(run.tables["output_energy"])
+    entries = run.rows("output_energy")
     units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
     shown = [unit for unit in units if unit[0] == "super"][:3] + [unit for unit in units if unit[0] == "median"][:1]
     traces, listed = [], []
@@ -216,7 +214,7 @@ def _dom_ratio(run: Run) -> Figure:
 
 def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
     """Positions, sink rates, and the ends of their intervals, where a study measured them."""
-    measured = rows(run.tables["rates"], condition="untouched") if "rates" in run.tables else []
+    measured = run.rows("rates", condition="untouched")
     if measured:
         measured = [row for row in measured if is_drawn(run, row["position"])]
         positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
@@ -283,7 +281,7 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
 
 def head_map(run: Run, name: str, title: str, id: str) -> Figure:
     """A column of `heads` by layer and head, at the strongest key."""
-    entries = rows(run.tables["heads"], position=run.strongest)
+    entries = run.rows("heads", position=run.strongest)
     num_heads, what = max(row["head"] for row in entries) + 1, name.replace("_", " ")
     values = floats([row[name] for row in entries]).reshape(-1, num_heads)
     return Figure(
