@@ -19,7 +19,7 @@
     const of = (name) => style.getPropertyValue(name).trim();
     const line = { gridcolor: of("--rule"), zerolinecolor: of("--rule"), linecolor: of("--muted"), automargin: true, nticks: 6, tickformat: "~g" };
     return {
-      autosize: true, margin: { l: 44, r: 10, t: 18, b: 40 }, barmode: "group", hovermode: "closest",
+      autosize: true, margin: { l: 44, r: 10, t: 18, b: 40 }, barmode: "group", hovermode: "closest", showlegend: true,
       dragmode: coarse ? false : "zoom", separators: ".,",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: of("--text") },
       paper_bgcolor: of("--page"), plot_bgcolor: of("--page"),
