@@ -20,6 +20,20 @@ _HOMES = {
     "Trace": "sinkscope.capture.trace",
     "Findings": "sinkscope.capture.findings",
     "InputError": "sinkscope.errors",
+    "Unit": "sinkscope.models.anatomy",
+    "mask_to_self": "sinkscope.interventions.mask_edit",
+    "edit_mask": "sinkscope.interventions.mask_edit",
+    "amplify_variance": "sinkscope.interventions.aggregation_edit",
+    "scale_norm": "sinkscope.interventions.aggregation_edit",
+    "shift_mean": "sinkscope.interventions.aggregation_edit",
+    "swap_deviation": "sinkscope.interventions.aggregation_edit",
+    "random_direction": "sinkscope.interventions.aggregation_edit",
+    "equalise_variance": "sinkscope.interventions.aggregation_edit",
+    "ablate_neurons": "sinkscope.interventions.neuron_edit",
+    "densify_neurons": "sinkscope.interventions.neuron_edit",
+    "transplant_neurons": "sinkscope.interventions.neuron_edit",
+    "set_dimensions": "sinkscope.interventions.dimension_edit",
+    "clamp": "sinkscope.interventions.dimension_edit",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -28,6 +42,20 @@ if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace as Trace
     from sinkscope.capture.trace import trace as trace
     from sinkscope.errors import InputError as InputError
+    from sinkscope.interventions.aggregation_edit import amplify_variance as amplify_variance
+    from sinkscope.interventions.aggregation_edit import equalise_variance as equalise_variance
+    from sinkscope.interventions.aggregation_edit import random_direction as random_direction
+    from sinkscope.interventions.aggregation_edit import scale_norm as scale_norm
+    from sinkscope.interventions.aggregation_edit import shift_mean as shift_mean
+    from sinkscope.interventions.aggregation_edit import swap_deviation as swap_deviation
+    from sinkscope.interventions.dimension_edit import clamp as clamp
+    from sinkscope.interventions.dimension_edit import set_dimensions as set_dimensions
+    from sinkscope.interventions.mask_edit import edit_mask as edit_mask
+    from sinkscope.interventions.mask_edit import mask_to_self as mask_to_self
+    from sinkscope.interventions.neuron_edit import ablate_neurons as ablate_neurons
+    from sinkscope.interventions.neuron_edit import densify_neurons as densify_neurons
+    from sinkscope.interventions.neuron_edit import transplant_neurons as transplant_neurons
+    from sinkscope.models.anatomy import Unit as Unit
     from sinkscope.models.anatomy import anatomy_of as anatomy_of
     from sinkscope.models.loading import LoadedModel as LoadedModel
     from sinkscope.models.loading import load as load

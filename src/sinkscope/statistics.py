@@ -1,7 +1,11 @@
-"""Intervals that say how far a mean could have come out differently.
+"""Intervals that say how far a number could have come out differently, and decisions over many of them.
 
 Axes: N samples (sequences), C columns (every trailing axis, flattened), R resamples.
 """
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -68,3 +72,57 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     signs_x, signs_y = (np.sign(values[:, None] - values[None, :]) for values in (np.asarray(x), np.asarray(y)))
     scale = np.sqrt(np.sum(signs_x**2) * np.sum(signs_y**2))
     return float(np.sum(signs_x * signs_y) / scale) if scale > 0 else float("nan")
+
+
+def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 0) -> np.ndarray:
+    """[R, N] weights of bootstrap resamples, each adding up to 1: times the samples they give resampled means."""
+    random = np.random.default_rng(seed)
+    return random.multinomial(num_samples, np.full(num_samples, 1 / num_samples), size=num_resamples) / num_samples
+
+
+def bootstrap_tail(num_samples: int, confidence: float) -> float:
+    """The tail probability at which a percentile interval of a mean has its nominal coverage (Hesterberg 2015).
+
+    Resampled means spread too little by sqrt((n - 1) / n) and have a normal's tails where a t distribution's are due:
+    Phi^-1(tail) = -sqrt(n / (n - 1)) t(n - 1).
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    return NormalDist().cdf(-_student_t(z, num_samples - 1) * math.sqrt(num_samples / (num_samples - 1)))
+
+
+def bootstrap_p_value(resampled_R: np.ndarray, threshold: float, num_samples: int) -> float:
+    """The smallest two-sided level at which the interval of `bootstrap_tail` excludes the threshold."""
+    count = min(np.sum(resampled_R <= threshold), np.sum(resampled_R >= threshold))
+    tail = (count + 1) / (len(resampled_R) + 2)
+    low, high = 0.0, 1.0
+    for _ in range(60):  # bisection: the tail grows with the level
+        level = (low + high) / 2
+        low, high = (level, high) if bootstrap_tail(num_samples, 1 - level) < tail else (low, level)
+    return min(1.0, high)
+
+
+def holm_levels(p_values: Sequence[float], level: float = 0.05) -> tuple[list[bool], list[float]]:
+    """(which hypotheses are rejected, the level each is tested at) by Holm's step-down at a family-wise level.
+
+    Hypotheses that are not rejected share the level at which the procedure stopped.
+    """
+    order = np.argsort(p_values, kind="stable")
+    rejected, levels = [False] * len(p_values), [level] * len(p_values)
+    stopped = False
+    for rank, index in enumerate(order):
+        if not stopped:
+            current = level / (len(p_values) - rank)
+            stopped = p_values[index] > current
+        rejected[index], levels[index] = not stopped, current
+    return rejected, levels
+
+
+def _student_t(z: float, freedom: int) -> float:
+    """A quantile of Student's t from the normal's, by its expansion in 1 / freedom; within 0.5 % from 7 degrees on."""
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))

@@ -39,8 +39,8 @@ def run_tapped(model, **inputs):
     def attend(layer, query, key, value, rule):
         return tiled_attention(query, key, value, rule, ReadingRequest()).output
 
-    with torch.no_grad(), attention_tap(anatomy_of(model), attend) as extra:
-        return model.get_decoder()(input_ids=tokens(), use_cache=False, **{**extra, **inputs})
+    with torch.no_grad(), attention_tap(anatomy_of(model), attend):
+        return model.get_decoder()(input_ids=tokens(), use_cache=False, **inputs)
 
 
 def padded_mask() -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from sinkscope.capture.edited_rows import with_edited_rows
 from sinkscope.capture.tiled_attention import (
     AttentionReading,
     AttentionRule,
@@ -32,12 +33,15 @@ def read_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> tuple[AttentionReading, str]:
     """The reading of one layer, and the name of the path that made it."""
-    if not query_BHTD.is_cuda:
-        return tiled_attention(query_BHTD, key_BKSD, value_BKSD, rule, request), "tiles"
-    reason = _not_fused(query_BHTD, rule)
-    if reason is not None:
-        return tiled_attention(query_BHTD, key_BKSD, value_BKSD, rule, request), f"tiles ({reason})"
-    return _fused_attention(query_BHTD, key_BKSD, value_BKSD, rule, request), "flash attention and a Triton kernel"
+    reason = _not_fused(query_BHTD, rule) if query_BHTD.is_cuda else ""
+    if reason is None:
+        path, read = "flash attention and a Triton kernel", _fused_attention
+    else:
+        path, read = f"tiles ({reason})" if reason else "tiles", tiled_attention
+    reading = read(query_BHTD, key_BKSD, value_BKSD, rule, request)
+    if rule.edits:
+        reading = with_edited_rows(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
+    return reading, path
 
 
 def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkscope.capture.edits import row_edits
 from sinkscope.capture.tiled_attention import AttentionRule
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
@@ -58,11 +59,8 @@ _active: ContextVar[_ActiveTap | None] = ContextVar("sinkscope_attention_tap", d
 
 
 @contextlib.contextmanager
-def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]:
-    """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was.
-
-    Yields the arguments that a forward call needs beside the tokens.
-    """
+def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]:
+    """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was."""
     tap = _ActiveTap({id(layer.attention): layer.index for layer in anatomy.layers}, on_attention)
     config = anatomy.decoder.config
     before = config._attn_implementation
@@ -73,7 +71,7 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]
                 # What set_attn_implementation does, without its walk over all modules: each attention asks the
                 # configuration for the name at every call.
                 config._attn_implementation = NAME
-                yield {}
+                yield
             else:
                 # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
                 config._attn_implementation = "sdpa"
@@ -83,9 +81,11 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[dict]
                     )
                     stack.callback(hook.remove)
                 marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
-                stack.enter_context(_SdpaCalls(marker))
+                stack.enter_context(_SdpaCalls(anatomy, marker))
                 # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-                yield {"attention_mask": marker}
+                hook = anatomy.decoder.register_forward_pre_hook(_mask_by_marker(marker), with_kwargs=True)
+                stack.callback(hook.remove)
+                yield
     finally:
         _active.reset(token)
         config._attn_implementation = before
@@ -129,6 +129,7 @@ def _attention(
         window=attention_mask.window,
         softcap=softcap,
         sink_logits=s_aux,
+        edits=row_edits(module),
     )
     return tap.on_attention(tap.layer_of[id(module)], query, key, value, rule), None
 
@@ -177,6 +178,18 @@ def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
     )
 
 
+def _mask_by_marker(marker: Tensor):
+    """A hook that gives the decoder the marker for a mask, unless the caller hides tokens."""
+
+    def hook(module, args, kwargs):
+        given = kwargs.get("attention_mask")
+        if given is not None and given is not marker and not bool(given.all()):
+            return None  # refused where attention is called
+        return args, {**kwargs, "attention_mask": marker}
+
+    return hook
+
+
 def enter_layer(layer: int) -> None:
     """Says whose attention runs next, for families whose attention call does not say it."""
     _tap().current_layer = layer
@@ -185,8 +198,9 @@ def enter_layer(layer: int) -> None:
 class _SdpaCalls(TorchFunctionMode):
     """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
 
-    def __init__(self, marker: Tensor) -> None:
+    def __init__(self, anatomy: Anatomy, marker: Tensor) -> None:
         super().__init__()
+        self.attentions = [layer.attention for layer in anatomy.layers]
         self.marker = marker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -202,7 +216,9 @@ class _SdpaCalls(TorchFunctionMode):
                 found="a mask tensor (padding or a bias)",
                 next_step="Cut the sequences to one length, or use a model without an attention bias",
             )
-        rule = AttentionRule(scaling=kwargs.get("scale") or query.shape[-1] ** -0.5)
+        rule = AttentionRule(
+            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.attentions[tap.current_layer])
+        )
         return tap.on_attention(tap.current_layer, query, key, value, rule).transpose(1, 2)
 
 

@@ -95,8 +95,8 @@ class ForwardReader:
         self._constants: dict[tuple[torch.device, str], Tensor] = {}
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[dict]:
-        """Opens every tap; yields the arguments that the forward call needs beside the tokens."""
+    def reading(self) -> Iterator[None]:
+        """Opens every tap."""
         with contextlib.ExitStack() as stack:
             first = self.anatomy.layers[0].block.register_forward_pre_hook(self._enter_first_block, with_kwargs=True)
             stack.callback(first.remove)
@@ -110,7 +110,8 @@ class ForwardReader:
                 ]
                 for handle in handles:
                     stack.callback(handle.remove)
-            yield stack.enter_context(attention_tap(self.anatomy, self._on_attention))
+            stack.enter_context(attention_tap(self.anatomy, self._on_attention))
+            yield
 
     def _enter_first_block(self, module, args, kwargs) -> None:
         self._read_residual(-1, args[0] if args else kwargs["hidden_states"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.attention_tap import CausalMask, attention_tap, enter_layer
+from sinkscope.capture.edits import suspend
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy
 
@@ -58,7 +59,8 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     positive, share = [], []
-    with attention_tap(anatomy, keep_key):
+    # An intervention that is on acted on the rows already, and is not meant for these few.
+    with suspend(), attention_tap(anatomy, keep_key):
         for layer, rows in zip(anatomy.layers, inputs, strict=True):
             magnitude_BQE = rows.residual_BQE.abs()
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)

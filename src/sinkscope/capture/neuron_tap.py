@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinkscope.capture.edits import expert_edits
 from sinkscope.capture.layer_statistics import wide
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
@@ -59,7 +60,7 @@ class LayerUnits:
         if layer.shared_down_projection is not None:
             handles.append(layer.shared_down_projection.register_forward_pre_hook(self._keep_shared))
         if layer.experts is not None:
-            handles.append(layer.experts.register_forward_pre_hook(self._keep_routed, with_kwargs=True))
+            handles.append(layer.experts.register_forward_pre_hook(self.keep_routed, with_kwargs=True))
         if layer.post_norm is not None:
             handles.append(layer.post_norm.register_forward_hook(self._keep_write_scale))
         return handles
@@ -70,7 +71,7 @@ class LayerUnits:
     def _keep_shared(self, module, args) -> None:
         self.shared_NF = args[0].flatten(0, -2)
 
-    def _keep_routed(self, module, args, kwargs) -> None:
+    def keep_routed(self, module, args, kwargs) -> None:
         self.routed = tuple([*args, *kwargs.values()][:3])  # type: ignore[assignment]
 
     def _keep_write_scale(self, module, args, output) -> None:
@@ -91,7 +92,7 @@ class LayerUnits:
             assert statistics.column_energy is not None
             return UnitReading(statistics.largest, statistics.argmax, statistics.column_energy)
         assert self.routed is not None
-        hidden_NE, index_Nk, _ = self.routed
+        hidden_NE = self.routed[0]
         top_write = torch.zeros(hidden_NE.shape[0], device=hidden_NE.device)
         top_unit = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
         energies, first_unit = [], 0
@@ -99,7 +100,7 @@ class LayerUnits:
             if expert == SHARED_EXPERT:
                 tokens, neurons = torch.arange(len(top_write), device=top_write.device), self.shared_NF
             else:
-                tokens = (index_Nk == expert).any(-1).nonzero().squeeze(-1)
+                tokens = self._uses(expert).nonzero().squeeze(-1)
                 neurons = self._expert_neurons(expert, tokens)
             assert neurons is not None
             statistics = token_statistics(self._written(neurons, tokens), norm, moments=False)
@@ -121,7 +122,7 @@ class LayerUnits:
                 groups.append(self.shared_NF[tokens_n].float())  # type: ignore[index]
                 continue
             group = torch.zeros(len(tokens_n), weight.shape[1], device=weight.device)
-            hit = (self.routed[1][tokens_n] == expert).any(-1).nonzero().squeeze(-1)
+            hit = self._uses(expert)[tokens_n].nonzero().squeeze(-1)
             group[hit] = self._expert_neurons(expert, tokens_n[hit]).float()
             groups.append(group)
         return torch.cat(groups, dim=-1)
@@ -142,8 +143,40 @@ class LayerUnits:
             return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
         return weight_EF.to(wide(weight_EF)).square().sum(0).sqrt()  # several times faster than the norm on a CPU
 
+    def values(self, expert: int | None, neurons: Tensor) -> Tensor:
+        """[N, n] float32 activations of some units of one group at every token."""
+        whole = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
+        if expert in whole:
+            chosen_NF = whole[expert]
+            assert chosen_NF is not None
+            return chosen_NF[:, neurons].float()
+        assert self.routed is not None
+        values = torch.zeros(self.routed[0].shape[0], len(neurons), device=self.routed[0].device)
+        hit = self._uses(expert).nonzero().squeeze(-1)
+        values[hit] = self._expert_neurons(expert, hit)[:, neurons].float()
+        return values
+
+    def _uses(self, expert: int | None) -> Tensor:
+        """[N] tokens at which an expert's units may be other than 0: those routed to it, or all where it is edited."""
+        assert self.routed is not None
+        edited = any(edit.expert == expert for edit in expert_edits(self.layer.experts))
+        routed_N = (self.routed[1] == expert).any(-1)
+        return torch.ones_like(routed_N) if edited else routed_N
+
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
-        """[n, F] neurons of one expert at tokens routed to it, times their routing weight."""
+        """[n, F] neurons of one expert, as an intervention leaves them."""
+        assert self.routed is not None
+        edits = [edit for edit in expert_edits(self.layer.experts) if edit.expert == expert]
+        if not edits:
+            return self._routed_neurons(expert, tokens_n)
+        neurons_NF = self._routed_neurons(expert, torch.arange(self.routed[0].shape[0], device=tokens_n.device))
+        for edit in edits:
+            chosen = torch.tensor(edit.neurons, device=tokens_n.device)
+            neurons_NF[:, chosen] = edit.new_values(neurons_NF[:, chosen])
+        return neurons_NF[tokens_n]
+
+    def _routed_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
+        """[n, F] neurons of one expert, times their routing weight: 0 at tokens not routed to it."""
         assert self.routed is not None
         assert expert is not None
         hidden_NE, index_Nk, weight_Nk = self.routed

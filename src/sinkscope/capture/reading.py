@@ -148,8 +148,8 @@ def read_model(
             frozen=frozen,
             rank_index=rank_index[:0] if survey else rank_index[inside] - first_token,
         )
-        with torch.no_grad(), evaluation_mode(loaded.model), reader.reading() as inputs:
-            anatomy.decoder(input_ids=chunk.to(_input_device(anatomy)), use_cache=False, **inputs)
+        with torch.no_grad(), evaluation_mode(loaded.model), reader.reading():
+            anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)
             statistics = reader.statistics()
         path = reader.attention_path
         done += 1
@@ -213,7 +213,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _input_device(anatomy: Anatomy) -> torch.device:
+def input_device(anatomy: Anatomy) -> torch.device:
     return anatomy.decoder.get_input_embeddings().weight.device
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope.capture.edits import RowEdit
+
 TILE_ELEMENTS = 1 << 21
 """Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
 cache."""
@@ -60,6 +62,8 @@ class AttentionRule:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     """[H] learned logits that take part in the softmax and have no key."""
+    edits: tuple[RowEdit, ...] = ()
+    """Queries that see other keys; `read_attention` honours them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ or the module, never inferred from shapes. A family that is missing raises an er
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ SHARED_EXPERT = -1
 """The expert number under which the units of a shared expert are listed."""
 DENSE = -2
 """Stands for "no expert" where a tensor needs a number."""
+
+
+class Unit(NamedTuple):
+    """One feed-forward unit of a model; `expert` is None in a dense layer and SHARED_EXPERT for a shared one."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in self if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,8 @@ class Family:
     down_projection: str = "mlp.down_proj"
     experts: str | None = None
     shared_down_projection: str | None = None
+    final_norm: str = "norm"
+    """Path of the norm behind the last block, relative to the decoder."""
     post_norm: str | None = None
     """A norm between the down projection and the residual stream: the neurons' write is what leaves it."""
     attention_door: str = "registry"
@@ -104,6 +117,7 @@ FAMILIES: tuple[Family, ...] = (
         name="gpt2",
         model_types=("gpt2",),
         blocks="h",
+        final_norm="ln_f",
         attention="attn",
         output_projection="attn.c_proj",
         down_projection="mlp.c_proj",
@@ -112,6 +126,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="gpt_neox",
         model_types=("gpt_neox",),
+        final_norm="final_layer_norm",
         attention="attention",
         output_projection="attention.dense",
         down_projection="mlp.dense_4h_to_h",
@@ -121,6 +136,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="opt",
         model_types=("opt",),
+        final_norm="final_layer_norm",
         output_projection="self_attn.out_proj",
         down_projection="fc2",
         unsupported=_opt_unsupported,
@@ -130,6 +146,7 @@ FAMILIES: tuple[Family, ...] = (
         name="falcon",
         model_types=("falcon",),
         blocks="h",
+        final_norm="ln_f",
         attention="self_attention",
         output_projection="self_attention.dense",
         down_projection="mlp.dense_4h_to_h",
@@ -181,6 +198,18 @@ class Layer:
         if self.shared_down_projection is not None:
             groups.append((SHARED_EXPERT, _projection_weight(self.shared_down_projection)))
         return groups
+
+    def group_weight(self, expert: int | None) -> Tensor:
+        """[E, F] output vectors of one group of units; refuses a group that the layer does not have."""
+        groups = dict(self.down_weights())
+        if expert not in groups:
+            names = ", ".join("none" if name is None else str(name) for name in groups)
+            raise InputError(
+                expected=f"an expert of layer {self.index}: {names}",
+                found="none" if expert is None else str(expert),
+                next_step="Name the unit as layer:neuron in a dense layer, as layer:expert:neuron among experts",
+            )
+        return groups[expert]
 
     def locate_unit(self, unit: int) -> tuple[int | None, int]:
         """(expert or None, neuron) of a unit's number within the layer."""
@@ -249,6 +278,27 @@ class Anatomy:
             "down_projection": self.family.down_projection,
             "experts": self.family.experts,
         }
+
+
+def checked_units(anatomy: Anatomy, units: Iterable[Unit]) -> dict[tuple[int, int | None], tuple[int, ...]]:
+    """Neurons by (layer, expert); refuses units that the model does not have."""
+    groups: dict[tuple[int, int | None], set[int]] = {}
+    for layer, expert, neuron in units:
+        if not 0 <= layer < len(anatomy.layers):
+            raise InputError(
+                expected=f"a layer from 0 to {len(anatomy.layers) - 1}",
+                found=str(layer),
+                next_step="Choose a layer of this model; 'sinkscope models NAME' shows them",
+            )
+        num_units = anatomy.layers[layer].group_weight(expert).shape[1]
+        if not 0 <= neuron < num_units:
+            raise InputError(
+                expected=f"a neuron of layer {layer} from 0 to {num_units - 1}",
+                found=str(neuron),
+                next_step="Choose a unit of this layer; 'sinkscope trace' lists those that matter",
+            )
+        groups.setdefault((layer, expert), set()).add(neuron)
+    return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
 
 
 def anatomy_of(model: Part) -> Anatomy:

@@ -1,0 +1,95 @@
+"""The doors that interventions use where a hook on a module is not enough: who may attend to whom, and the units of
+experts.
+
+Interventions live a layer above; what capture must know of them while it reads stands here, in context variables, so
+that two threads don't see each other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEdit:
+    """A change of the keys that some queries of one attention may see."""
+
+    queries: tuple[int, ...]
+    mode: Literal["only", "allow", "block"]
+    """The queries see these keys only; these too, later ones included; or all they saw but these."""
+    keys: tuple[int, ...]
+    heads: tuple[int, ...] | None = None
+    sequences: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertEdit:
+    """A change of some units of one expert, for every token of a pass, routed there or not."""
+
+    expert: int
+    neurons: tuple[int, ...]
+    new_values: Callable[[Tensor], Tensor]
+    """[N, n] current activations, routing weight included -> what they become."""
+
+
+_row_edits: ContextVar[dict[int, tuple[RowEdit, ...]] | None] = ContextVar("sinkscope_row_edits", default=None)
+_expert_edits: ContextVar[dict[int, tuple[ExpertEdit, ...]] | None] = ContextVar("sinkscope_expert_edits", default=None)
+_suspended: ContextVar[bool] = ContextVar("sinkscope_edits_suspended", default=False)
+
+
+def row_edits(attention: object) -> tuple[RowEdit, ...]:
+    """The edits of one attention module that are on now."""
+    return () if _suspended.get() else (_row_edits.get() or {}).get(id(attention), ())
+
+
+def expert_edits(experts: object) -> tuple[ExpertEdit, ...]:
+    """The edits of one module of experts that are on now."""
+    return () if _suspended.get() else (_expert_edits.get() or {}).get(id(experts), ())
+
+
+def suspended() -> bool:
+    """Whether the model runs for a reading of its own, on rows that no intervention is meant for."""
+    return _suspended.get()
+
+
+@contextlib.contextmanager
+def suspend() -> Iterator[None]:
+    """While open, no intervention acts."""
+    token = _suspended.set(True)
+    try:
+        yield
+    finally:
+        _suspended.reset(token)
+
+
+@contextlib.contextmanager
+def editing_rows(edits: dict[int, RowEdit]) -> Iterator[None]:
+    """Adds one edit to each attention named by its id."""
+    with _adding(_row_edits, edits):
+        yield
+
+
+@contextlib.contextmanager
+def editing_experts(edits: dict[int, list[ExpertEdit]]) -> Iterator[None]:
+    """Adds edits to each module of experts named by its id."""
+    with contextlib.ExitStack() as stack:
+        for key, some in edits.items():
+            for edit in some:
+                stack.enter_context(_adding(_expert_edits, {key: edit}))
+        yield
+
+
+@contextlib.contextmanager
+def _adding(variable: ContextVar, edits: dict) -> Iterator[None]:
+    before = variable.get() or {}
+    token = variable.set(before | {key: (*before.get(key, ()), edit) for key, edit in edits.items()})
+    try:
+        yield
+    finally:
+        variable.reset(token)

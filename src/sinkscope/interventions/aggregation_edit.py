@@ -1,0 +1,294 @@
+"""Edits of the value aggregation o of one position, before the output projection: variance amplification and its
+controls.
+
+With mu the mean of o over a calibration batch, d = o - mu a sequence's deviation and f the factor:
+
+    amplify_variance   mu + f d        = o + (f - 1) d
+    scale_norm         f o
+    shift_mean         o + (1 - f) mu      the only thing in which the first two differ
+    swap_deviation     o + (f - 1) d'      d' the deviation of a calibration sequence, another one in each layer
+    random_direction   o + (f - 1) |d| u   u a random unit vector, drawn per sequence and layer
+    equalise_variance  mu + s d            s brings the variance at the position down to that of the later half
+    remove_mean        d
+    remove_deviation   mu
+    remove_energy      r o                 r brings |o|^2 to its mean over the later half
+
+mu is taken layer by layer with the edit active below, then frozen: a result depends neither on chunking nor on the
+sequences it is measured on. Axes: B sequences, T positions, H heads, D head size, C = H * D channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import (
+    BatchShape,
+    Intervention,
+    Place,
+    acting,
+    all_layers,
+    as_indices,
+    is_on,
+)
+from sinkscope.models.anatomy import Layer
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+
+MIN_CALIBRATION = 64
+"""Sequences that a mean is taken over at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCalibration:
+    """What one layer's edit needs to know, from the calibration batch."""
+
+    mean_C: Tensor
+    deviations_BC: Tensor
+    later_variance: Tensor
+    """Variance across sequences, mean over channels and the later half of positions."""
+    later_energy: Tensor
+    """|o|^2, mean over sequences and the later half of positions."""
+
+    @classmethod
+    def of(cls, aggregation_BTC: Tensor, position: int) -> LayerCalibration:
+        chosen_BC = aggregation_BTC[:, position].float()
+        later = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :].float()
+        mean_C = chosen_BC.mean(0)
+        return cls(
+            mean_C=mean_C,
+            deviations_BC=chosen_BC - mean_C,
+            later_variance=later.var(0).mean(),
+            later_energy=later.square().sum(-1).mean(),
+        )
+
+
+Formula = Callable[[Tensor, LayerCalibration, float, int], Tensor]
+"""(o [B, C], calibration, factor, layer) -> what it becomes."""
+
+
+def _amplify(o, calibration, factor, layer):
+    return o + (factor - 1) * (o - calibration.mean_C)  # in this form a factor of 1 changes no bit
+
+
+def _scale(o, calibration, factor, layer):
+    return factor * o
+
+
+def _shift(o, calibration, factor, layer):
+    return o + (1 - factor) * calibration.mean_C
+
+
+def _swap(o, calibration, factor, layer):
+    # Stepping by another prime in each layer: no sequence keeps its partner, and none is its own while calibrating.
+    partners = (torch.arange(len(o), device=o.device) + 1 + 7 * layer) % len(calibration.deviations_BC)
+    return o + (factor - 1) * calibration.deviations_BC[partners]
+
+
+def _random(o, calibration, factor, layer):
+    generator = torch.Generator().manual_seed(layer)
+    direction = torch.nn.functional.normalize(torch.randn(o.shape, generator=generator), dim=-1).to(o)
+    deviation = torch.linalg.vector_norm(o - calibration.mean_C, dim=-1, keepdim=True)
+    return o + (factor - 1) * deviation * direction
+
+
+def _equalise(o, calibration, factor, layer):
+    # Unbiased, as the later positions' variance is: sum over sequences / (n - 1), mean over channels.
+    deviations_BC = calibration.deviations_BC
+    variance = deviations_BC.square().sum() / ((len(deviations_BC) - 1) * deviations_BC.shape[1])
+    shrink = (calibration.later_variance / variance.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(max=1.0)
+    return calibration.mean_C + shrink * (o - calibration.mean_C)
+
+
+def _remove_mean(o, calibration, factor, layer):
+    return o - calibration.mean_C
+
+
+def _remove_deviation(o, calibration, factor, layer):
+    return calibration.mean_C.expand_as(o)
+
+
+def _remove_energy(o, calibration, factor, layer):
+    energy = o.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return o * (calibration.later_energy / energy).sqrt()
+
+
+FORMULAS: dict[str, Formula] = {
+    "amplify_variance": _amplify,
+    "scale_norm": _scale,
+    "shift_mean": _shift,
+    "swap_deviation": _swap,
+    "random_direction": _random,
+    "equalise_variance": _equalise,
+    "remove_mean": _remove_mean,
+    "remove_deviation": _remove_deviation,
+    "remove_energy": _remove_energy,
+}
+
+
+class AggregationEdit(Intervention):
+    """One formula on the aggregation of one position, its calibration frozen when it is made."""
+
+    def __init__(
+        self,
+        model: LoadedModel | Any,
+        formula: str,
+        position: int,
+        factor: float = 1.0,
+        *,
+        calibration: TokenBatch,
+        layers: Sequence[int] | None = None,
+        heads: int | Sequence[int] | None = None,
+        sequences: int | Sequence[int] | None = None,
+    ) -> None:
+        self.name, self.formula, self.factor, self.position = formula, FORMULAS[formula], factor, position
+        if not math.isfinite(factor):
+            raise InputError(
+                expected="a finite factor", found=str(factor), next_step="Give one such as 4, as in --amplify 10:4"
+            )
+        super().__init__(
+            model,
+            Place(
+                on="aggregation",
+                layers=all_layers(model, layers),
+                positions=(position,),
+                heads=as_indices(heads),
+                sequences=as_indices(sequences),
+            ),
+        )
+        self.calibrated: dict[int, LayerCalibration] = {}
+        self._calibrate(model.model if isinstance(model, LoadedModel) else model, calibration)
+
+    def _calibrate(self, model: torch.nn.Module, batch: TokenBatch) -> None:
+        if batch.num_sequences < MIN_CALIBRATION:
+            raise InputError(
+                expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",
+                found=str(batch.num_sequences),
+                next_step="Give more sequences: a mean over few is mostly their noise",
+            )
+        if is_on(self.anatomy):
+            raise InputError(
+                expected=f"{self.name} made before other interventions are on",
+                found="one that is on, which would change the calibration",
+                next_step="Make the interventions first, then enter them together",
+            )
+        if not self.place.layers:
+            return
+        with contextlib.ExitStack() as stack:
+            for layer in self.layers():
+                self._hook(layer, stack, calibrating=True)
+            last = self.anatomy.layers[max(self.place.layers)]
+            stack.callback(last.output_projection.register_forward_hook(_stop).remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(evaluation_mode(model))
+            with contextlib.suppress(_PassEndedError):
+                self.anatomy.decoder(input_ids=batch.ids.to(input_device(self.anatomy)), use_cache=False)
+
+    def opening(self, stack: contextlib.ExitStack) -> None:
+        for layer in self.layers():
+            self._hook(layer, stack, calibrating=False)
+
+    def _hook(self, layer: Layer, stack: contextlib.ExitStack, *, calibrating: bool) -> None:
+        shape = BatchShape(layer, stack)
+
+        def edit(module, args):
+            if not acting():
+                return None
+            aggregation_BTC = shape.unflatten(args[0], self.place)
+            chosen = self._channels(aggregation_BTC)
+            if calibrating:
+                self.calibrated[layer.index] = LayerCalibration.of(aggregation_BTC[..., chosen], self.position)
+            old_BC = aggregation_BTC[:, self.position, chosen]
+            new_BC = self.formula(old_BC.float(), self.calibrated[layer.index], self.factor, layer.index)
+            if not calibrating and self.place.sequences is not None:
+                acts = torch.isin(torch.arange(len(old_BC)), torch.tensor(self.place.sequences)).to(old_BC.device)
+                new_BC = torch.where(acts[:, None], new_BC, old_BC.float())
+            changed = aggregation_BTC.clone()
+            changed[:, self.position, chosen] = new_BC.to(changed.dtype)
+            return (changed.reshape(args[0].shape), *args[1:])
+
+        stack.callback(layer.output_projection.register_forward_pre_hook(edit).remove)
+
+    def _channels(self, aggregation_BTC: Tensor) -> slice | Tensor:
+        """The channels of the heads that are acted on."""
+        if self.place.heads is None:
+            return slice(None)
+        channels_HD = torch.arange(aggregation_BTC.shape[-1], device=aggregation_BTC.device)
+        return channels_HD.view(self.anatomy.num_heads, -1)[list(self.place.heads)].flatten()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
+        return {
+            f"{self.name}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
+            for layer, calibration in self.calibrated.items()
+        }
+
+
+class _PassEndedError(Exception):
+    """Ends a pass whose later layers nobody reads."""
+
+
+def _stop(module, args, output) -> None:
+    raise _PassEndedError
+
+
+def amplify_variance(
+    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+) -> AggregationEdit:
+    """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "amplify_variance", position, factor, calibration=calibration, **where)
+
+
+def scale_norm(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+    """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "scale_norm", position, factor, calibration=calibration, **where)
+
+
+def shift_mean(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+    """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "shift_mean", position, factor, calibration=calibration, **where)
+
+
+def swap_deviation(
+    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+) -> AggregationEdit:
+    """As amplification, with another sequence's deviation.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "swap_deviation", position, factor, calibration=calibration, **where)
+
+
+def random_direction(
+    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+) -> AggregationEdit:
+    """As amplification, along a random direction of equal norm.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "random_direction", position, factor, calibration=calibration, **where)
+
+
+def equalise_variance(model: Any, position: int, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+    """The variance at `position` is brought down to that of the later half of positions.
+
+    `where` takes layers, heads and sequences; all of them by default.
+    """
+    return AggregationEdit(model, "equalise_variance", position, calibration=calibration, **where)

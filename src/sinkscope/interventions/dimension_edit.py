@@ -1,0 +1,218 @@
+"""Edits of the residual stream as it leaves a block: chosen dimensions of a token set, moved or held, or its norm held.
+
+Axes: B sequences, T positions, E width, M chosen dimensions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.condition_reading import ConditionReading, read_condition
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import (
+    Intervention,
+    Place,
+    acting,
+    all_layers,
+    as_indices,
+    indices,
+)
+from sinkscope.interventions.neuron_edit import ClampNeurons
+from sinkscope.models.anatomy import Unit
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch, given_batch
+
+
+class ResidualEdit(Intervention):
+    """New values for tokens of the residual stream behind each block."""
+
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        dimensions: tuple[int, ...],
+        *,
+        layers: Sequence[int] | None = None,
+        positions: int | Sequence[int] | None = None,
+        sequences: int | Sequence[int] | None = None,
+    ) -> None:
+        self.name, self.dimensions = name, dimensions
+        super().__init__(
+            model,
+            Place(
+                on="residual stream",
+                layers=all_layers(model, layers),
+                positions=as_indices(positions),
+                sequences=as_indices(sequences),
+                items=frozenset(dimensions) if dimensions else None,
+            ),
+        )
+        if wrong := [dimension for dimension in dimensions if not 0 <= dimension < self.anatomy.width]:
+            raise InputError(
+                expected=f"dimensions from 0 to {self.anatomy.width - 1}",
+                found=", ".join(map(str, wrong)),
+                next_step="Choose dimensions of this model; 'sinkscope trace' lists the massive ones",
+            )
+
+    @abstractmethod
+    def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        """The stream as it should be everywhere; where the edit does not act it is ignored."""
+
+    def opening(self, stack: contextlib.ExitStack) -> None:
+        for layer in self.layers():
+            stack.callback(layer.block.register_forward_hook(self._hook(layer.index)).remove)
+
+    def _hook(self, layer: int):
+        def hook(module, args, output):
+            if not acting():
+                return None
+            hidden_BTE = output[0] if isinstance(output, tuple) else output
+            num_batch, length, _ = hidden_BTE.shape
+            if self.place.positions is not None and max(self.place.positions) >= length:
+                raise InputError(
+                    expected=f"a position from 0 to {length - 1}",
+                    found=str(max(self.place.positions)),
+                    next_step="Choose another position, or a longer text",
+                )
+            device = hidden_BTE.device
+            rows = torch.arange(num_batch, device=device)[indices(self.place.sequences, device)]
+            columns = torch.arange(length, device=device)[indices(self.place.positions, device)]
+            changed = hidden_BTE.clone()
+            new_BTE = self.new_values(layer, hidden_BTE).to(changed.dtype)
+            changed[rows[:, None], columns] = new_BTE[rows[:, None], columns]
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
+
+
+class SetDimensions(ResidualEdit):
+    """Dimensions at zero, at their mean over a calibration batch, or at the values of another position."""
+
+    def __init__(
+        self,
+        model: Any,
+        dimensions: Sequence[int],
+        mode: str,
+        *,
+        source: int | None,
+        calibration: TokenBatch | None,
+        **where: Any,
+    ) -> None:
+        chosen = as_indices(dimensions) or ()
+        super().__init__(model, "set_dimensions", chosen, **where)
+        self.mode, self.source = mode, source
+        needs = {"zero": True, "mean": calibration is not None, "transplant": source is not None}
+        if not needs.get(mode):
+            raise InputError(
+                expected="a mode of zero, mean (with a calibration batch) or transplant (with a source position)",
+                found=repr(mode),
+                next_step="Choose one, and give what it needs",
+            )
+        self.mean_LTM: Tensor | None = None
+        if mode == "mean" and calibration is not None:
+            reading = read_condition(self.anatomy, model, calibration.ids, dimensions=chosen)
+            self.mean_LTM = reading.dimensions_LBTM.mean(1)
+
+    def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        new_BTE = hidden_BTE.clone()
+        chosen = list(self.dimensions)
+        if self.mode == "zero":
+            new_BTE[..., chosen] = 0
+        elif self.mode == "mean":
+            assert self.mean_LTM is not None
+            new_BTE[..., chosen] = self.mean_LTM[layer].to(new_BTE)
+        else:
+            assert self.source is not None
+            new_BTE[..., chosen] = hidden_BTE[:, self.source, None][..., chosen].expand_as(new_BTE[..., chosen])
+        return new_BTE
+
+
+class ClampDimensions(ResidualEdit):
+    """Dimensions held at their values in an untouched reading of the same batch."""
+
+    def __init__(self, model: Any, untouched: ConditionReading, dimensions: Sequence[int], **where: Any) -> None:
+        super().__init__(model, "clamp", tuple(dimensions), **where)
+        self.held_LBTM = untouched.dimension_values(self.dimensions)
+
+    def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        new_BTE = hidden_BTE.clone()
+        new_BTE[..., list(self.dimensions)] = self.held_LBTM[layer].to(new_BTE)
+        return new_BTE
+
+
+class ClampNorms(ResidualEdit):
+    """The norm of tokens held at its untouched value; their direction is free."""
+
+    def __init__(self, model: Any, untouched: ConditionReading, **where: Any) -> None:
+        super().__init__(model, "clamp", (), **where)
+        self.held_LBT = untouched.residual_norm_LBT
+
+    def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
+        norm_BT = torch.linalg.vector_norm(hidden_BTE.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return hidden_BTE * (self.held_LBT[layer].to(norm_BT) / norm_BT)[..., None].to(hidden_BTE.dtype)
+
+
+def set_dimensions(
+    model: Any,
+    dimensions: Sequence[int],
+    mode: Literal["zero", "mean", "transplant"] = "zero",
+    *,
+    source: int | None = None,
+    calibration: TokenBatch | None = None,
+    **where: Any,
+) -> SetDimensions:
+    """Residual dimensions at zero, at their mean, or at another position's values, behind each block.
+
+    `where` takes layers, positions and sequences.
+    """
+    return SetDimensions(model, dimensions, mode, source=source, calibration=calibration, **where)
+
+
+def clamp(
+    model: Any,
+    untouched: TokenBatch | Tensor | ConditionReading,
+    *,
+    neurons: Sequence[Unit] = (),
+    dimensions: Sequence[int] = (),
+    norms: bool = False,
+    **where: Any,
+) -> contextlib.AbstractContextManager:
+    """Neurons, dimensions or norms held at their untouched values on a batch, while other interventions act.
+
+    `untouched` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
+    """
+    if not (neurons or dimensions or norms):
+        raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
+    if not isinstance(untouched, ConditionReading):
+        batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched)
+        owner = model.model if isinstance(model, LoadedModel) else model
+        untouched = read_condition(None, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
+    held: list[Intervention] = []
+    if neurons:
+        held.append(ClampNeurons(model, neurons, untouched, **where))
+    if dimensions:
+        held.append(ClampDimensions(model, untouched, dimensions, **where))
+    if norms:
+        held.append(ClampNorms(model, untouched, **where))
+    return held[0] if len(held) == 1 else Clamp(held)
+
+
+class Clamp(contextlib.ExitStack):
+    """Several things held at once."""
+
+    def __init__(self, held: list[Intervention]) -> None:
+        super().__init__()
+        self.held = held
+        self.first_layer = min((iv.first_layer for iv in held if iv.first_layer is not None), default=None)
+
+    def __enter__(self):
+        super().__enter__()
+        for intervention in self.held:
+            self.enter_context(intervention)
+        return self

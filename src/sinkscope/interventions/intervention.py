@@ -1,0 +1,169 @@
+"""What every intervention is: a context manager that changes a model's forward pass and leaves the model as it was.
+
+An intervention says where it acts (layers, positions, heads, sequences) and what it acts on (the mask, the value
+aggregation, neurons, residual dimensions). Those that are on at the same time compose, unless two of them would set
+the same thing: that is refused when the second is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.edits import suspended
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
+from sinkscope.models.loading import LoadedModel
+
+Indices = tuple[int, ...] | None
+"""Some of them, or None for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an intervention acts, and on what of it."""
+
+    on: str
+    """mask, aggregation, neurons or dimensions."""
+    layers: tuple[int, ...]
+    positions: Indices = None
+    heads: Indices = None
+    sequences: Indices = None
+    items: frozenset | None = None
+    """The units or dimensions; None for all."""
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether two places share a number that both would set."""
+        pairs = [(self.layers, other.layers), (self.positions, other.positions), (self.heads, other.heads)]
+        pairs += [(self.sequences, other.sequences), (self.items, other.items)]
+        return self.on == other.on and all(
+            mine is None or theirs is None or not set(mine).isdisjoint(theirs) for mine, theirs in pairs
+        )
+
+
+_active: ContextVar[tuple[Intervention, ...]] = ContextVar("sinkscope_interventions", default=())
+
+
+class Intervention(contextlib.AbstractContextManager):
+    """One change of a model's forward pass, on while its block runs."""
+
+    name = "intervention"
+
+    def __init__(self, model: Any, place: Place) -> None:
+        self.anatomy: Anatomy = anatomy_of(model.model if isinstance(model, LoadedModel) else model)
+        self.place = replace(place, layers=_checked_layers(self.anatomy, place.layers))
+        if place.heads is not None and (wrong := [h for h in place.heads if not 0 <= h < self.anatomy.num_heads]):
+            _refuse("a head", self.anatomy.num_heads, wrong, "--heads")
+        for indices, what in ((place.positions, "positions"), (place.sequences, "sequences")):
+            if indices and min(indices) < 0:
+                raise InputError(
+                    expected=f"{what} from 0 on", found=str(min(indices)), next_step=f"Choose {what} of the text"
+                )
+        self._opened: list[contextlib.ExitStack] = []
+
+    @property
+    def first_layer(self) -> int | None:
+        """The first layer whose output can differ; None for an intervention on nothing."""
+        return min(self.place.layers, default=None)
+
+    def layers(self) -> list[Layer]:
+        return [self.anatomy.layers[index] for index in self.place.layers]
+
+    def opening(self, stack: contextlib.ExitStack) -> None:
+        """Registers hooks and enters contexts; everything is undone by the stack."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        for other in _active.get():
+            if other.anatomy.decoder is self.anatomy.decoder and other.place.overlaps(self.place):
+                raise InputError(
+                    expected="interventions that act on different things or places",
+                    found=f"{other.name} and {self.name} both set the {self.place.on} at the same place",
+                    next_step="Leave one of them out, or move it to other layers, positions, heads or sequences",
+                )
+        with contextlib.ExitStack() as stack:
+            token = _active.set((*_active.get(), self))
+            stack.callback(_active.reset, token)
+            self.opening(stack)
+            self._opened.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exception):
+        return self._opened.pop().__exit__(*exception)
+
+
+@contextlib.contextmanager
+def together(interventions: Iterable[Intervention]) -> Iterator[int | None]:
+    """All of them at once; yields the first layer that any of them touches, None where there are none."""
+    with contextlib.ExitStack() as stack:
+        first_layers = [stack.enter_context(intervention).first_layer for intervention in interventions]
+        yield min((layer for layer in first_layers if layer is not None), default=None)
+
+
+class BatchShape:
+    """[B, T] of the text that is running: some families flatten tokens before the modules that interventions hook."""
+
+    def __init__(self, layer: Layer, stack: contextlib.ExitStack) -> None:
+        self.value: tuple[int, int] | None = None
+        stack.callback(layer.block.register_forward_pre_hook(self._note, with_kwargs=True).remove)
+
+    def _note(self, module, args, kwargs) -> None:
+        self.value = tuple((args[0] if args else kwargs["hidden_states"]).shape[:2])
+
+    def unflatten(self, x: Tensor, place: Place) -> Tensor:
+        """[B, T, ...] view; checks that the place lies within the text."""
+        assert self.value is not None
+        num_batch, length = self.value
+        for indices, count, what in ((place.positions, length, "position"), (place.sequences, num_batch, "sequence")):
+            if indices is not None and (wrong := [index for index in indices if index >= count]):
+                _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
+        return x.reshape(num_batch, length, x.shape[-1])
+
+
+def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
+    """What selects the chosen indices along an axis."""
+    return slice(None) if chosen is None else torch.tensor(chosen, dtype=torch.long, device=device)
+
+
+def acting() -> bool:
+    """Whether interventions act now: they don't while capture runs a part of the model for a reading of its own."""
+    return not suspended()
+
+
+def is_on(anatomy: Anatomy) -> bool:
+    """Whether any intervention on this model is on."""
+    return any(other.anatomy.decoder is anatomy.decoder for other in _active.get())
+
+
+def as_indices(chosen: int | Sequence[int] | None) -> Indices:
+    """One index, several, or None for all, as a tuple."""
+    if chosen is None:
+        return None
+    return (chosen,) if isinstance(chosen, int) else tuple(dict.fromkeys(int(index) for index in chosen))
+
+
+def all_layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The chosen layers, or all of them."""
+    if layers is not None:
+        return tuple(layers)
+    return tuple(range(len(anatomy_of(model.model if isinstance(model, LoadedModel) else model).layers)))
+
+
+def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:
+    if wrong := [layer for layer in layers if not 0 <= layer < len(anatomy.layers)]:
+        _refuse("a layer", len(anatomy.layers), wrong, "--layers")
+    return tuple(sorted(set(layers)))
+
+
+def _refuse(what: str, count: int, wrong: list[int], next_step: str) -> None:
+    raise InputError(
+        expected=f"{what} from 0 to {count - 1}",
+        found=", ".join(map(str, wrong)),
+        next_step=f"Choose {next_step}" if not next_step.startswith("--") else f"Choose others with {next_step}",
+    )

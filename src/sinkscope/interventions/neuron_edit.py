@@ -1,0 +1,243 @@
+"""Edits of feed-forward units, dense and expert alike: ablation, transplant, clamping, and a dense output vector.
+
+A dense unit is changed as it enters the down projection. Experts have no module to hook for their units, so what their
+new values would add to the output is added there; a routed unit counts with its routing weight, 0 where it was not
+routed. Axes: B sequences, T positions, N = B * T tokens, n units of one group, E width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.condition_reading import ConditionReading, read_condition
+from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
+from sinkscope.capture.neuron_tap import LayerUnits
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import BatchShape, Intervention, Place, acting, as_indices, indices
+from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of, checked_units
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+
+Group = tuple[int, int | None]
+"""(layer, expert or None)."""
+
+
+class NeuronEdit(Intervention):
+    """New values for some units at some tokens."""
+
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        units: Iterable[Unit],
+        *,
+        positions: int | Sequence[int] | None = None,
+        sequences: int | Sequence[int] | None = None,
+    ) -> None:
+        self.name = name
+        units = [Unit(*unit) for unit in units]
+        self.groups = checked_units(anatomy_of(model.model if isinstance(model, LoadedModel) else model), units)
+        super().__init__(
+            model,
+            Place(
+                on="neurons",
+                layers=tuple(layer for layer, _ in self.groups),
+                positions=as_indices(positions),
+                sequences=as_indices(sequences),
+                items=frozenset(units),
+            ),
+        )
+
+    @abstractmethod
+    def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        """What the group's units become, everywhere; where the edit does not act it is ignored."""
+
+    def opening(self, stack: contextlib.ExitStack) -> None:
+        experts: dict[int, list[ExpertEdit]] = {}
+        for group, neurons in self.groups.items():
+            layer = self.anatomy.layers[group[0]]
+            shape = BatchShape(layer, stack)
+            if group[1] in (None, SHARED_EXPERT):
+                projection = layer.down_projection if group[1] is None else layer.shared_down_projection
+                hook = self._dense_hook(group, neurons, shape)
+                stack.callback(projection.register_forward_pre_hook(hook).remove)  # type: ignore[union-attr]
+            else:
+                assert group[1] is not None
+                hook = self._expert_hook(group, neurons, shape)
+                stack.callback(layer.experts.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
+                values = self._expert_values(group, shape)
+                edit = ExpertEdit(expert=group[1], neurons=neurons, new_values=values)
+                experts.setdefault(id(layer.experts), []).append(edit)
+        stack.enter_context(editing_experts(experts))
+
+    def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape):
+        def hook(module, args):
+            if not acting():
+                return None
+            all_BTF = shape.unflatten(args[0], self.place).clone()
+            chosen = indices(neurons, all_BTF.device)
+            all_BTF[..., chosen] = self._edited(group, all_BTF[..., chosen])
+            return (all_BTF.reshape(args[0].shape), *args[1:])
+
+        return hook
+
+    def _expert_values(self, group: Group, shape: BatchShape):
+        def new_values(current_Nn: Tensor) -> Tensor:
+            return self._edited(group, shape.unflatten(current_Nn, self.place)).flatten(0, 1)
+
+        return new_values
+
+    def _expert_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape):
+        layer, expert = self.anatomy.layers[group[0]], group[1]
+
+        def hook(module, args, kwargs, output):
+            if not acting():
+                return None
+            chosen = torch.tensor(neurons, device=output.device)
+            with suspend():  # what the experts made of the token, before any edit
+                units = LayerUnits(layer)
+                units.keep_routed(module, args, kwargs)
+                current_BTn = shape.unflatten(units.values(expert, chosen), self.place)
+            change_Nn = (self._edited(group, current_BTn) - current_BTn).flatten(0, 1)
+            added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T
+            return output + added_NE.view_as(output).to(output.dtype)
+
+        return hook
+
+    def _edited(self, group: Group, current_BTn: Tensor) -> Tensor:
+        new_BTn = self.new_values(group, current_BTn).to(current_BTn.dtype)
+        acts_BT = torch.zeros(current_BTn.shape[:2], dtype=torch.bool, device=current_BTn.device)
+        rows = torch.arange(len(acts_BT), device=acts_BT.device)[indices(self.place.sequences, acts_BT.device)]
+        columns = torch.arange(acts_BT.shape[1], device=acts_BT.device)[indices(self.place.positions, acts_BT.device)]
+        acts_BT[rows[:, None], columns] = True
+        return torch.where(acts_BT[..., None], new_BTn, current_BTn)
+
+
+class AblateNeurons(NeuronEdit):
+    """Units at zero, at their mean over a calibration batch, or at values drawn from it."""
+
+    def __init__(self, model: Any, units: Iterable[Unit], mode: str, calibration: TokenBatch | None, **where) -> None:
+        super().__init__(model, "ablate_neurons", units, **where)
+        self.mode = mode
+        if mode not in ("zero", "mean", "resample"):
+            raise InputError(
+                expected="a mode of zero, mean or resample", found=repr(mode), next_step="Choose one of them"
+            )
+        self.seen: dict[Group, Tensor] = {}
+        if mode != "zero":
+            if calibration is None:
+                raise InputError(
+                    expected=f"a calibration batch, to ablate by {mode}",
+                    found="none",
+                    next_step="Pass calibration=token_batch(model, ...) with another seed",
+                )
+            reading = read_condition(self.anatomy, model, calibration.ids, units=tuple(self.place.items or ()))
+            self.seen = {group: reading.group_values(group, neurons) for group, neurons in self.groups.items()}
+
+    def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        if self.mode == "zero":
+            return torch.zeros_like(current_BTn)
+        seen_Nn = self.seen[group].flatten(0, 1).to(current_BTn)
+        if self.mode == "mean":
+            return seen_Nn.mean(0).expand_as(current_BTn)
+        # The same token of the calibration batch for all units of the group: their values belong together.
+        generator = torch.Generator().manual_seed(group[0])
+        drawn = torch.randint(len(seen_Nn), current_BTn.shape[:2], generator=generator).to(current_BTn.device)
+        return seen_Nn[drawn]
+
+
+class TransplantNeurons(NeuronEdit):
+    """Units at one position take the values they have at another, sequence by sequence."""
+
+    def __init__(self, model: Any, units: Iterable[Unit], source: int, target: int, **where) -> None:
+        super().__init__(model, "transplant_neurons", units, positions=target, **where)
+        self.source = source
+        if source < 0 or source == target:
+            raise InputError(
+                expected="two different positions, from 0 on", found=f"{source} and {target}", next_step="Choose others"
+            )
+
+    def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        return current_BTn[:, self.source, None].expand_as(current_BTn)
+
+
+class ClampNeurons(NeuronEdit):
+    """Units held at the values they have in an untouched reading of the same batch."""
+
+    def __init__(self, model: Any, units: Iterable[Unit], untouched: ConditionReading, **where) -> None:
+        super().__init__(model, "clamp", units, **where)
+        self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
+
+    def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
+        return self.held[group].to(current_BTn)
+
+
+class DensifyNeurons(Intervention):
+    """Output vectors of equal norm, spread over all dimensions with random signs; activations stay as they are."""
+
+    name = "densify_neurons"
+
+    def __init__(self, model: Any, units: Iterable[Unit], *, seed: int = 0) -> None:
+        units = [Unit(*unit) for unit in units]
+        self.groups = checked_units(anatomy_of(model.model if isinstance(model, LoadedModel) else model), units)
+        place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
+        super().__init__(model, place)
+        self.change: dict[Group, Tensor] = {}
+        for group, neurons in self.groups.items():
+            sparse_En = self.anatomy.layers[group[0]].group_weight(group[1])[:, list(neurons)].float()
+            generator = torch.Generator().manual_seed(seed + 1_000_003 * group[0])
+            signs_En = torch.randint(0, 2, sparse_En.shape, generator=generator).to(sparse_En) * 2 - 1
+            dense_En = signs_En * torch.linalg.vector_norm(sparse_En, dim=0) / len(sparse_En) ** 0.5
+            self.change[group] = dense_En - sparse_En
+
+    def opening(self, stack: contextlib.ExitStack) -> None:
+        for (index, expert), neurons in self.groups.items():
+            layer = self.anatomy.layers[index]
+            dense = {None: layer.down_projection, SHARED_EXPERT: layer.shared_down_projection}
+            module = dense.get(expert, layer.experts)
+            hook = self._hook((index, expert), neurons, routed=expert not in dense)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
+
+    def _hook(self, group: Group, neurons: tuple[int, ...], *, routed: bool):
+        def hook(module, args, kwargs, output):
+            if not acting():
+                return None
+            chosen = torch.tensor(neurons, device=output.device)
+            if routed:
+                units = LayerUnits(self.anatomy.layers[group[0]])
+                units.keep_routed(module, args, kwargs)
+                values = units.values(group[1], chosen)
+            else:
+                values = args[0][..., chosen].float()
+            added = values @ self.change[group].to(values).T
+            return output + added.view_as(output).to(output.dtype)
+
+        return hook
+
+
+def ablate_neurons(
+    model: Any,
+    units: Iterable[Unit],
+    mode: Literal["zero", "mean", "resample"] = "zero",
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Any,
+) -> AblateNeurons:
+    """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences."""
+    return AblateNeurons(model, units, mode, calibration, **where)
+
+
+def densify_neurons(model: Any, units: Iterable[Unit], *, seed: int = 0) -> DensifyNeurons:
+    """Each unit's output vector with its norm spread over all dimensions, all else as it was."""
+    return DensifyNeurons(model, units, seed=seed)
+
+
+def transplant_neurons(model: Any, units: Iterable[Unit], source: int, target: int, **where: Any) -> TransplantNeurons:
+    """The units' activations at `source` written at `target` too."""
+    return TransplantNeurons(model, units, source, target, **where)

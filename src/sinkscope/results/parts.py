@@ -1,0 +1,54 @@
+"""Finished parts of long work, kept beside the run folder until it is whole, so that an interrupted run goes on.
+
+Parts belong to one request: a different request at the same place starts anew. Each is written to a temporary name and
+moved, so a part that is there is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+
+class Parts:
+    """A hidden folder of named arrays. Without a path nothing is kept."""
+
+    def __init__(self, run_path: Path | None, request: Mapping[str, Any]) -> None:
+        self.path = None if run_path is None else run_path.resolve().with_name(f".{run_path.resolve().name}.parts")
+        if self.path is None:
+            return
+        stated = self.path / "request.json"
+        text = json.dumps(request, sort_keys=True, default=str)
+        if self.path.exists() and not (stated.is_file() and stated.read_text(encoding="utf-8") == text):
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        stated.write_text(text, encoding="utf-8")
+
+    def load(self, name: str) -> dict[str, np.ndarray] | None:
+        """The arrays of a part, or None where it is not finished."""
+        if self.path is None or not (file := self.path / f"{name}.safetensors").is_file():
+            return None
+        try:
+            return load_file(file)
+        except SafetensorError:  # cut off by a full disk or a power cut: to be made again
+            return None
+
+    def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        if self.path is None:
+            return
+        partial = self.path / f".{name}.{os.getpid()}"
+        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
+        partial.replace(self.path / f"{name}.safetensors")
+
+    def discard(self) -> None:
+        """Removes the parts: the run they belong to is whole."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""What a study fixes before it judges: everything chosen from the model's behaviour on other sequences than those that
+judge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sinkscope.capture.findings import Findings
+from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+from sinkscope.models.anatomy import Unit
+
+SUPER_NEURON_SHARE = 0.005
+"""Super neurons are at most this part of a layer's units ..."""
+SUPER_NEURON_CONTRAST = 10.0
+"""... each with a write at the sink of this many times its level elsewhere."""
+FIRST_TARGET = 10
+"""The position that the paper intervenes at; two more follow it."""
+NUM_TARGETS = 3
+MAX_DIMENSIONS = 8
+"""Massive dimensions that are followed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The choices of one study."""
+
+    sink: int
+    """The strongest position, sink or not."""
+    targets: tuple[int, ...]
+    """Positions at which interventions try to make a sink; none of them is one untouched."""
+    last_layer: int
+    """Interventions on the aggregation act in layers 0 to this one: the birth of disparity, or where none is born the
+    first layer with a sink."""
+    births: tuple[int, ...]
+    alive: tuple[int, ...]
+    """Layers behind which disparity is there at the sink, or where there is none the layers with a sink."""
+    dimensions: tuple[int, ...]
+    super_neurons: tuple[Unit, ...]
+    """By write share, strongest first, in layers of birth."""
+    candidates: tuple[Unit, ...]
+    """Every unit that moves a massive dimension at the sink, strongest write first: where a minimal set is sought."""
+
+    @property
+    def layers(self) -> range:
+        """Layers up to the birth of disparity."""
+        return range(self.last_layer + 1)
+
+
+def make_plan(findings: Findings) -> Plan:
+    """The plan that a trace of the choosing sequences leads to."""
+    sink, _ = findings.strongest
+    reading = findings.reading
+    anatomy = reading.anatomy
+    births, erasures = findings.births.get(sink, ([], []))
+    sink_layers = (reading.head_sink_rate[:, :, sink].mean(1) >= SINK_RATE).nonzero().flatten().tolist()
+    first = next((layer for layer in births if layer >= 0), None)
+    if first is not None and anatomy.parallel:
+        first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
+    last_layer = first if first is not None else next(iter(sink_layers), 0)
+    alive = _alive(births, erasures, reading.num_layers)
+    peak: dict[int, float] = {}
+    for entry in findings.massive:
+        if entry.position == sink:
+            peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
+    here = [unit for unit in findings.super_neurons if unit.position == sink and unit.role == "writes"]
+    chosen: list[Unit] = []
+    for layer in births:
+        num_units = sum(weight.shape[1] for _, weight in anatomy.layers[layer].down_weights()) if layer >= 0 else 0
+        writers = [u for u in here if u.layer == layer and u.contrast >= SUPER_NEURON_CONTRAST]
+        writers.sort(key=lambda unit: -unit.write_share)
+        allowed = max(1, math.floor(SUPER_NEURON_SHARE * num_units))
+        chosen += [Unit(unit.layer, unit.expert, unit.neuron) for unit in writers[:allowed]]
+    return Plan(
+        sink=sink,
+        targets=_targets(reading.sink_rate, sink, reading.batch.length),
+        last_layer=max(0, last_layer),
+        births=tuple(births),
+        alive=tuple(alive or sink_layers or range(reading.num_layers)),
+        dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
+        super_neurons=tuple(chosen),
+        candidates=tuple(dict.fromkeys(Unit(unit.layer, unit.expert, unit.neuron) for unit in here)),
+    )
+
+
+def _alive(births: list[int], erasures: list[int], num_layers: int) -> list[int]:
+    """Layers behind which disparity is there."""
+    alive: list[int] = []
+    for number, birth in enumerate(births):
+        end = erasures[number] if number < len(erasures) else num_layers
+        alive += range(max(0, birth), end)
+    return alive
+
+
+def _targets(rate_S: torch.Tensor, sink: int, length: int) -> tuple[int, ...]:
+    """Position 10 and two more, evenly spaced among those with enough later queries, that are no sink untouched."""
+    last = length - LATER_QUERIES - 1
+    wanted = torch.linspace(FIRST_TARGET, last, NUM_TARGETS + 1)[:NUM_TARGETS].round().long().tolist()
+    targets: list[int] = []
+    for start in wanted:
+        free = (p for p in range(start, last + 1) if p != sink and p not in targets and rate_S[p] < SINK_RATE)
+        if (position := next(free, None)) is not None:
+            targets.append(position)
+    return tuple(targets)

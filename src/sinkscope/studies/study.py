@@ -1,0 +1,247 @@
+"""study(model): decides link by link whether the chain holds in a model, by interventions with their controls.
+
+Three sets of sequences that share none: the choosing ones fix the plan and the minimal set, the calibration ones the
+means, and the judging ones decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from sinkscope.capture.condition_reading import Replay
+from sinkscope.capture.reading import evaluation_mode
+from sinkscope.capture.trace import trace
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
+from sinkscope.interventions.intervention import together
+from sinkscope.interventions.neuron_edit import ablate_neurons
+from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+from sinkscope.models.anatomy import DENSE, Anatomy, Unit, anatomy_of
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.results.parts import Parts
+from sinkscope.results.run_folder import RunFolder
+from sinkscope.studies.chain_claims import NO_SINK, Measured, causal_claims, reading_claims
+from sinkscope.studies.claims import CLAIMS, QUARTER, Claim, judge
+from sinkscope.studies.conditions import Conditions, Outcome, reduced
+from sinkscope.studies.evidence import read_evidence
+from sinkscope.studies.minimal_set import minimal_set
+from sinkscope.studies.plan import FIRST_TARGET, Plan, make_plan
+from sinkscope.studies.study_result import StudyResult
+from sinkscope.studies.study_tables import STUDY_TABLES, study_tables
+from sinkscope.studies.verdict import verdict_sentence
+
+NUM_CHOOSING = 32
+NUM_SEARCHING = 16
+"""Choosing sequences that the search for a minimal set runs on."""
+MIN_SEQUENCES = 8
+SEARCH_TARGET = 0.8 * QUARTER
+"""What the search asks for: a set chosen at the very threshold would fail it on other sequences half of the time."""
+
+Progress = Callable[[int, int], None]
+
+
+class Study(StudyResult):
+    """What was found, as tables, as a summary and in a sentence."""
+
+    @cached_property
+    def tables(self) -> dict[str, Mapping]:
+        """Columns by table; those of the trace are in `trace.tables`."""
+        return study_tables(self)
+
+    @cached_property
+    def summary(self) -> dict:
+        claims = [
+            {
+                "id": j.id,
+                "verdict": j.verdict,
+                "effect": j.effect,
+                "low": j.low,
+                "high": j.high,
+                "control": j.claim.control,
+                "n": j.n,
+            }
+            for j in self.judgements
+        ]
+        units = [{"layer": u.layer, "expert": u.expert, "neuron": u.neuron} for u in self.minimal_set]
+        return {
+            **self.trace.summary,
+            "verdict": self.verdict,
+            "claims": claims,
+            "minimal_set": units,
+            "sink_without_minimal_set": self.went,
+        }
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        return verdict_sentence(self.plan, self.judgements, self.trace.findings.strongest[1], self.went)
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""
+        from safetensors.torch import save_file
+
+        self.trace.write(folder)
+        folder.write_json("summary.json", self.summary)
+        for schema in STUDY_TABLES:
+            folder.write_table(schema, self.tables[schema.name])
+        if self.calibrations:
+            save_file(self.calibrations, folder.path / "calibration.safetensors")
+
+
+def study(
+    model: LoadedModel | PreTrainedModel | str | None = None,
+    *,
+    tokens: str = "random",
+    bos: bool | None = None,
+    length: int = 64,
+    num_sequences: int = 32,
+    seed: int = 0,
+    parts: Parts | None = None,
+    progress: Progress | None = None,
+) -> Study:
+    """The study of a model on batches of tokens; `parts` keeps finished conditions for a run that is interrupted."""
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    _check(length, num_sequences)
+    sizes = (num_sequences, NUM_CHOOSING, MIN_CALIBRATION)
+    whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
+    judging, choosing, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(list(sizes)))
+    with evaluation_mode(loaded.model):
+        return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
+
+
+def _check(length: int, num_sequences: int) -> None:
+    needed = FIRST_TARGET + LATER_QUERIES + 6
+    if length < needed:
+        raise InputError(
+            expected=f"at least {needed} tokens, so that position {FIRST_TARGET} and others have {LATER_QUERIES} later "
+            "queries",
+            found=f"length {length}",
+            next_step="Give --length 64",
+        )
+    if num_sequences < MIN_SEQUENCES:
+        raise InputError(
+            expected=f"at least {MIN_SEQUENCES} sequences: an interval over fewer says nothing",
+            found=str(num_sequences),
+            next_step="Give --num-sequences 32",
+        )
+
+
+class _Run:
+    """One study while it goes."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        judging: TokenBatch,
+        choosing: TokenBatch,
+        calibration: TokenBatch,
+        parts: Parts,
+        progress: Progress | None,
+    ) -> None:
+        self.loaded, self.judging, self.choosing, self.calibration = loaded, judging, choosing, calibration
+        self.anatomy: Anatomy = anatomy_of(loaded.model)
+        self.parts, self.progress = parts, progress or (lambda done, total: None)
+
+    def study(self) -> Study:
+        chosen = trace(self.loaded, self.choosing, effective_rank=False)
+        plan = make_plan(chosen.findings)
+        shown = trace(self.loaded, self.judging)
+        has_sink = chosen.findings.strongest[1] >= SINK_RATE
+        minimal = self._minimal_set(plan) if has_sink else ()
+        units = dict.fromkeys((*plan.super_neurons, *minimal))
+        replay = Replay(
+            self.anatomy,
+            self.loaded.model,
+            self.judging.ids,
+            tuple(units),
+            plan.dimensions,
+            restarts={unit.layer for unit in (*plan.candidates, *minimal)},
+            loss=True,
+        )
+        evidence = read_evidence(self.anatomy, self.loaded.model, self.judging.ids, plan)
+        sink_varies = bool((self.judging.ids[:, plan.sink] != self.judging.ids[0, plan.sink]).any())
+        claims = reading_claims(plan, self.anatomy, evidence, replay.untouched, sink_varies=sink_varies)
+        measured = Measured(plan, reduced(replay.untouched, plan), {})
+        went, calibrations = None, {}
+        if has_sink:
+            conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
+            measured.outcomes.update(self._outcomes(conditions, sink_varies))
+            claims += causal_claims(plan, measured, minimal, sink_varies=sink_varies)
+            calibrations = {name: value for edit in conditions.calibrated for name, value in edit.tensors().items()}
+            went = _went(plan, measured) if minimal else None
+        judgements = judge(claims, self.judging.num_sequences)
+        if judgements[0].verdict != "holds":
+            names = [name for name in CLAIMS if name != "sink"]
+            judgements = judge(
+                [claims[0], *(Claim(id=name, note=NO_SINK) for name in names)], self.judging.num_sequences
+            )
+        return Study(
+            loaded=self.loaded,
+            plan=plan,
+            trace=shown,
+            judgements=judgements,
+            measured=measured,
+            minimal_set=minimal,
+            went=went,
+            calibrations=calibrations,
+        )
+
+    def _outcomes(self, conditions: Conditions, sink_varies: bool) -> dict[str, Outcome]:
+        outcomes = {}
+        wanted = conditions.all(sink_varies=sink_varies)
+        for number, condition in enumerate(wanted):
+            self.progress(number, len(wanted))
+            arrays = self.parts.load(condition.key)
+            if arrays is None:
+                outcome = conditions.run(condition, loss=condition.name != "random_set")
+                self.parts.save(condition.key, outcome.tensors())
+            else:
+                outcome = Outcome.of_tensors(arrays)
+            outcomes[condition.key] = outcome
+        self.progress(len(wanted), len(wanted))
+        return outcomes
+
+    def _minimal_set(self, plan: Plan) -> tuple[Unit, ...]:
+        """Found on choosing sequences; kept as a part, since the search is long."""
+        kept = self.parts.load("minimal-set")
+        if kept is not None:
+            return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
+        batch = replace(self.choosing, ids=self.choosing.ids[:NUM_SEARCHING])
+        restarts = {unit.layer for unit in plan.candidates}
+        replay = Replay(self.anatomy, self.loaded.model, batch.ids, restarts=restarts)
+        before = float(replay.untouched.rate_BS[:, plan.sink].mean())
+
+        def remaining(units: Sequence[Unit]) -> float:
+            with together([ablate_neurons(self.loaded, units)]) as first_layer:
+                return float(replay.read(first_layer).rate_BS[:, plan.sink].mean()) / before
+
+        def more(units: Sequence[Unit]) -> list[Unit]:
+            with ablate_neurons(self.loaded, units):
+                found = trace(self.loaded, batch, effective_rank=False).findings
+            if plan.sink not in found.focus:
+                return []
+            here = [unit for unit in found.super_neurons if unit.position == plan.sink and unit.role == "writes"]
+            return [Unit(unit.layer, unit.expert, unit.neuron) for unit in here]
+
+        units = minimal_set(plan.candidates, remaining, more, SEARCH_TARGET) if before > 0 else ()
+        rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
+        self.parts.save("minimal-set", {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)})
+        return units
+
+
+def _went(plan: Plan, measured: Measured) -> str:
+    """gone, weaker, or shifted to another position."""
+    before_S = measured.untouched.rate_BS.mean(0)
+    after_S = measured.outcome("ablate_minimal_set", plan.sink).rate_BS.mean(0)
+    eligible = np.arange(len(after_S)) < len(after_S) - LATER_QUERIES
+    new = eligible & (after_S >= SINK_RATE) & (before_S < SINK_RATE)
+    if new.any():
+        position = int(np.where(new, after_S, -1).argmax())
+        return f"shifted to position {position} ({after_S[position]:.1%})"
+    return "gone" if after_S[plan.sink] < SINK_RATE else f"weaker ({after_S[plan.sink]:.1%})"

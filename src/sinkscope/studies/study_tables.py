@@ -1,0 +1,255 @@
+"""A study as tidy tables; their columns are declared in `results.study_schemas`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkscope.models.anatomy import Unit
+from sinkscope.results.study_schemas import STUDY_TABLES as STUDY_TABLES
+from sinkscope.statistics import bootstrap_mean_interval
+from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import DOSE, NUM_RANDOM_SETS, QUANTITIES, Outcome
+from sinkscope.studies.plan import Plan
+from sinkscope.studies.study_result import StudyResult
+
+NUM_BINS = 24
+NUM_RANKS = 64
+SHOWN_UNITS = 4
+SHOWN_SEQUENCES = 4
+RULES = {"at least": "low >= threshold", "below": "high < threshold", "": "no number to judge"}
+
+
+class _Rows:
+    """A table that grows row by row."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list] = defaultdict(list)
+
+    def add(self, **row: Any) -> None:
+        for name, value in row.items():
+            self.columns[name].append(value)
+
+
+def study_tables(study: StudyResult) -> dict[str, Mapping]:
+    """Columns by table."""
+    tables = {
+        "claims": _claims(study),
+        "rates": _rates(study),
+        "effects": _effects(study),
+        "mediation": _mediation(study),
+        "random_sets": _random_sets(study),
+        "minimal_set": _minimal_set(study),
+        "histograms": _histograms(study),
+        "output_energy": _output_energy(study),
+        "tokens": _tokens(study),
+    }
+    empty = {schema.name: {column.name: [] for column in schema.columns} for schema in STUDY_TABLES}
+    return {name: rows.columns or empty[name] for name, rows in tables.items()}
+
+
+def _conditions(study: StudyResult) -> list[tuple[str, int | None, float | None, Outcome]]:
+    """(condition, target, factor, outcome), the untouched model first; random sets have a table of their own."""
+    found: list[tuple[str, int | None, float | None, Outcome]] = [("untouched", None, None, study.measured.untouched)]
+    for key, outcome in study.measured.outcomes.items():
+        name, target, *factor = key.split("-")
+        if name != "random_set":
+            found.append((name, int(target), float(factor[0]) if factor else None, outcome))
+    return found
+
+
+def _claims(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    for j in study.judgements:
+        link, statement = CLAIMS[j.id]
+        rows.add(
+            id=j.id,
+            statement=statement,
+            link=link,
+            verdict=j.verdict,
+            effect=j.effect,
+            low=j.low,
+            high=j.high,
+            confidence=j.confidence,
+            threshold=None if j.part is None else j.part.threshold,
+            rule=RULES["" if j.part is None else j.part.rule],
+            control=j.claim.control,
+            control_name=j.claim.control_name,
+            n=j.n,
+            p_value=j.p_value,
+            note=j.claim.note,
+        )
+    return rows
+
+
+def _rates(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    for name, target, factor, outcome in _conditions(study):
+        low_S, high_S = bootstrap_mean_interval(outcome.rate_BS)
+        for position, rate in enumerate(outcome.rate_BS.mean(0)):
+            rows.add(
+                condition=name,
+                target=target,
+                factor=factor,
+                position=position,
+                rate=float(rate),
+                low=float(low_S[position]),
+                high=float(high_S[position]),
+            )
+    return rows
+
+
+def _effects(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    plan, untouched = study.plan, study.measured.untouched
+    for name, target, factor, outcome in _conditions(study)[1:]:
+        assert target is not None
+        pairs = {
+            "sink_rate_at_target": (untouched.rate_BS[:, target], outcome.rate_BS[:, target]),
+            "sink_rate_at_sink": (untouched.rate_BS[:, plan.sink], outcome.rate_BS[:, plan.sink]),
+        }
+        for quantity in QUANTITIES:
+            key = f"{quantity}_at_{target}"
+            pairs[f"{quantity}_at_target"] = (untouched.at[key], outcome.at[key])
+        if plan.super_neurons:
+            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, outcome))
+            pairs["super_neuron_activation_at_target"] = (before_B, after_B)
+        if "loss" in outcome.at:
+            pairs["loss"] = (untouched.at["loss"], outcome.at["loss"])
+        difference_BQ = np.stack([after - before for before, after in pairs.values()], 1)
+        low_Q, high_Q = bootstrap_mean_interval(difference_BQ)
+        for number, (quantity, (before, after)) in enumerate(pairs.items()):
+            rows.add(
+                condition=name,
+                target=target,
+                factor=factor,
+                quantity=quantity,
+                before=float(before.mean()),
+                after=float(after.mean()),
+                difference=float(difference_BQ[:, number].mean()),
+                low=float(low_Q[number]),
+                high=float(high_Q[number]),
+                n=len(before),
+            )
+    return rows
+
+
+def _mediation(study: StudyResult) -> _Rows:
+    rows, measured = _Rows(), study.measured
+    by_id = {judgement.id: judgement for judgement in study.judgements}
+    for short, cause, dose in (("mask", "mask_to_self", ()), ("amplification", "amplify_variance", (f"{DOSE:g}",))):
+        for mediator in ("super_neurons", "massive_dimensions"):
+            held = mediator.removeprefix("massive_")
+            if not study.plan.targets or not measured.has(f"clamp_{held}+{cause}", study.plan.targets[0], *dose):
+                continue
+            total = float(measured.rise_B(cause, *dose).mean())
+            direct = float(measured.rise_B(f"clamp_{held}+{cause}", *dose).mean())
+            judged = by_id[f"mediation_{short}_{held}"]
+            rows.add(
+                intervention=cause,
+                mediator=mediator,
+                total=total,
+                direct=direct,
+                indirect=total - direct,
+                share=judged.effect,
+                low=judged.low,
+                high=judged.high,
+                n=judged.n,
+            )
+    return rows
+
+
+def _random_sets(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    if study.minimal_set and study.measured.outcomes:
+        before = study.measured.at_sink_B().mean()
+        for number in range(NUM_RANDOM_SETS):
+            rate = study.measured.at_sink_B("random_set", study.plan.sink, number).mean()
+            rows.add(set=number, num_units=len(study.minimal_set), rate=float(rate), remaining=float(rate / before))
+    return rows
+
+
+def _minimal_set(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    shares = {
+        Unit(u.layer, u.expert, u.neuron): u.write_share
+        for u in study.trace.findings.super_neurons
+        if u.position == study.plan.sink
+    }
+    for unit in study.minimal_set:
+        rows.add(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
+    return rows
+
+
+def _histograms(study: StudyResult) -> _Rows:
+    rows, plan = _Rows(), study.plan
+    shown = [entry for entry in _conditions(study) if _is_shown(entry, plan)]
+    for number, unit in enumerate(plan.super_neurons[:SHOWN_UNITS]):
+        values = [outcome.units_BTn[..., number] for *_, outcome in shown]
+        edges = np.linspace(min(v.min() for v in values), max(v.max() for v in values), NUM_BINS + 1)
+        for (name, target, _, _), values_BT in zip(shown, values, strict=True):
+            elsewhere = np.ones(values_BT.shape[1], dtype=bool)
+            elsewhere[[plan.sink, *([] if target is None else [target])]] = False
+            places = {"sink": values_BT[:, plan.sink], "elsewhere": values_BT[:, elsewhere]}
+            if target not in (None, plan.sink):
+                places["target"] = values_BT[:, target]
+            for place, some in places.items():
+                counts, _ = np.histogram(some, edges)
+                for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+                    rows.add(
+                        condition=name,
+                        target=target,
+                        layer=unit.layer,
+                        expert=unit.expert,
+                        neuron=unit.neuron,
+                        place=place,
+                        bin_low=float(low),
+                        bin_high=float(high),
+                        count=int(count),
+                    )
+    return rows
+
+
+def _is_shown(entry: tuple[str, int | None, float | None, Outcome], plan: Plan) -> bool:
+    name, target, factor, _ = entry
+    first = plan.targets[0] if plan.targets else None
+    return name == "untouched" or (
+        target == first and (name == "mask_to_self" or (name, factor) == ("amplify_variance", DOSE))
+    )
+
+
+def _output_energy(study: StudyResult) -> _Rows:
+    rows = _Rows()
+    anatomy = study.trace.reading.anatomy
+    for unit in study.plan.super_neurons[:SHOWN_UNITS]:
+        layer = anatomy.layers[unit.layer]
+        weight_EF = (layer.group_weight(unit.expert).float() * layer.write_gain()[:, None]).cpu()
+        energy_EF = weight_EF.square() / weight_EF.square().sum(0)
+        median = int(energy_EF.amax(0).argsort()[energy_EF.shape[1] // 2])
+        for kind, neuron in (("super", unit.neuron), ("median", median)):
+            top = torch.topk(energy_EF[:, neuron], min(NUM_RANKS, len(energy_EF)))
+            for rank, (share, dimension) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
+                rows.add(
+                    layer=unit.layer,
+                    expert=unit.expert,
+                    neuron=neuron,
+                    kind=kind,
+                    rank=rank,
+                    dimension=dimension,
+                    energy_share=share,
+                    value=float(weight_EF[dimension, neuron]),
+                )
+    return rows
+
+
+def _tokens(study: StudyResult) -> _Rows:
+    rows, tokenizer = _Rows(), study.loaded.tokenizer
+    for sequence, ids in enumerate(study.trace.reading.batch.ids[:SHOWN_SEQUENCES].tolist()):
+        texts = [str(index) for index in ids] if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+        for position, (index, text) in enumerate(zip(ids, texts, strict=True)):
+            rows.add(sequence=sequence, position=position, id=index, text=str(text))
+    return rows

@@ -1,0 +1,35 @@
+"""A study's answer in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sinkscope.studies.claims import CLAIMS, Judgement
+from sinkscope.studies.plan import Plan
+
+
+def verdict_sentence(plan: Plan, judgements: Sequence[Judgement], rate: float, went: str | None) -> str:
+    """What a reader takes home: is there a sink, which links hold, what causes it."""
+    by_id = {judgement.id: judgement for judgement in judgements}
+    if by_id["sink"].verdict != "holds":
+        fails = "which may or may not reach" if by_id["sink"].verdict == "undecided" else "and a sink needs"
+        return f"No sink to explain: the strongest position, {plan.sink}, is one for {rate:.1%} of heads, {fails} 5 %."
+    text = f"Position {plan.sink} is a sink for {rate:.1%} of heads. "
+    for kind, words in (("reading", "links seen in the untouched model"), ("causal", "claims on cause and effect")):
+        judged = [j for j in judgements if (CLAIMS[j.id][0] == "causal") == (kind == "causal") and j.id != "sink"]
+        text += _count(judged, words)
+    if went is not None:
+        text += f"Without its minimal set of units the sink is {went}."
+    return text.strip()
+
+
+def _count(judged: Sequence[Judgement], words: str) -> str:
+    applicable = [j for j in judged if j.verdict != "not applicable"]
+    if not applicable:
+        return f"None of the {words} can be judged here. "
+    held = [j for j in applicable if j.verdict == "holds"]
+    text = f"{len(held)} of {len(applicable)} {words} hold"
+    for verdict in ("does not hold", "undecided"):
+        if named := [j.id for j in applicable if j.verdict == verdict]:
+            text += f"; {verdict}: {', '.join(named)}"
+    return text + ". "
