@@ -8,9 +8,10 @@ import numpy as np
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.results.study_schemas import STUDY_TABLES
 from sinkscope.results.trace_schemas import TRACE_TABLES
+from sinkscope.studies.claims import CLAIMS
 
 NUM_LAYERS, NUM_HEADS, LENGTH, BIRTH = 8, 6, 48, 2
-TARGETS, FACTORS = (10, 20), (1.0, 1.5, 2.0, 4.0, 8.0)
+TARGETS, FACTORS = (10, 20), (1.5, 2.0, 4.0, 8.0)
 CONTROLS = ("scale_norm", "shift_mean", "swap_deviation", "random_direction")
 HOSTILE_TOKENS = (
     "<script>document.title='broken'</script>",
@@ -23,30 +24,35 @@ HOSTILE_TOKENS = (
     "\u2028\u2029\ufeff",
     " ",
 )
-# id | statement | link | threshold | rule | control's name | effect in a model whose chain holds
-CLAIMS = """
-sink|The strongest position is a sink|sink|0.05|low >= threshold||0.77
-variance_discrepancy|Position 0 has more variance|variance_discrepancy|2|low > threshold||9.4
-averaging_law|Averaging explains its fall|variance_discrepancy|0.8|low >= threshold||0.93
-super_neurons|A few units carry the write|super_neurons|0.5|low >= threshold|other positions|0.88
-channel_sparsity|Their output vectors are sparse|channel_sparsity|0.25|low >= threshold|median unit|0.6
-dimension_disparity|Few dimensions dominate at the sink|dimension_disparity|3|low >= threshold|elsewhere|14
-directional_collapse|The sink's direction is one|directional_collapse|0.9|low >= threshold|elsewhere|0.98
-mask_to_self_creates_sink|Masking a token to itself makes it a sink|causal|0.05|low >= threshold||0.42
-amplification_creates_sink|Amplifying its variance makes it a sink|causal|0.05|low >= threshold|norm|0.35
-dose_response|More amplification, more sink|causal|0|low > threshold||0.9
-norm_scaling_does_not|Scaling its norm does not|causal|0.05|high < threshold||0.01
-random_direction_does_not|A random direction does not|causal|0.05|high < threshold||0.004
-variance_beats_mean_shift|Variance does more than the mean's shift|causal|0|low > threshold|shift_mean|0.2
-equalising_removes_sink|Taking the variance away removes the sink|causal|0.75|low >= threshold||0.12
-super_neurons_necessary|Without the units the sink is gone|causal|0.25|high < threshold|random sets|0.06
-channel_sparsity_necessary|With dense output vectors the sink is gone|causal|0.25|high < threshold||0.1
-super_neurons_sufficient|The units make a sink elsewhere|causal|0.05|low >= threshold||0.3
-mediation_mask_super_neurons|The mask acts through the units|causal|0.5|low >= threshold|direct|0.9
-mediation_mask_dimensions|The mask acts through the dimensions|causal|0.5|low >= threshold|direct|0.95
-mediation_amplification_super_neurons|Amplification acts through the units|causal|0.5|low >= threshold|direct|0.8
-mediation_amplification_dimensions|Amplification acts through the dimensions|causal|0.5|low >= threshold|direct|0.55
-"""
+# id: threshold, rule, control's name, effect in a model whose chain holds
+NUMBERS = {
+    "sink": (0.05, "low >= threshold", None, 0.77),
+    "variance_discrepancy": (2.0, "low >= threshold", "the same of the position in the middle", 9.4),
+    "averaging_law": (0.8, "low >= threshold", "the law moved by half the length", 0.93),
+    "super_neurons": (0.5, "low >= threshold", "their level elsewhere", 0.88),
+    "channel_sparsity": (0.25, "low >= threshold", "the median unit's", 0.6),
+    "dimension_disparity": (3.0, "low >= threshold", "DomRatio elsewhere", 14.0),
+    "directional_collapse": (0.9, "low >= threshold", "cosine at other positions", 0.98),
+    "mask_to_self_creates_sink": (0.05, "low >= threshold", "rise when it sees all but itself", 0.42),
+    "amplification_creates_sink": (0.05, "low >= threshold", "rise when the norm is scaled alike", 0.35),
+    "dose_response": (0.0, "low >= threshold", "no trend", 0.9),
+    "norm_scaling_does_not": (0.05, "high < threshold", "rise under amplification", 0.01),
+    "random_direction_does_not": (0.05, "high < threshold", "rise under amplification", 0.004),
+    "variance_beats_mean_shift": (0.0, "low >= threshold", "the larger rise of the two", 0.2),
+    "equalising_removes_sink": (0.25, "high < threshold", "left when another position is equalised", 0.88),
+    "super_neurons_necessary": (0.25, "high < threshold", "left by the worst of 20 matched random sets", 0.06),
+    "channel_sparsity_necessary": (0.25, "high < threshold", "left when they are removed", 0.1),
+    "super_neurons_sufficient": (0.05, "low >= threshold", "rise under matched random units", 0.3),
+    "mediation_mask_super_neurons": (0.5, "low >= threshold", None, 0.9),
+    "mediation_mask_dimensions": (0.5, "low >= threshold", None, 0.95),
+    "mediation_amplification_super_neurons": (0.5, "low >= threshold", None, 0.8),
+    "mediation_amplification_dimensions": (0.5, "low >= threshold", None, 0.55),
+}
+VERDICT = (
+    "Position 0 is a sink for 62.0% of heads. 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause "
+    "and effect hold; does not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions. Without "
+    "its minimal set of units the sink is shifted to position 1 (12.0%)."
+)
 
 
 def write_trace_folder(path: Path, *, seed: int = 0, model: str = "planted", sink: bool = True, bos: bool = False):
@@ -79,10 +85,7 @@ def write_study_folder(
             "minimal_set": [{"layer": 2, "expert": None, "neuron": 90}, {"layer": 2, "expert": None, "neuron": 7}]
             if sink
             else [],
-            "verdict": f"In {model} the chain holds in 19 of 20 links; equalising the variance leaves the sink."
-            if sink
-            else f"{model} has no sink to explain.",
-            "command": f"sinkscope study {model} --seed {seed}",
+            "verdict": VERDICT if sink else "No sink to explain: position 0 is one for 1.0% of heads.",
         }
         _write(folder, summary, TRACE_TABLES, tables, "study")
         texts = [] if tokens is None else [tokens[position % len(tokens)] for position in range(LENGTH)]
@@ -119,8 +122,9 @@ def write_training_folder(path: Path, *, seed: int = 0, model: str = "decoder"):
 
 
 def _write(folder: RunFolder, summary: dict, schemas, tables: dict, command: str) -> None:
-    folder.write_yaml("config.yaml", {"model": summary["model"], "length": LENGTH, "seed": 0})
-    environment = {"sinkscope": "0.1.0", "torch": "2.13.0", "device": "cpu", "dtype": "float32", "command": command}
+    typed = f"sinkscope {command} '{summary['model']}'"
+    folder.write_yaml("config.yaml", {"model": summary["model"], "length": LENGTH, "seed": 0, "command": typed})
+    environment = {"sinkscope": "0.1.0", "torch": "2.13.0", "device": "cpu", "dtype": "float32"}
     folder.write_json("environment.json", environment)
     folder.write_json("summary.json", summary)
     for schema in schemas:
@@ -289,9 +293,8 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
 
 def _claims(sink: bool, bos: bool) -> list[tuple]:
     rows = []
-    for entry in CLAIMS.strip().splitlines():
-        name, statement, link, threshold, rule, control_name, effect = entry.split("|")
-        effect, control_name = float(effect), control_name or None
+    for name, (link, statement) in CLAIMS.items():
+        threshold, rule, control_name, effect = NUMBERS[name]
         control = None if control_name is None else effect / 20
         verdict, low, high, note = "holds", effect * 0.93, effect * 1.07, ""
         if not sink:
@@ -306,7 +309,7 @@ def _claims(sink: bool, bos: bool) -> list[tuple]:
             verdict, low, high = "undecided", 0.35, 0.75
         confidence = None if effect is None else 0.95
         p_value = None if effect is None else 0.001
-        numbers = (effect, low, high, confidence, float(threshold))
+        numbers = (effect, low, high, confidence, threshold)
         rows.append((name, statement, link, verdict, *numbers, rule, control, control_name, 32, p_value, note))
     return rows
 
@@ -315,18 +318,21 @@ def _rates(random: np.random.Generator, sink: bool) -> list[tuple]:
     conditions = [("untouched", None, None, {})]
     for target in TARGETS:
         conditions.append(("mask_to_self", target, None, {target: 0.42}))
-        for factor in FACTORS:
-            conditions.append(("amplify_variance", target, factor, {target: 0.05 * (factor - 1)}))
-            conditions += [(name, target, factor, {target: 0.004 * (factor - 1)}) for name in CONTROLS]
+        conditions += [
+            ("amplify_variance", target, factor, {target: 0.004 + 0.05 * (factor - 1)}) for factor in FACTORS
+        ]
+        conditions += [(name, target, FACTORS[-1], {target: 0.03}) for name in CONTROLS]
     conditions += [
+        ("equalise_variance", TARGETS[0], None, {}),
         ("equalise_variance", 0, None, {0: 0.55}),
         ("ablate_minimal_set", 0, None, {0: 0.04, 1: 0.12}),
         ("densify_minimal_set", 0, None, {0: 0.06}),
     ]
     rows = []
     for condition, target, factor, changed in conditions:
-        for position in range(LENGTH - 16):
-            base = 0.62 if sink and position == 0 else 0.004
+        for position in range(LENGTH):
+            # The last keys have few queries and look like sinks.
+            base = 0.9 if position >= LENGTH - 16 else 0.62 if sink and position == 0 else 0.004
             rate = float(np.clip(changed.get(position, base) if sink else base, 0, 1))
             half = 0.01 + 0.03 * rate * random.random()
             rows.append((condition, target, factor, position, rate, max(rate - half, 0), rate + half))
@@ -345,7 +351,8 @@ def _effects(random: np.random.Generator) -> list[tuple]:
 
     made = [("mask_to_self", None, 0.42), ("transplant_super_neurons", None, 0.3), ("transplant_dimensions", None, 0.5)]
     made += [("amplify_variance", factor, 0.05 * (factor - 1)) for factor in FACTORS]
-    made += [(name, factor, 0.004 * (factor - 1)) for name in CONTROLS for factor in FACTORS]
+    made += [(name, FACTORS[-1], 0.028) for name in CONTROLS]
+    add("equalise_variance", TARGETS[0], None, "sink_rate_at_sink", 0.62, 0.61)
     for condition, factor, rise in made:
         for target in TARGETS:
             add(condition, target, factor, "sink_rate_at_target", 0.004, 0.004 + rise)

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.commands.compare import compare_command
 from sinkscope.errors import InputError
 
 app = typer.Typer(
@@ -147,20 +148,7 @@ def trace_command(
         terminal.show_trace(result, loaded, path)
 
 
-@app.command("compare")
-def compare_command(
-    runs: Annotated[list[str], typer.Argument(help="Run folders of studies, traces or training.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("comparison.html"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False,
-) -> None:
-    """Put runs side by side in one page.
-
-    Example: sinkscope compare runs/gpt2-20260301-120000 runs/smollm2-20260301-121500
-    """
-    from sinkscope.report.comparison import compare
-
-    compare(runs, out, overwrite=overwrite)
-    print(f"Page: {out}")
+app.command("compare")(compare_command)
 
 
 @app.command("models")

@@ -87,16 +87,16 @@ def test_variance_and_its_law(figures, folder):
 
 
 def test_dose_response_with_its_intervals(figures, folder):
-    entries = [
-        row
-        for row in parquet(folder, "rates")
-        if row["condition"] == "scale_norm" and row["target"] == row["position"] == 20
-    ]
-    trace = trace_named(figures["dose-20"], "scale norm")
-    assert trace["x"] == list(FACTORS)
+    at_20 = [row for row in parquet(folder, "rates") if row["position"] == 20]
+    untouched = [row for row in at_20 if row["condition"] == "untouched"]
+    entries = untouched + [row for row in at_20 if row["condition"] == "amplify_variance" and row["target"] == 20]
+    trace = trace_named(figures["dose-20"], "amplify variance")
+    assert trace["x"] == [1.0, *FACTORS]
     assert near(trace["y"], [row["rate"] for row in entries])
     assert near(trace["error_y"]["array"], [row["high"] - row["rate"] for row in entries])
     assert near(trace["error_y"]["arrayminus"], [row["rate"] - row["low"] for row in entries])
+    # At a factor of 1 a random direction still changes the model: no point is borrowed for it.
+    assert trace_named(figures["dose-20"], "random direction")["x"] == [8.0]
 
 
 def test_what_a_removal_leaves(figures, folder):
@@ -105,8 +105,9 @@ def test_what_a_removal_leaves(figures, folder):
         for row in parquet(folder, "effects")
         if row["condition"] == "ablate_minimal_set" and row["quantity"] == "sink_rate_at_sink"
     )
-    row = next(row for row in figures["remaining"].rows if row[0] == "minimal set removed")
+    (row,) = (row for row in figures["remaining"].rows if row[0] == "minimal set removed")
     assert row[1:] == pytest.approx((after / before, (before + low) / before, (before + high) / before))
+    assert len([row for row in figures["remaining"].rows if row[0] == "variance equalised"]) == 1  # at the sink only
     random_sets = figures["remaining"].traces[1]["x"]
     assert near(random_sets, [row["remaining"] for row in parquet(folder, "random_sets")])
 
@@ -122,6 +123,10 @@ def test_confounds_show_after_over_before_at_the_largest_factor(figures, folder)
     column = next(index for index, name in enumerate(trace["x"]) if "loss" in name)
     assert float(trace["text"][line][column]) == pytest.approx(expected, abs=0.005)
     assert trace["z"][line][column] == pytest.approx(abs(math.log2(expected)), rel=1e-3)
+
+
+def test_keys_with_few_queries_are_not_drawn(figures):
+    assert max(figures["received"].traces[0]["x"]) == max(figures["moved"].traces[0]["x"]) == LENGTH - 17
 
 
 def test_mediation(figures, folder):

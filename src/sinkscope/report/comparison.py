@@ -12,6 +12,7 @@ from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.page import circumstances
 from sinkscope.report.run_contents import Run, is_run, read_run
+from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
 
@@ -67,12 +68,11 @@ def _runs(runs: Labelled) -> str:
         about = (
             circumstances(run) if run.kind != "training" else f"training run, {len(run.tables['metrics']['step'])} rows"
         )
-        command = run.summary.get("command")
         cards.append(
             f'<section><h3><span class="letter">{letter}</span> {isolated(run.label)}</h3>'
             f"<p>{isolated(run.answer)}</p>"
             f'<p class="caption">{isolated(about)}; {isolated(run.path.name)}</p>'
-            + (f'<p class="caption"><code>{isolated(command)}</code></p>' if command else "")
+            + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
             + "</section>"
         )
     return f'<div class="runs">{"".join(cards)}</div>'
@@ -165,7 +165,13 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
         if series:
             id = column.replace("_", "-")
             figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
-    doses = [(f"{name} @{target}", *dose, look) for name, run, look in named for target, dose in _doses(run)]
+    doses = []
+    for name, run, look in named:
+        targets = sorted({row["target"] for row in run.rows("rates", condition="amplify_variance")})
+        for target in targets[:1]:
+            curve = dose_curve(run, "amplify_variance", target)
+            x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
+            doses.append((f"{name} @{target}", x, y, look))
     if doses:
         caption = "Sink rate at the target by factor of amplification, first target of each run."
         figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))
@@ -173,15 +179,6 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
         map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")
         figures.append(map_of_run)
     return figures
-
-
-def _doses(run: Run) -> list[tuple[int, tuple[list, list]]]:
-    """The dose-response curve at the run's first target; none for a trace."""
-    entries = run.rows("rates", condition="amplify_variance")
-    for target in sorted({row["target"] for row in entries})[:1]:
-        own = sorted((row["factor"], row["rate"]) for row in entries if row["target"] == row["position"] == target)
-        return [(target, ([factor for factor, _ in own], [rate for _, rate in own]))]
-    return []
 
 
 def _training_figures(runs: Labelled) -> list[Figure]:

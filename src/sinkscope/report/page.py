@@ -60,6 +60,7 @@ SECTIONS = {
 }
 WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
 """Figures that take the whole width."""
+FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
 METHOD = (
     "Claims, statistics, controls, thresholds and rules were fixed before any model was looked at. Units and means are "
     "chosen on other sequences than those that judge them. Intervals are bootstrap intervals over sequences at a "
@@ -124,14 +125,20 @@ def _verdicts(run: Run) -> str:
         for name, own in groups
         if own
     )
-    notes = [(claim["statement"], claim["note"]) for claim in claims if claim["note"]]
+    notes = [
+        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"])
+        for claim in claims
+        if claim["note"] or claim["control_name"]
+    ]
+    listed = elements.table(("claim", "control", "note"), notes)
     return (
         f"{elements.tally([claim['verdict'] for claim in claims])}"
         '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
         '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
-        '<th scope="col">Holds when</th><th scope="col">Control</th><th scope="col" class="number">n</th></tr></thead>'
+        '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
+        '<th scope="col" class="number">n</th></tr></thead>'
         f"<tbody>{body}</tbody></table>"
-        + (f"<details><summary>Notes</summary>{elements.table(('claim', 'note'), notes)}</details>" if notes else "")
+        + (f"<details><summary>Controls and notes</summary>{listed}</details>" if notes else "")
     )
 
 
@@ -140,7 +147,7 @@ def _verdict_row(claim: dict[str, Any]) -> str:
         ("Effect", number(claim["effect"]), True),
         ("Interval", interval(claim["low"], claim["high"]), True),
         ("Holds when", elements.rule(claim), False),
-        ("Control", elements.control(claim) or NO_VALUE, False),
+        ("Control", number(claim["control"]), True),
         ("n", number(claim["n"]), True),
     )
     return (
@@ -249,9 +256,8 @@ def _tokens(run: Run) -> str:
 
 
 def _method(run: Run) -> str:
-    command = run.summary.get("command")
-    shown = f"<pre><code>{isolated(command)}</code></pre>" if command else ""
-    files = sorted(path.name for path in run.path.iterdir() if path.suffix in (".parquet", ".jsonl", ".json", ".yaml"))
+    shown = f"<pre><code>{isolated(run.command)}</code></pre>" if run.command else ""
+    files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
     return (
         f'<h2 id="method">Method</h2>{f"<p>{METHOD}</p>" if run.claims else ""}{shown}'
         + elements.facts([*run.environment.items()])

@@ -44,6 +44,11 @@ class Run:
         return str(self.summary.get("verdict") or self.summary.get("story") or "")
 
     @property
+    def command(self) -> str:
+        """What was typed; empty where it was not recorded."""
+        return str(self.config.get("command") or self.summary.get("command") or "")
+
+    @property
     def strongest(self) -> int:
         """Position of the strongest sink, or of the strongest key where there is none."""
         return self.summary["dom_ratio"]["position"]

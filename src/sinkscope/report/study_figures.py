@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sinkscope.report.effect_figures import (
     EFFECT_COLUMNS,
@@ -22,13 +23,18 @@ QUARTER, MOST = 0.25, 0.8
 """Bounds of the pre-registered rules: points of sink rate, and shares of it that may and must be left."""
 NUM_TARGETS = 4
 REMOVALS = {
+    "open_to_later": "opened to later positions",
     "equalise_variance": "variance equalised",
     "remove_mean": "mean taken away",
     "remove_deviation": "deviation taken away",
     "remove_energy": "energy taken away",
     "ablate_minimal_set": "minimal set removed",
+    "mean_minimal_set": "minimal set at its mean",
     "densify_minimal_set": "minimal set densified",
 }
+MOVED = ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
+IDENTITIES = ("amplify_variance", "scale_norm", "shift_mean")
+"""What changes nothing at a factor of 1; another sequence's or a random deviation does."""
 DOSED = ("amplify_variance", "scale_norm", "shift_mean", "swap_deviation", "random_direction")
 
 
@@ -113,20 +119,25 @@ def _moved(run: Run) -> Figure | None:
         "moved",
         "Where the sink went",
         "Sink rate at every position after each removal: gone, weaker, or at another position.",
-        [pair for pair in done if pair[0] in ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")],
+        [pair for pair in done if pair[0] in MOVED and pair[1] not in _targets(run)],
     )
+
+
+def dose_curve(run: Run, condition: str, target: int) -> list[dict[str, Any]]:
+    """Rows of `rates` at the target by factor; the untouched rate stands at factor 1 where that changes nothing."""
+    at_target = run.rows("rates", condition=condition, target=target, position=target)
+    dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
+    if dosed and condition in IDENTITIES and dosed[0]["factor"] > 1:
+        dosed = [row | {"factor": 1.0} for row in run.rows("rates", condition="untouched", position=target)] + dosed
+    return dosed
 
 
 def _dose_response(run: Run) -> list[Figure]:
     figures = []
     for target in _targets(run)[:NUM_TARGETS]:
-        at_target = run.rows("rates", target=target, position=target)
         traces, listed = [], []
         for look, condition in enumerate(DOSED):
-            own = sorted(
-                (row for row in at_target if row["condition"] == condition and row["factor"] is not None),
-                key=lambda row: row["factor"],
-            )
+            own = dose_curve(run, condition, target)
             if own:
                 x, y, low, high = ([row[name] for row in own] for name in ("factor", "rate", "low", "high"))
                 traces.append(line(x, y, condition.replace("_", " "), look, low=low, high=high))
@@ -201,7 +212,7 @@ def _remaining(run: Run) -> Figure | None:
     entries = [
         row
         for row in run.rows("effects", quantity="sink_rate_at_sink")
-        if row["condition"] in REMOVALS and row["before"] > 0
+        if row["condition"] in REMOVALS and row["target"] not in _targets(run) and row["before"] > 0
     ]
     if not entries:
         return None

@@ -65,7 +65,12 @@ def mapped_positions(run: Run) -> list[int]:
 
 
 def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
-    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on."""
+    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on.
+
+    The last keys have so few queries that they look like sinks without being any.
+    """
+    if position >= run.summary["tokens"]["length"] - FEW_QUERIES:
+        return False
     return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
 
 
@@ -161,7 +166,9 @@ def _output_energy(run: Run) -> Figure:
     shown = [unit for unit in units if unit[0] == "super"][:3] + [unit for unit in units if unit[0] == "median"][:1]
     traces, listed = [], []
     for look, (kind, name) in enumerate(shown):
-        own = [row for row in entries if row["kind"] == kind and unit_name(row) == name]
+        # Super neurons of one layer share its median unit, which is then listed for each of them.
+        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and unit_name(row) == name}
+        own = [ranks[rank] for rank in sorted(ranks)]
         label = name if kind == "super" else "median"
         traces.append(
             line(
@@ -219,7 +226,7 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
         measured = [row for row in measured if is_drawn(run, row["position"])]
         positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
         return positions, rates, low, high
-    means = by_layer_and_position(run, "sink_rate").mean(0)[: run.summary["tokens"]["length"] - FEW_QUERIES]
+    means = by_layer_and_position(run, "sink_rate").mean(0)
     positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
     return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
 
