@@ -307,6 +307,8 @@ def _claims(sink: bool, bos: bool) -> list[tuple]:
             verdict, note = "does not hold", "the sink stays at position 0"
         elif name == "mediation_amplification_dimensions":
             verdict, low, high = "undecided", 0.35, 0.75
+        if effect is None:
+            threshold, rule = None, "no number to judge"
         confidence = None if effect is None else 0.95
         p_value = None if effect is None else 0.001
         numbers = (effect, low, high, confidence, threshold)

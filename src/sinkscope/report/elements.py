@@ -39,13 +39,11 @@ def tally(verdicts: Sequence[str]) -> str:
 
 
 def rule(claim: dict[str, Any]) -> str:
-    """When the claim holds, with its threshold put in: low >= 0.05."""
-    return (
-        claim["rule"]
-        .replace("threshold", NO_VALUE if claim["threshold"] is None else f"{claim['threshold']:g}")
-        .replace(">=", "\N{GREATER-THAN OR EQUAL TO}")
-        .replace("<=", "\N{LESS-THAN OR EQUAL TO}")
-    )
+    """When the claim holds, with its threshold put in: low >= 0.05. A dash where no number was judged."""
+    if claim["threshold"] is None:
+        return NO_VALUE
+    text = claim["rule"].replace("threshold", f"{claim['threshold']:g}")
+    return text.replace(">=", "\N{GREATER-THAN OR EQUAL TO}").replace("<=", "\N{LESS-THAN OR EQUAL TO}")
 
 
 def control(claim: dict[str, Any]) -> str:
