@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from sinkscope.commands.compare import compare_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
 from sinkscope.commands.study import study_command
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("study")(study_command)
 app.command("trace")(trace_command)
 app.command("intervene")(intervene_command)
+app.command("compare")(compare_command)
 app.command("models")(models_command)
 
 

@@ -242,7 +242,7 @@ module.trace_tables = interrupted
 
 
 def test_help_is_fast_and_has_an_example(tmp_path):
-    for arguments in (("--help",), ("trace", "--help"), ("models", "--help")):
+    for arguments in (("--help",), ("trace", "--help"), ("models", "--help"), ("compare", "--help")):
         started_at = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = in_a_process(*arguments, cwd=tmp_path)
         ended_at = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -35,6 +35,8 @@ LAYERS = {
 WITHIN_LAYER_0 = {
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
+    ("results.study_schemas", "results.tables"),
+    ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),
 }

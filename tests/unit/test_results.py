@@ -200,3 +200,15 @@ def test_any_table_survives(tmp_path_factory, rows, without_pyarrow):
         if without_pyarrow:
             patch.setitem(sys.modules, "pyarrow", None)
         assert read_table(write_table(SCHEMA, data, tmp_path_factory.mktemp("t") / "heads")) == data
+
+
+def test_a_table_of_another_version_or_without_a_column_is_refused(tmp_path, suffix):
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    assert path.suffix == f".{suffix}"
+    newer = Schema("heads", SCHEMA.columns, version=2)
+    wider = Schema("heads", (*SCHEMA.columns, Column("entropy", "float", "of the head")))
+    assert read_table(path, SCHEMA) == EXPECTED
+    with pytest.raises(InputError, match=r"expected version 2 .*found version 1"):
+        read_table(path, newer)
+    with pytest.raises(InputError, match="without entropy"):
+        read_table(path, wider)

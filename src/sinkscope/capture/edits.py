@@ -15,6 +15,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from sinkscope.errors import InputError
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowEdit:
@@ -40,6 +42,7 @@ class ExpertEdit:
 
 _row_edits: ContextVar[dict[int, tuple[RowEdit, ...]] | None] = ContextVar("sinkscope_row_edits", default=None)
 _expert_edits: ContextVar[dict[int, tuple[ExpertEdit, ...]] | None] = ContextVar("sinkscope_expert_edits", default=None)
+_by_sequence: ContextVar[str | None] = ContextVar("sinkscope_by_sequence", default=None)
 _suspended: ContextVar[bool] = ContextVar("sinkscope_edits_suspended", default=False)
 
 
@@ -56,6 +59,26 @@ def expert_edits(experts: object) -> tuple[ExpertEdit, ...]:
 def suspended() -> bool:
     """Whether the model runs for a reading of its own, on rows that no intervention is meant for."""
     return _suspended.get()
+
+
+@contextlib.contextmanager
+def going_by_sequence(name: str) -> Iterator[None]:
+    """Says that an intervention depends on the number of a sequence within the batch that runs."""
+    token = _by_sequence.set(name)
+    try:
+        yield
+    finally:
+        _by_sequence.reset(token)
+
+
+def check_chunks(num_chunks: int) -> None:
+    """Refuses to split a batch whose sequences an intervention tells apart."""
+    if num_chunks > 1 and (name := _by_sequence.get()) is not None:
+        raise InputError(
+            expected=f"the whole batch in one chunk: {name} goes by the number of a sequence",
+            found=f"{num_chunks} chunks",
+            next_step="Take fewer or shorter sequences, or raise chunk_tokens",
+        )
 
 
 @contextlib.contextmanager

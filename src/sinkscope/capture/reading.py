@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.forward_reader import ForwardReader, Frozen, distances, point_at
 from sinkscope.capture.layer_statistics import Statistics, stacked
 from sinkscope.capture.lock import LockInput
@@ -131,6 +132,7 @@ def read_model(
     started_at = time.perf_counter()
     per_chunk = max(1, chunk_tokens // batch.length)
     chunks = batch.ids.split(per_chunk)
+    check_chunks(len(chunks))
     rank_index = _rank_index(batch) if effective_rank else torch.empty(0, dtype=torch.long)
     num_passes = 1 if len(chunks) == 1 else 2 * len(chunks)
     done = 0

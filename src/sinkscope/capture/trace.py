@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.reading import CHUNK_TOKENS, Progress, Reading, evaluation_mode, read_model
 from sinkscope.capture.summary import story, trace_summary
-from sinkscope.capture.trace_tables import TABLES, trace_tables
+from sinkscope.capture.trace_tables import trace_tables
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.trace_schemas import TRACE_TABLES
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Trace:
     def write(self, folder: RunFolder) -> None:
         """Writes the summary and every table into an open run folder."""
         folder.write_json("summary.json", self.summary)
-        for schema in TABLES:
+        for schema in TRACE_TABLES:
             folder.write_table(schema, self.tables[schema.name])
 
 

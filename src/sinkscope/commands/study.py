@@ -82,9 +82,39 @@ def study_command(
             options.run_path(each, model, overwrite)
         for choice, each in zip(("no", "yes"), paths, strict=True):
             _study(replace(config, bos=choice), loaded, each, overwrite, as_json)
-        _compare(paths, path)
+        _compare(paths, path.with_name(f"{path.name}.html"), quiet=as_json)
     else:
         _study(config, loaded, path, overwrite, as_json)
+
+
+def study_run(model: str) -> Path:
+    """The run folder of a study of a model with every option at its default, made now."""
+    config = StudyConfig(
+        model=model,
+        revision=None,
+        dtype="auto",
+        device="auto",
+        device_map=None,
+        trust_remote_code=False,
+        tokens="random",
+        bos="auto",
+        length=64,
+        num_sequences=32,
+        seed=0,
+    )
+    path = options.run_path(None, model, overwrite=False)
+    _study(config, options.load_model(config), path, overwrite=False, as_json=False)
+    return path
+
+
+def _compare(paths: list[Path], page: Path, *, quiet: bool) -> None:
+    if importlib.util.find_spec("plotly") is None:
+        return
+    from sinkscope.report.comparison import write_comparison_page
+
+    write_comparison_page(paths, page)
+    if not quiet:
+        print(f"Side by side: {page}")
 
 
 def _study(config: StudyConfig, loaded, path: Path, overwrite: bool, as_json: bool) -> None:

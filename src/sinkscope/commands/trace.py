@@ -94,6 +94,10 @@ def trace_command(
             from sinkscope.report.figures import chain_figure
 
             chain_figure(result.tables, result.summary, folder.path / "chain.png")
+        if importlib.util.find_spec("plotly") is not None:
+            from sinkscope.report.page import write_study_page
+
+            write_study_page(folder.path, folder.path / "report.html")
     if as_json:
         print((path / "summary.json").read_text(encoding="utf-8"), end="")
     else:

@@ -169,6 +169,10 @@ class AggregationEdit(Intervention):
         self.calibrated: dict[int, LayerCalibration] = {}
         self._calibrate(model.model if isinstance(model, LoadedModel) else model, calibration)
 
+    @property
+    def by_sequence(self) -> bool:
+        return super().by_sequence or self.name in ("swap_deviation", "random_direction")
+
     def _calibrate(self, model: torch.nn.Module, batch: TokenBatch) -> None:
         if batch.num_sequences < MIN_CALIBRATION:
             raise InputError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import suspended
+from sinkscope.capture.edits import going_by_sequence, suspended
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel
@@ -75,6 +75,11 @@ class Intervention(contextlib.AbstractContextManager):
         """The first layer whose output can differ; None for an intervention on nothing."""
         return min(self.place.layers, default=None)
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether what it does to a sequence depends on the sequence's number in the batch."""
+        return self.place.sequences is not None
+
     def layers(self) -> list[Layer]:
         return [self.anatomy.layers[index] for index in self.place.layers]
 
@@ -93,6 +98,8 @@ class Intervention(contextlib.AbstractContextManager):
         with contextlib.ExitStack() as stack:
             token = _active.set((*_active.get(), self))
             stack.callback(_active.reset, token)
+            if self.by_sequence:
+                stack.enter_context(going_by_sequence(self.name))
             self.opening(stack)
             self._opened.append(stack.pop_all())
         return self

@@ -91,8 +91,11 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
     return path
 
 
-def read_table(path: Path) -> dict[str, list]:
-    """The columns of a table by name, nulls as None; `path` may leave the suffix out."""
+def read_table(path: Path, schema: Schema | None = None) -> dict[str, list]:
+    """The columns of a table by name, nulls as None; `path` may leave the suffix out.
+
+    With a schema, a table of another version, or one that lacks a declared column, is refused.
+    """
     candidates = [path] if path.suffix in (".parquet", ".jsonl") else [Path(f"{path}.parquet"), Path(f"{path}.jsonl")]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
@@ -100,11 +103,19 @@ def read_table(path: Path) -> dict[str, list]:
             expected=f"a table at {path}", found="no .parquet or .jsonl file", next_step="Give the folder of a run"
         )
     try:
-        return _read_json_lines(found) if found.suffix == ".jsonl" else _read_parquet(found)
+        version, table = _read_json_lines(found) if found.suffix == ".jsonl" else _read_parquet(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's and json's errors are ValueErrors
         raise InputError(
             expected=f"a whole table in {found}", found=f"{error}", next_step="Run the command that wrote it again"
         ) from error
+    missing = [column.name for column in schema.columns if column.name not in table] if schema else []
+    if schema and (version != schema.version or missing):
+        raise InputError(
+            expected=f"version {schema.version} of the table in {found}",
+            found=f"version {version}" + (f" without {', '.join(missing)}" if missing else ""),
+            next_step="Run the command that wrote it again with this version of sinkscope",
+        )
+    return table
 
 
 Checked = tuple[np.ndarray, np.ndarray | None]
@@ -188,7 +199,7 @@ def _json_cells(values: np.ndarray, nulls: np.ndarray | None) -> Iterable[str]:
             yield json.dumps(item)
 
 
-def _read_json_lines(path: Path) -> dict[str, list]:
+def _read_json_lines(path: Path) -> tuple[int, dict[str, list]]:
     # The declaration, not the first row, names the columns: a table without rows has columns too.
     declaration = json.loads(path.with_suffix(".schema.json").read_text(encoding="utf-8"))
     table: dict[str, list] = {column["name"]: [] for column in declaration["columns"]}
@@ -197,10 +208,10 @@ def _read_json_lines(path: Path) -> dict[str, list]:
             row = json.loads(line)
             for name, values in table.items():
                 values.append(row[name])
-    return table
+    return declaration["version"], table
 
 
-def _read_parquet(path: Path) -> dict[str, list]:
+def _read_parquet(path: Path) -> tuple[int | None, dict[str, list]]:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -208,4 +219,7 @@ def _read_parquet(path: Path) -> dict[str, list]:
             expected=f"pyarrow, to read {path}", found="no pyarrow installed", next_step="Run: pip install pyarrow"
         ) from error
     table = pyarrow.parquet.read_table(path)
-    return {name: table.column(name).to_pylist() for name in table.column_names}
+    version = (table.schema.metadata or {}).get(b"sinkscope.version")
+    return None if version is None else int(version), {
+        name: table.column(name).to_pylist() for name in table.column_names
+    }

@@ -17,6 +17,7 @@ from sinkscope.studies.plan import Plan
 
 NO_SINK = "there is no sink to explain"
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
+EMPTY_CONTROL = "an empty control: a norm follows the output projection, so that scaling changes nothing in this model"
 NO_UNITS = "no unit writes a massive dimension at the sink at 10x its level elsewhere"
 
 
@@ -208,7 +209,9 @@ def _sparsity(anatomy: Anatomy, units: Sequence[Unit]) -> tuple[float, float]:
     return float(np.mean(shares)), float(np.mean(medians))
 
 
-def causal_claims(plan: Plan, measured: Measured, minimal: Sequence[Unit], *, sink_varies: bool) -> list[Claim]:
+def causal_claims(
+    plan: Plan, anatomy: Anatomy, measured: Measured, minimal: Sequence[Unit], *, sink_varies: bool
+) -> list[Claim]:
     """The claims about interventions."""
     result = _creation_claims(plan, measured)
     before = measured.at_sink_B()
@@ -224,7 +227,7 @@ def causal_claims(plan: Plan, measured: Measured, minimal: Sequence[Unit], *, si
         )
     else:
         result.append(Claim(id="equalising_removes_sink", note=NO_VARIANCE))
-    result += _necessity_claims(plan, measured, minimal)
+    result += _necessity_claims(plan, anatomy, measured, minimal)
     return result + _sufficiency_claims(plan, measured)
 
 
@@ -270,7 +273,7 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
             parts=[Part(columns_BC=scaled, **no_more)],
             control=float(amplified.mean()),
             control_name="rise under amplification",
-            note=where,
+            note=where if _changes_anything(measured, "scale_norm", dose) else EMPTY_CONTROL,
         ),
         Claim(
             id=ids[4],
@@ -290,6 +293,13 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
             note=f"shift_mean {shifted.mean():+.1%}, swap_deviation {swapped.mean():+.1%}",
         ),
     ]
+
+
+def _changes_anything(measured: Measured, name: str, *where: object) -> bool:
+    """Whether a condition moves what leaves the model at all."""
+    target = measured.plan.targets[0]
+    before, after = measured.untouched.at["loss"], measured.outcome(name, target, *where).at["loss"]
+    return bool(np.abs(after - before).max() > 1e-5)
 
 
 def _trend_B(measured: Measured) -> np.ndarray:
@@ -316,7 +326,7 @@ def _left(name: str, columns: list[np.ndarray], **others) -> Claim:
     return Claim(id=name, parts=[part], **others)
 
 
-def _necessity_claims(plan: Plan, measured: Measured, minimal: Sequence[Unit]) -> list[Claim]:
+def _necessity_claims(plan: Plan, anatomy: Anatomy, measured: Measured, minimal: Sequence[Unit]) -> list[Claim]:
     if not minimal:
         note = "no set of the units that write the massive dimensions takes the sink away"
         return [
@@ -340,15 +350,17 @@ def _necessity_claims(plan: Plan, measured: Measured, minimal: Sequence[Unit]) -
         statistic=lambda means: means[..., 1:].min(-1) / means[..., 0],
     )
     necessary = Claim(**{**necessary.__dict__, "parts": [*necessary.parts, spared]})
-    return [
-        necessary,
-        _left(
-            "channel_sparsity_necessary",
-            [before, densified],
-            control=float(ablated.mean() / before.mean()),
-            control_name="left when they are removed",
-        ),
-    ]
+    if _sparsity(anatomy, minimal)[0] < rules.TOP_SHARE:
+        # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
+        note = "the set's output vectors are not channel-sparse"
+        return [necessary, Claim(id="channel_sparsity_necessary", note=note)]
+    sparse = _left(
+        "channel_sparsity_necessary",
+        [before, densified],
+        control=float(ablated.mean() / before.mean()),
+        control_name="left when they are removed",
+    )
+    return [necessary, sparse]
 
 
 def _sufficiency_claims(plan: Plan, measured: Measured) -> list[Claim]:

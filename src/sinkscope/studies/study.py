@@ -172,7 +172,7 @@ class _Run:
         if has_sink:
             conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
             measured.outcomes.update(self._outcomes(conditions, sink_varies))
-            claims += causal_claims(plan, measured, minimal, sink_varies=sink_varies)
+            claims += causal_claims(plan, self.anatomy, measured, minimal, sink_varies=sink_varies)
             calibrations = {name: value for edit in conditions.calibrated for name, value in edit.tensors().items()}
             went = _went(plan, measured) if minimal else None
         judgements = judge(claims, self.judging.num_sequences)

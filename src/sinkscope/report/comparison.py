@@ -1,0 +1,207 @@
+"""Runs side by side in one page: verdicts, numbers and curves of studies and traces, metrics of training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.report import elements
+from sinkscope.report.document import header, write_page
+from sinkscope.report.figure import Figure, axis, line, log_axis
+from sinkscope.report.page import circumstances
+from sinkscope.report.run_contents import Run, is_run, read_run
+from sinkscope.report.study_figures import dose_curve
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
+from sinkscope.report.trace_figures import head_map, sink_rates
+
+MOST_RUNS = 26
+"""Runs are named by letters."""
+Labelled = Sequence[tuple[str, Run]]
+
+
+def compare(
+    names: Sequence[str], destination: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
+) -> None:
+    """Writes the page that compares run folders; a name that is none is a model, whose run `run_of` makes."""
+    if not 2 <= len(names) <= MOST_RUNS:
+        raise InputError(
+            expected=f"2 to {MOST_RUNS} runs to compare",
+            found=f"{len(names)}",
+            next_step="Give folders, such as sinkscope compare runs/a runs/b",
+        )
+    if destination.is_dir() or (destination.exists() and not overwrite):
+        raise InputError(
+            expected=f"no file at {destination} yet",
+            found="a folder" if destination.is_dir() else "one that exists",
+            next_step="Choose another with --out, or replace it with --overwrite",
+        )
+    folders = [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
+    write_comparison_page(folders, destination)
+
+
+def write_comparison_page(folders: Sequence[Path], destination: Path) -> None:
+    """Writes one page with the runs in these folders side by side."""
+    runs = [(_letter(index), read_run(Path(folder))) for index, folder in enumerate(folders)]
+    read = [(letter, run) for letter, run in runs if run.kind != "training"]
+    trained = [(letter, run) for letter, run in runs if run.kind == "training"]
+    figures = (_reading_figures(read) if read else []) + (_training_figures(trained) if trained else [])
+    title = f"Comparison of {len(runs)} runs"
+    parts = [header(title, ", ".join(dict.fromkeys(run.model for _, run in runs))), '<main id="main">', _runs(runs)]
+    if any(run.claims for _, run in runs):
+        parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
+    if read:
+        parts.append(f"<h2>Numbers</h2>{_numbers(read)}")
+    drawn = "".join(elements.figure(figure, None) for figure in figures)
+    parts += [f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>', "</main>"]
+    write_page(destination, title, "".join(parts), figures)
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+def _runs(runs: Labelled) -> str:
+    cards = []
+    for letter, run in runs:
+        about = (
+            circumstances(run) if run.kind != "training" else f"training run, {len(run.tables['metrics']['step'])} rows"
+        )
+        cards.append(
+            f'<section><h3><span class="letter">{letter}</span> {isolated(run.label)}</h3>'
+            f"<p>{isolated(run.answer)}</p>"
+            f'<p class="caption">{isolated(about)}; {isolated(run.path.name)}</p>'
+            + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
+            + "</section>"
+        )
+    return f'<div class="runs">{"".join(cards)}</div>'
+
+
+def _verdicts(runs: Labelled) -> str:
+    """Claims as rows, runs as columns; each cell the verdict, the effect and its interval."""
+    statements = {id: claim["statement"] for _, run in runs for id, claim in run.claims.items()}
+    body = []
+    for id, statement in statements.items():
+        cells = "".join(f'<td data-label="{letter}">{_verdict_cell(run.claims.get(id))}</td>' for letter, run in runs)
+        body.append(f'<tr><th scope="row" title="{escaped(id)}">{escaped(statement)}</th>{cells}</tr>')
+    head = "".join(f'<th scope="col">{letter} {isolated(run.label)}</th>' for letter, run in runs)
+    return (
+        '<div class="scroll"><table class="verdicts stacks" id="verdicts">'
+        f'<thead><tr><th scope="col">Claim</th>{head}</tr>'
+        f"</thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _verdict_cell(claim: dict[str, Any] | None) -> str:
+    if claim is None:
+        return NO_VALUE
+    effect = "" if claim["effect"] is None else f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
+    return f"{elements.verdict(claim['verdict'])} {escaped(effect)}"
+
+
+def _numbers(runs: Labelled) -> str:
+    """What each run found, a row for each."""
+    columns = (
+        "run",
+        "sink rate",
+        "at position",
+        "births",
+        "massive dimensions",
+        "largest DomRatio",
+        "largest variance ratio",
+    )
+    entries = []
+    for letter, run in runs:
+        ratios = [value for value in run.tables["layers"]["variance_ratio"] if value is not None]
+        largest = max(value or 0 for name in ("sink", "elsewhere") for value in run.summary["dom_ratio"][name] or [0])
+        entries.append(
+            (
+                f"{letter} {run.label}",
+                run.summary["sink_rate"],
+                run.strongest,
+                ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
+                ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
+                largest,
+                max(ratios, default=None),
+            )
+        )
+    return elements.table(columns, entries)
+
+
+def _overlay(
+    id: str, title: str, caption: str, sources: tuple[str, ...], series: list[tuple], x_title: str, **options: Any
+) -> Figure:
+    """Curves of several runs in one figure: `series` holds (name, x, y, look)."""
+    y_axis = log_axis("", *(y for _, _, y, _ in series)) if options.get("logarithmic") else axis("", rangemode="tozero")
+    return Figure(
+        id,
+        title,
+        caption,
+        sources,
+        [line(x, y, name, look) for name, x, y, look in series],
+        {"xaxis": axis(x_title), "yaxis": y_axis},
+        ("run", x_title, title.lower()),
+        [(name, *pair) for name, x, y, _ in series for pair in zip(x, y, strict=True)],
+    )
+
+
+def _reading_figures(runs: Labelled) -> list[Figure]:
+    named = [(f"{letter} {run.label}", run, look) for look, (letter, run) in enumerate(runs)]
+    rates = [(name, *sink_rates(run)[:2], look) for name, run, look in named]
+    sources = tuple(dict.fromkeys("rates" if "rates" in run.tables else "positions" for _, run in runs))
+    figures = [_overlay("rates", "Sink rate by position", "Untouched models.", sources, rates, "key position")]
+    by_layer = (
+        ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have none.", True),
+        ("variance_ratio", "Variance ratio", "Value variance at position 0 over the later half.", True),
+        ("effective_rank", "Effective rank", "Of up to 1,024 tokens.", False),
+    )
+    for column, title, caption, logarithmic in by_layer:
+        series = [
+            (name, run.tables["layers"]["layer"], run.tables["layers"][column], look)
+            for name, run, look in named
+            if any(value is not None for value in run.tables["layers"][column])
+        ]
+        if series:
+            id = column.replace("_", "-")
+            figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
+    doses = []
+    for name, run, look in named:
+        targets = sorted({row["target"] for row in run.rows("rates", condition="amplify_variance")})
+        for target in targets[:1]:
+            curve = dose_curve(run, "amplify_variance", target)
+            x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
+            doses.append((f"{name} @{target}", x, y, look))
+    if doses:
+        caption = "Sink rate at the target by factor of amplification, first target of each run."
+        figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))
+    for letter, run in runs:
+        map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")
+        figures.append(map_of_run)
+    return figures
+
+
+def _training_figures(runs: Labelled) -> list[Figure]:
+    """Every metric that a run has, by tokens seen, or by step where tokens were not counted."""
+    by_tokens = all(None not in run.tables["metrics"]["tokens"] for _, run in runs)
+    x_name = "tokens" if by_tokens else "step"
+    figures = []
+    for column, title in (
+        ("loss", "Training loss"),
+        ("val_loss", "Validation loss"),
+        ("sink_rate", "Sink rate"),
+        ("dom_ratio", "DomRatio"),
+        ("effective_rank", "Effective rank"),
+    ):
+        series = []
+        for look, (letter, run) in enumerate(runs):
+            metrics = run.tables["metrics"]
+            pairs = [(x, y) for x, y in zip(metrics[x_name], metrics[column], strict=True) if y is not None]
+            if pairs:
+                x, y = (list(values) for values in zip(*pairs, strict=True))
+                series.append((f"{letter} {run.label}", x, y, look))
+        if series:
+            id = f"training-{column.replace('_', '-')}"
+            figure = _overlay(id, title, "Over training.", ("metrics",), series, x_name, logarithmic="loss" in column)
+            figures.append(figure)
+    return figures

@@ -1,0 +1,132 @@
+"""Pieces of a page: tables, figures, verdicts. Every string of a run passes through `escaped` or `isolated`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sinkscope.report.figure import Figure
+from sinkscope.report.run_contents import Run
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
+
+# Verdict as (symbol, class): the word stands beside the symbol, so neither colour nor shape is needed alone.
+VERDICTS = {
+    "holds": ("\u2713", "holds"),
+    "does not hold": ("\u2717", "fails"),
+    "undecided": ("?", "open"),
+    "not applicable": (NO_VALUE, "none"),
+}
+MAX_ROWS = 400
+"""Rows of a table under a figure; the Parquet holds all of them."""
+
+
+def verdict(word: str, *, with_word: bool = True) -> str:
+    """A verdict as symbol and word; without the word it is read aloud still."""
+    symbol, style = VERDICTS.get(word, ("\u00b7", "none"))
+    text = f" {escaped(word)}" if with_word else ""
+    label = "" if with_word else f' title="{escaped(word)}" role="img" aria-label="{escaped(word)}"'
+    return f'<span class="verdict {style}"><span class="symbol"{label}>{symbol}</span>{text}</span>'
+
+
+def tally(verdicts: Sequence[str]) -> str:
+    """How many claims have each verdict."""
+    counts = ((word, verdicts.count(word)) for word in VERDICTS)
+    return (
+        '<p class="tally">'
+        + "".join(f"<span>{verdict(word)}: {count}</span>" for word, count in counts if count)
+        + "</p>"
+    )
+
+
+def rule(claim: dict[str, Any]) -> str:
+    """When the claim holds, with its threshold put in: low >= 0.05. A dash where no number was judged."""
+    if claim["threshold"] is None:
+        return NO_VALUE
+    text = claim["rule"].replace("threshold", f"{claim['threshold']:g}")
+    return text.replace(">=", "\N{GREATER-THAN OR EQUAL TO}").replace("<=", "\N{LESS-THAN OR EQUAL TO}")
+
+
+def control(claim: dict[str, Any]) -> str:
+    """The control's value and name, or nothing where there is none."""
+    parts = [number(claim["control"])] if claim["control"] is not None else []
+    return " ".join([*parts, f"({claim['control_name']})"] if claim["control_name"] else parts)
+
+
+def evidence(claim: dict[str, Any]) -> str:
+    """A list item: verdict, statement, effect with its interval, control and n."""
+    numbers = f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
+    if claim["effect"] is None:
+        numbers = claim["note"] or NO_VALUE
+    elif text := control(claim):
+        numbers += f"; control {text}"
+    return (
+        f"<li>{verdict(claim['verdict'], with_word=False)} {escaped(claim['statement'])} "
+        f'<span class="numbers">{escaped(numbers)}</span></li>'
+    )
+
+
+def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str = "") -> str:
+    """A table; numbers are aligned to the right."""
+    body, numeric = [], [True] * len(columns)
+    for entry in entries:
+        cells = []
+        for index, value in enumerate(entry):
+            is_text = isinstance(value, str)
+            numeric[index] &= not is_text
+            cells.append(f"<td>{isolated(value)}</td>" if is_text else f'<td class="number">{number(value)}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(
+        f'<th scope="col"{" class=number" if is_number else ""}>{escaped(column)}</th>'
+        for column, is_number in zip(columns, numeric, strict=True)
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table class="{style}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def figure(drawn: Figure, run: Run | None, *, wide: bool = False, below: str = "") -> str:
+    """A figure with its caption, buttons, source and table; `run` is None where it shows several."""
+    return (
+        f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
+        f'<h3>{isolated(drawn.title)}</h3><p class="caption">{escaped(drawn.caption)}</p></figcaption>'
+        f"{plot(drawn)}{below}{tools(drawn, run)}</figure>"
+    )
+
+
+def plot(drawn: Figure) -> str:
+    """Where the page's script draws the figure."""
+    return (
+        f'<div class="plot" tabindex="0" role="group" data-figure="{escaped(drawn.id)}" '
+        f'style="height:{drawn.height}px" '
+        f'aria-label="{escaped(drawn.title)}; plus and minus zoom, arrows move, 0 resets"></div>'
+    )
+
+
+def tools(drawn: Figure, run: Run | None) -> str:
+    """Buttons, source and the table under a drawn."""
+    listed = drawn.rows[:MAX_ROWS]
+    cut = f", {len(listed)} of {len(drawn.rows)} rows" if len(listed) < len(drawn.rows) else ""
+    details = f"<details><summary>Table{cut}</summary>{table(drawn.columns, listed)}</details>" if listed else ""
+    return (
+        f'<div class="tools"><button data-action="png" aria-label="Save {escaped(drawn.title)} as PNG">PNG</button>'
+        f'<button data-action="reset" aria-label="Reset the zoom of {escaped(drawn.title)}">Reset zoom</button>'
+        f'<span class="source">{escaped(sources(drawn, run))}</span></div>{details}'
+    )
+
+
+def sources(drawn: Figure, run: Run | None) -> str:
+    """The files that the figure comes from."""
+    if run is None:
+        return ", ".join(f"{name}.parquet" for name in drawn.sources) + " of each run"
+    return ", ".join(run.file_name(name) for name in drawn.sources)
+
+
+def facts(pairs: Iterable[tuple[str, Any]]) -> str:
+    """A list of names and values; empty values are left out."""
+    shown = [(name, value) for name, value in pairs if value not in (None, "", [], {})]
+    return (
+        '<dl class="facts">'
+        + "".join(f"<dt>{escaped(name)}</dt><dd>{isolated(str(value))}</dd>" for name, value in shown)
+        + "</dl>"
+    )

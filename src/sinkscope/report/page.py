@@ -1,0 +1,266 @@
+"""One self-contained HTML file from a run folder: the answer, the verdicts, the chain, the evidence, the method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.report import elements
+from sinkscope.report.document import header, write_page
+from sinkscope.report.figure import Figure, rounded
+from sinkscope.report.run_contents import Run, read_run
+from sinkscope.report.study_figures import study_figures
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
+from sinkscope.report.trace_figures import (
+    NUM_POSITIONS_DRAWN,
+    by_layer_and_position,
+    chain_panels,
+    layer_curves,
+    maps,
+    unit_name,
+)
+
+# The links that each panel of the chain shows, from left to right.
+PANEL_LINKS = (
+    ("variance_discrepancy",),
+    ("super_neurons",),
+    ("channel_sparsity",),
+    ("dimension_disparity", "directional_collapse"),
+    ("sink",),
+)
+# A causal step: from which panel to which, in words, and the claims that test it.
+ARROWS = (
+    (
+        1,
+        5,
+        "More variance makes a sink",
+        (
+            "mask_to_self_creates_sink",
+            "amplification_creates_sink",
+            "dose_response",
+            "norm_scaling_does_not",
+            "random_direction_does_not",
+            "variance_beats_mean_shift",
+        ),
+    ),
+    (1, 5, "Less variance removes it", ("equalising_removes_sink",)),
+    (1, 2, "Through the super neurons", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
+    (3, 5, "It needs their sparse output vectors", ("channel_sparsity_necessary",)),
+    (1, 4, "Through the massive dimensions", ("mediation_mask_dimensions", "mediation_amplification_dimensions")),
+    (2, 5, "Super neurons make it, and it needs them", ("super_neurons_necessary", "super_neurons_sufficient")),
+)
+SECTIONS = {
+    "creation": ("What makes a sink", "Each intervention acts on one position of an ordinary sequence."),
+    "necessity": ("What the sink needs", "Each removal takes one part away, and leaves the rest as it was."),
+    "mediation": ("Through what it acts", "An effect that passes through a part is gone while that part is held."),
+    "confounds": ("What else moves", "An intervention that changes everything explains nothing."),
+    "histograms": ("Super neurons before and after", "The first units and conditions; the table holds all of them."),
+}
+WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
+"""Figures that take the whole width."""
+FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
+METHOD = (
+    "Claims, statistics, controls, thresholds and rules were fixed before any model was looked at. Units and means are "
+    "chosen on other sequences than those that judge them. Intervals are bootstrap intervals over sequences at a "
+    "family-wise 95 % (Holm over the claims). A claim is undecided where its interval is too wide for either verdict, "
+    "and not applicable where there is nothing to explain."
+)
+
+
+def write_study_page(run_folder: Path, destination: Path) -> None:
+    """Writes the page of a study, or of a trace, from the files in its folder alone."""
+    run = read_run(Path(run_folder))
+    if run.kind == "training":
+        raise InputError(
+            expected=f"a study or a trace in {run_folder}",
+            found="a training run",
+            next_step="Put it beside another with sinkscope compare",
+        )
+    panels = chain_panels(run)
+    studied = study_figures(run) if run.kind == "study" else {}
+    maps_drawn, curves = maps(run), layer_curves(run)
+    parts = [header(f"Attention sink of {run.model}", circumstances(run)), '<main id="main">']
+    parts += [
+        f'<p class="answer">{isolated(run.answer)}</p>',
+        _verdicts(run) if run.claims else _found(run),
+        _nav(studied),
+    ]
+    parts += [_chain(run, panels)]
+    for name, figures in studied.items():
+        if figures:
+            extra = _minimal_set(run) if name == "necessity" else ""
+            parts.append(_section(name, *SECTIONS[name], figures, run, extra))
+    parts.append(
+        _section(
+            "maps",
+            "Maps",
+            f"Over every layer. {run.file_name('positions')} and {run.file_name('heads')} hold every cell.",
+            maps_drawn + curves,
+            run,
+        )
+    )
+    parts += [_method(run), "</main>"]
+    every = [*panels, *(figure for figures in studied.values() for figure in figures), *maps_drawn, *curves]
+    write_page(destination, f"Attention sink of {run.model}", "".join(parts), every)
+
+
+def circumstances(run: Run) -> str:
+    """The family, its size, and the tokens it was read on."""
+    tokens, summary = run.summary["tokens"], run.summary
+    bos = ", BOS first" if tokens["bos"] else ""
+    sequences = f"{tokens['count']} sequences of {tokens['length']} {tokens['kind']} tokens{bos}"
+    return f"{summary['family']}, {summary['num_layers']} layers; {sequences}"
+
+
+def _verdicts(run: Run) -> str:
+    claims = list(run.claims.values())
+    groups = (
+        ("What is seen", [claim for claim in claims if claim["link"] != "causal"]),
+        ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
+    )
+    body = "".join(
+        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>' + "".join(map(_verdict_row, own))
+        for name, own in groups
+        if own
+    )
+    notes = [
+        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"])
+        for claim in claims
+        if claim["note"] or claim["control_name"]
+    ]
+    listed = elements.table(("claim", "control", "note"), notes)
+    return (
+        f"{elements.tally([claim['verdict'] for claim in claims])}"
+        '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
+        '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
+        '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
+        '<th scope="col" class="number">n</th></tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+        + (f"<details><summary>Controls and notes</summary>{listed}</details>" if notes else "")
+    )
+
+
+def _verdict_row(claim: dict[str, Any]) -> str:
+    cells = (
+        ("Effect", number(claim["effect"]), True),
+        ("Interval", interval(claim["low"], claim["high"]), True),
+        ("Holds when", elements.rule(claim), False),
+        ("Control", number(claim["control"]), True),
+        ("n", number(claim["n"]), True),
+    )
+    return (
+        f"<tr><td>{elements.verdict(claim['verdict'])}</td>"
+        f'<td title="{escaped(claim["id"])}">{escaped(claim["statement"])}</td>'
+        + "".join(
+            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}">'
+            f"{escaped(text)}</td>"
+            for label, text, is_number in cells
+        )
+        + "</tr>"
+    )
+
+
+def _found(run: Run) -> str:
+    """What a trace found, in place of verdicts: it reads, and changes nothing, so it shows no cause."""
+    sinks = [
+        (row["position"], row["rate"], interval(row["low"], row["high"]), row["num_layers"], row["mean_attention"])
+        for row in run.rows("sinks")
+    ]
+    text = (
+        f"A trace reads a model and changes nothing, so it gives no verdicts. For causes: sinkscope study {run.model}"
+    )
+    parts = [f'<p class="muted">{isolated(text)}</p>']
+    if sinks:
+        parts.append(elements.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
+    units = [
+        (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
+        for row in run.rows("neurons", position=run.strongest)[:8]
+    ]
+    if units:
+        columns = ("layer:neuron", "role", "dimension", "write", "write share", "contrast")
+        parts.append(elements.table(columns, units))
+    return "".join(parts)
+
+
+def _nav(studied: dict[str, list[Figure]]) -> str:
+    names = [("chain", "The chain"), *((name, SECTIONS[name][0]) for name, own in studied.items() if own)]
+    names += [("maps", "Maps"), ("method", "Method")]
+    return '<nav aria-label="Sections">' + "".join(f'<a href="#{id}">{name}</a>' for id, name in names) + "</nav>"
+
+
+def _chain(run: Run, panels: Sequence[Figure]) -> str:
+    cards = []
+    for index, (panel, links) in enumerate(zip(panels, PANEL_LINKS, strict=True), start=1):
+        claims = [elements.evidence(claim) for claim in run.claims.values() if claim["link"] in links]
+        evidence = f'<ul class="evidence">{"".join(claims)}</ul>' if claims else ""
+        cards.append(
+            f'<article class="panel" id="{panel.id}"><h3>{index}. {escaped(panel.title)}</h3>'
+            f'<p class="caption">{escaped(panel.caption)}</p>{elements.plot(panel)}{evidence}'
+            f"{elements.tools(panel, run)}</article>"
+        )
+    for first, last, label, ids in ARROWS:
+        claims = [elements.evidence(run.claims[id]) for id in ids if id in run.claims]
+        if claims:
+            cards.append(
+                f'<section class="arrow" style="grid-column:{first}/{last + 1}">'
+                f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {label}</h3><ul>{''.join(claims)}</ul></section>"
+            )
+    causes = " Below, each causal step spans the links it joins." if run.claims else ""
+    return (
+        f'<h2 id="chain">The chain</h2><p class="caption">From left to right.{causes} '
+        '<button data-action="chain-png">PNG of the chain</button></p>'
+        f'<div class="chain">{"".join(cards)}</div>'
+    )
+
+
+def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run, extra: str = "") -> str:
+    drawn = [
+        elements.figure(
+            figure,
+            run,
+            wide=figure.id in WIDE,
+            below=_tokens(run) if figure.id == "map-attention-received" else "",
+        )
+        for figure in figures
+    ]
+    size = " small" if id == "histograms" else ""
+    return (
+        f'<h2 id="{id}">{title}</h2><p class="caption">{text}</p>{extra}'
+        f'<div class="figures{size}">{"".join(drawn)}</div>'
+    )
+
+
+def _minimal_set(run: Run) -> str:
+    units = run.rows("minimal_set")
+    if not units:
+        return ""
+    names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
+    plural = "unit" if len(units) == 1 else "units"
+    return f"<p>The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {escaped(names)}.</p>"
+
+
+def _tokens(run: Run) -> str:
+    """The first sequence's tokens, each with its position and a bar as long as the attention it receives."""
+    first = run.rows("tokens", sequence=0)[:NUM_POSITIONS_DRAWN]
+    if not first:
+        return ""
+    received = rounded(by_layer_and_position(run, "attention_received").mean(0))
+    items = "".join(
+        f'<li style="--share:{received[row["position"]] or 0}"><span class="position">{row["position"]}</span>'
+        f"{isolated(token_text(row['text']))}</li>"
+        for row in first
+    )
+    return f'<ol class="tokens" aria-label="Tokens of the first sequence">{items}</ol>'
+
+
+def _method(run: Run) -> str:
+    shown = f"<pre><code>{isolated(run.command)}</code></pre>" if run.command else ""
+    files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
+    return (
+        f'<h2 id="method">Method</h2>{f"<p>{METHOD}</p>" if run.claims else ""}{shown}'
+        + elements.facts([*run.environment.items()])
+        + f"<details open><summary>config.yaml</summary>{elements.facts(run.config.items())}</details>"
+        + f'<p class="muted">Files of this run: {escaped(", ".join(files))}</p>'
+    )

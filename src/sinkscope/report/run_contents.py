@@ -1,0 +1,165 @@
+"""What a finished run left in its folder: read once, checked, and never guessed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from sinkscope.errors import InputError
+from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
+from sinkscope.results.tables import read_table
+from sinkscope.results.trace_schemas import TRACE_TABLES
+
+Table = dict[str, list]
+Kind = Literal["study", "trace", "training"]
+METRIC_COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "sink_rate", "dom_ratio", "effective_rank")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tables and records of one run. `tables` holds those that its kind has, by name."""
+
+    path: Path
+    kind: Kind
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    tables: dict[str, Table]
+
+    @property
+    def model(self) -> str:
+        return str(self.summary.get("model") or self.environment.get("model") or self.path.name)
+
+    @property
+    def label(self) -> str:
+        """The model, and whether its sequences began with BOS: two studies of one model differ in that."""
+        return self.model + (", BOS first" if self.summary.get("tokens", {}).get("bos") else "")
+
+    @property
+    def answer(self) -> str:
+        """The run in one sentence: a study's verdict, else what the trace found."""
+        return str(self.summary.get("verdict") or self.summary.get("story") or "")
+
+    @property
+    def command(self) -> str:
+        """What was typed; empty where it was not recorded."""
+        return str(self.config.get("command") or self.summary.get("command") or "")
+
+    @property
+    def strongest(self) -> int:
+        """Position of the strongest sink, or of the strongest key where there is none."""
+        return self.summary["dom_ratio"]["position"]
+
+    @cached_property
+    def births(self) -> list[int]:
+        """Layers where disparity is born; the embeddings are none."""
+        return [layer for layer in self.summary["birth_layers"] if layer >= 0]
+
+    @cached_property
+    def claims(self) -> dict[str, dict[str, Any]]:
+        """The claims of a study by id, in their order; empty for other runs."""
+        return {row["id"]: row for row in self.rows("claims")}
+
+    def rows(self, table_name: str, **equal: Any) -> list[dict[str, Any]]:
+        """The rows of a table whose columns named in `equal` have these values; none where there is no such table."""
+        table = self.tables.get(table_name)
+        if table is None:
+            return []
+        # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
+        kept = range(len(next(iter(table.values()))))
+        for name, value in equal.items():
+            column = table[name]
+            kept = [index for index in kept if column[index] == value]
+        return [{name: column[index] for name, column in table.items()} for index in kept]
+
+    def file_name(self, table: str) -> str:
+        """The file that holds a table: Parquet, or JSON lines where pyarrow was missing."""
+        return f"{table}.jsonl" if (self.path / f"{table}.jsonl").is_file() else f"{table}.parquet"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a command of ours wrote this folder."""
+    return (folder / "summary.json").is_file() or _metrics_file(folder) is not None
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder; anything else, or tables of another version, is refused."""
+    if not is_run(folder):
+        raise InputError(
+            expected=f"a run in {folder}",
+            found="no such folder" if not folder.is_dir() else "neither summary.json nor metrics",
+            next_step="Give a folder that sinkscope study, trace or pretrain wrote",
+        )
+    metrics = _metrics_file(folder)
+    kind: Kind = "training" if metrics else "study" if _has_table(folder, CLAIMS.name) else "trace"
+    if metrics:
+        tables = {"metrics": _read_metrics(metrics)}
+    else:
+        schemas = TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+        tables = {
+            schema.name: read_table(folder / schema.name, schema)
+            for schema in schemas
+            # Token texts exist only where the model came with a tokenizer.
+            if schema is not TOKENS or _has_table(folder, TOKENS.name)
+        }
+    return Run(
+        path=folder,
+        kind=kind,
+        summary=_read_object(folder / "summary.json"),
+        config=_read_object(folder / "config.yaml"),
+        environment=_read_object(folder / "environment.json"),
+        tables=tables,
+    )
+
+
+def _has_table(folder: Path, name: str) -> bool:
+    return any((folder / f"{name}{suffix}").is_file() for suffix in (".parquet", ".jsonl"))
+
+
+def _metrics_file(folder: Path) -> Path | None:
+    return next((path for name in ("metrics.parquet", "metrics.jsonl") if (path := folder / name).is_file()), None)
+
+
+def _read_metrics(path: Path) -> Table:
+    """Training metrics by column; a training run that goes on has JSON lines without a declaration."""
+    if path.suffix == ".parquet":
+        table = read_table(path)
+    else:
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            table = {name: [line.get(name) for line in lines] for name in METRIC_COLUMNS}
+        except (ValueError, AttributeError) as error:
+            raise _unreadable(path, error) from error
+    for name in ("step", "loss"):
+        if name not in table or None in table[name]:
+            raise InputError(
+                expected=f"a value of {name} in every row of {path}",
+                found="one that is missing",
+                next_step="Give a folder that sinkscope pretrain wrote",
+            )
+    return {name: table.get(name) or [None] * len(table["step"]) for name in METRIC_COLUMNS}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON or YAML object in a file; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    import yaml
+
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(value, dict):
+        raise _unreadable(path, ValueError(f"a {type(value).__name__}"))
+    return value
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(
+        expected=f"a whole file in {path}", found=str(error), next_step="Run the command that wrote it again"
+    )

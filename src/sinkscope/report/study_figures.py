@@ -1,0 +1,266 @@
+"""The figures of a study, by section: what makes a sink, what it needs, through what it acts, what else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sinkscope.report.effect_figures import (
+    EFFECT_COLUMNS,
+    condition_name,
+    confounds,
+    histograms,
+    mediation,
+    strongest_doses,
+)
+from sinkscope.report.figure import LOOKS, Figure, axis, bounds, categories, level, levels, line, rounded
+from sinkscope.report.run_contents import Run
+from sinkscope.report.text import plotted
+from sinkscope.report.trace_figures import is_drawn
+
+MARGIN = 0.05
+QUARTER, MOST = 0.25, 0.8
+"""Bounds of the pre-registered rules: points of sink rate, and shares of it that may and must be left."""
+NUM_TARGETS = 4
+REMOVALS = {
+    "open_to_later": "opened to later positions",
+    "equalise_variance": "variance equalised",
+    "remove_mean": "mean taken away",
+    "remove_deviation": "deviation taken away",
+    "remove_energy": "energy taken away",
+    "ablate_minimal_set": "minimal set removed",
+    "mean_minimal_set": "minimal set at its mean",
+    "densify_minimal_set": "minimal set densified",
+}
+MOVED = ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
+IDENTITIES = ("amplify_variance", "scale_norm", "shift_mean")
+"""What changes nothing at a factor of 1; another sequence's or a random deviation does."""
+DOSED = ("amplify_variance", "scale_norm", "shift_mean", "swap_deviation", "random_direction")
+
+
+def study_figures(run: Run) -> dict[str, list[Figure]]:
+    """Figures by section; a section whose tables are empty has none, since nothing was done to the model."""
+    return {
+        "creation": _if_any(run, "rates", _created) + _dose_response(run) + _if_any(run, "effects", _forest),
+        "necessity": _if_any(run, "effects", _remaining) + _if_any(run, "rates", _moved),
+        "mediation": _if_any(run, "mediation", mediation),
+        "confounds": _if_any(run, "effects", confounds),
+        "histograms": histograms(run),
+    }
+
+
+def _if_any(run: Run, table: str, build: Callable[[Run], Figure | None]) -> list[Figure]:
+    figure = build(run) if any(run.tables[table].values()) else None
+    return [] if figure is None else [figure]
+
+
+def _targets(run: Run) -> list[int]:
+    pairs = set(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
+    return sorted({target for condition, target in pairs if condition in ("mask_to_self", "amplify_variance")})
+
+
+def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tuple[str, int | None]]) -> Figure | None:
+    """Sink rate at every position, untouched and under each of the wanted (condition, target)."""
+    series: dict[str, list[dict]] = {}
+    acted_on = [target for _, target in wanted]
+    for condition, target in [("untouched", None), *wanted]:
+        for row in strongest_doses(run.rows("rates", condition=condition, target=target)):
+            if is_drawn(run, row["position"], *acted_on):
+                series.setdefault(condition_name(row), []).append(row)
+    if len(series) < 2:
+        return None
+    ordered = {name: sorted(own, key=lambda row: row["position"]) for name, own in series.items()}
+    return Figure(
+        id,
+        title,
+        caption,
+        ("rates",),
+        [
+            line(
+                [row["position"] for row in own],
+                [row["rate"] for row in own],
+                name,
+                5 if name == "untouched" else look,
+                low=[row["low"] for row in own],
+                high=[row["high"] for row in own],
+            )
+            for look, (name, own) in enumerate(ordered.items(), start=-1)
+        ],
+        {
+            "xaxis": axis("key position"),
+            "yaxis": axis("sink rate", rangemode="tozero"),
+            **levels(level(MARGIN, "a sink: 5 %")),
+        },
+        ("condition", "position", "rate", "low", "high"),
+        [(name, row["position"], row["rate"], row["low"], row["high"]) for name, own in ordered.items() for row in own],
+        340,
+    )
+
+
+def _created(run: Run) -> Figure | None:
+    targets = _targets(run)
+    if not targets:
+        return None
+    target = 10 if 10 in targets else targets[0]
+    return _rates_figure(
+        run,
+        "created",
+        f"What acting on position {target} makes",
+        "Sink rate at every position; amplification at its largest factor. "
+        "A new sink usually stands beside the old one.",
+        [("mask_to_self", target), ("amplify_variance", target)],
+    )
+
+
+def _moved(run: Run) -> Figure | None:
+    done = dict.fromkeys(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
+    return _rates_figure(
+        run,
+        "moved",
+        "Where the sink went",
+        "Sink rate at every position after each removal: gone, weaker, or at another position.",
+        [pair for pair in done if pair[0] in MOVED and pair[1] not in _targets(run)],
+    )
+
+
+def dose_curve(run: Run, condition: str, target: int) -> list[dict[str, Any]]:
+    """Rows of `rates` at the target by factor; the untouched rate stands at factor 1 where that changes nothing."""
+    at_target = run.rows("rates", condition=condition, target=target, position=target)
+    dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
+    if dosed and condition in IDENTITIES and dosed[0]["factor"] > 1:
+        dosed = [row | {"factor": 1.0} for row in run.rows("rates", condition="untouched", position=target)] + dosed
+    return dosed
+
+
+def _dose_response(run: Run) -> list[Figure]:
+    figures = []
+    for target in _targets(run)[:NUM_TARGETS]:
+        traces, listed = [], []
+        for look, condition in enumerate(DOSED):
+            own = dose_curve(run, condition, target)
+            if own:
+                x, y, low, high = ([row[name] for row in own] for name in ("factor", "rate", "low", "high"))
+                traces.append(line(x, y, condition.replace("_", " "), look, low=low, high=high))
+                listed += [(condition, *values) for values in zip(x, y, low, high, strict=True)]
+        if traces:
+            figures.append(
+                Figure(
+                    f"dose-{target}",
+                    f"Dose and response at position {target}",
+                    "Sink rate there by factor: amplified variance, and controls that change as much otherwise.",
+                    ("rates",),
+                    traces,
+                    {
+                        "xaxis": axis(
+                            "factor", type="log", tickvals=[1, 1.5, 2, 4, 8], ticktext=["1", "1.5", "2", "4", "8"]
+                        ),
+                        "yaxis": axis("sink rate", rangemode="tozero"),
+                    },
+                    ("condition", "factor", "rate", "low", "high"),
+                    listed,
+                    340,
+                )
+            )
+    return figures
+
+
+def _forest(run: Run) -> Figure | None:
+    quantities = {"sink_rate_at_target": "at the target", "sink_rate_at_sink": "at the sink"}
+    entries = [row for row in strongest_doses(run.rows("effects")) if row["quantity"] in quantities]
+    if not entries:
+        return None
+    names = list(dict.fromkeys(plotted(condition_name(row)) for row in entries))[::-1]
+    traces = []
+    for look, (quantity, label) in enumerate(quantities.items()):
+        own = [row for row in entries if row["quantity"] == quantity]
+        colour, _, symbol = LOOKS[look]
+        differences = [row["difference"] for row in own]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": rounded(differences),
+                "y": [plotted(condition_name(row)) for row in own],
+                "name": label,
+                "marker": {"color": colour, "symbol": symbol, "size": 7},
+                "error_x": bounds(differences, [row["low"] for row in own], [row["high"] for row in own], colour),
+            }
+        )
+    return Figure(
+        "forest",
+        "Change of the sink rate under every intervention",
+        "With intervals over sequences; between the dotted lines lies the equivalence margin of 5 points. "
+        "Interventions with a factor at their largest.",
+        ("effects",),
+        traces,
+        {
+            "xaxis": axis("change of the sink rate"),
+            "yaxis": categories(names),
+            **levels(level(-MARGIN, "", vertical=True), level(MARGIN, "\N{PLUS-MINUS SIGN}5 %", vertical=True)),
+        },
+        ("condition", "quantity", *EFFECT_COLUMNS),
+        [
+            (condition_name(row), quantities[row["quantity"]], *(row[name] for name in EFFECT_COLUMNS))
+            for row in entries
+        ],
+        120 + 22 * len(names),
+    )
+
+
+def _remaining(run: Run) -> Figure | None:
+    """Share of the sink rate that each removal leaves."""
+    entries = [
+        row
+        for row in run.rows("effects", quantity="sink_rate_at_sink")
+        if row["condition"] in REMOVALS and row["target"] not in _targets(run) and row["before"] > 0
+    ]
+    if not entries:
+        return None
+    sets = run.rows("random_sets")
+    names = [REMOVALS[row["condition"]] for row in entries]
+    shares = [
+        [(row["before"] + row[part]) / row["before"] for row in entries] for part in ("difference", "low", "high")
+    ]
+    random_name = f"{len(sets)} matched random sets"
+    random_colour, _, random_symbol = LOOKS[4]
+    colour, _, symbol = LOOKS[0]
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": rounded(shares[0]),
+            "y": names,
+            "name": "removal",
+            "marker": {"color": colour, "symbol": symbol, "size": 8},
+            "error_x": bounds(shares[0], shares[1], shares[2], colour),
+            "showlegend": False,
+        }
+    ]
+    if sets:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": rounded([row["remaining"] for row in sets]),
+                "y": [random_name] * len(sets),
+                "name": "one random set",
+                "marker": {"color": random_colour, "symbol": random_symbol, "size": 7, "opacity": 0.7},
+                "showlegend": False,
+            }
+        )
+    listed = list(zip(names, *shares, strict=True))
+    return Figure(
+        "remaining",
+        "How much of the sink is left",
+        "Sink rate over the untouched one. The set is necessary below a quarter, if matched random sets leave 80 %.",
+        ("effects", "random_sets"),
+        traces,
+        {
+            "xaxis": axis("share of the sink rate left", rangemode="tozero"),
+            "yaxis": categories([random_name, *names[::-1]]),
+            **levels(level(QUARTER, "a quarter", vertical=True), level(MOST, "80 %", vertical=True)),
+        },
+        ("removal", "share left", "low", "high"),
+        listed + [(f"random set {row['set']}", row["remaining"], None, None) for row in sets],
+        140 + 26 * (len(names) + 1),
+    )

@@ -1,0 +1,74 @@
+"""Text of models and users as text: nothing in it is markup, a script, or an invisible or reordering character."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import unicodedata
+from typing import Any
+
+ISOLATE, END_ISOLATE = "\u2068", "\u2069"
+NO_VALUE = "\N{EN DASH}"
+MINUS = "\N{MINUS SIGN}"
+
+
+def visible(text: str) -> str:
+    """The text with each control, format and separator character as a symbol, such as U+202E in angle brackets."""
+    return "".join(map(_visible_character, text))
+
+
+def escaped(text: str) -> str:
+    """The text for HTML, inside an element or a quoted attribute."""
+    return html.escape(visible(text))
+
+
+def isolated(text: str) -> str:
+    """An element whose right-to-left characters do not reorder what stands around it."""
+    return f"<bdi>{escaped(text)}</bdi>"
+
+
+def plotted(text: str) -> str:
+    """The text for a label of a figure: Plotly reads tags and entities in it, and SVG has no <bdi>."""
+    return ISOLATE + html.escape(visible(text), quote=False) + END_ISOLATE
+
+
+def token_text(text: str) -> str:
+    """A token with its spaces shown."""
+    return text.replace(" ", "\N{OPEN BOX}") or "(empty)"
+
+
+def script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in; only ASCII, so U+2028 is no line end either."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def number(value: float | int | None) -> str:
+    """Three digits after the point below 1 and three significant ones above, so that a column of numbers lines up."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NO_VALUE
+    if isinstance(value, float) and math.isinf(value):
+        text = "\N{INFINITY}" if value > 0 else "-\N{INFINITY}"
+    elif isinstance(value, int):
+        text = f"{value:,}"
+    elif abs(value) >= 1e6 or 0 < abs(value) < 5e-4:
+        text = f"{value:.1e}"
+    else:
+        decimals = sum(abs(value) < bound for bound in (1, 10, 100))
+        text = f"{value:,.{decimals}f}"
+    return text.replace("-", MINUS)
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """`low to high`, or a dash where there is no interval."""
+    return NO_VALUE if low is None or high is None else f"{number(low)} to {number(high)}"
+
+
+def _visible_character(character: str) -> str:
+    if character == "\n":
+        return "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
+    # Cc controls, Cf bidi and zero-width, Cs lone surrogates, Zl and Zp line separators, Co and Cn without a glyph.
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Co", "Cn"):
+        return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}U+{ord(character):04X}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
+    return character

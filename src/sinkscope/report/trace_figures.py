@@ -1,0 +1,351 @@
+"""The figures of a trace: the five panels of the chain, and the maps over layers, positions and heads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sinkscope.report.figure import (
+    PATTERNS,
+    Figure,
+    axis,
+    categories,
+    floats,
+    heat_map,
+    level,
+    levels,
+    line,
+    log_axis,
+    rounded,
+)
+from sinkscope.report.run_contents import Run
+
+NUM_POSITIONS_DRAWN = 64
+"""Positions of a curve."""
+NUM_POSITIONS_MAPPED = 256
+"""Positions of a map; a longer sequence keeps its first ones and evenly spaced later ones."""
+NUM_CELLS_LISTED = 20
+PANEL_HEIGHT = 230
+NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+SINK_BOUND, SINK_ATTENTION, FEW_QUERIES = 0.05, 0.3, 16
+"""A key is a sink for a head above this attention, and a sink above this rate; the last keys are not judged."""
+
+
+def chain_panels(run: Run) -> list[Figure]:
+    """The chain from left to right: variance, neurons, output vectors, residual dimensions, attention received."""
+    return [_variance(run), _writes(run), _output_vectors(run), _dom_ratio(run), _received(run)]
+
+
+def maps(run: Run) -> list[Figure]:
+    """Layer x position and layer x head maps."""
+    return [
+        _position_map(run, "attention_received", "Attention received", "mean over heads and sequences"),
+        _position_map(run, "dom_ratio", "DomRatio", "max |h| / mean |h| of the residual that leaves the layer", True),
+        _position_map(
+            run, "value_variance", "Value variance", "across sequences, mean over channels; blank where zero", True
+        ),
+        _position_map(run, "largest_write", "Largest neuron write", "of any unit in any sequence", True),
+        head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate"),
+        head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
+    ]
+
+
+def layer_curves(run: Run) -> list[Figure]:
+    """Effective rank by layer and attention by distance."""
+    return [_effective_rank(run), _distances(run)]
+
+
+def mapped_positions(run: Run) -> list[int]:
+    """The positions that maps show."""
+    length = run.summary["tokens"]["length"]
+    if length <= NUM_POSITIONS_MAPPED:
+        return list(range(length))
+    first = NUM_POSITIONS_MAPPED // 4
+    later = np.linspace(first, length - 1, NUM_POSITIONS_MAPPED - first).astype(int)
+    return sorted({*range(first), *later.tolist(), run.strongest, *(sink["position"] for sink in run.summary["sinks"])})
+
+
+def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
+    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on.
+
+    The last keys have so few queries that they look like sinks without being any.
+    """
+    if position >= run.summary["tokens"]["length"] - FEW_QUERIES:
+        return False
+    return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
+
+
+def by_layer_and_position(run: Run, name: str) -> np.ndarray:
+    """A column of `positions` as [layer, position]."""
+    return floats(run.tables["positions"][name]).reshape(run.summary["num_layers"], -1)
+
+
+def _curve_layers(run: Run) -> list[int]:
+    """The first layer and the one where disparity is born."""
+    return sorted({0, run.births[0]} if run.births else {0})
+
+
+def _variance(run: Run) -> Figure:
+    applicable = run.summary["variance_ratio"] is not None
+    name = "value_variance" if applicable else "second_moment"
+    values, law = (by_layer_and_position(run, column)[:, :NUM_POSITIONS_DRAWN] for column in (name, "averaging_law"))
+    positions = range(values.shape[1])
+    traces, listed = [], []
+    for look, layer in enumerate(_curve_layers(run)):
+        traces.append(line(positions, values[layer], f"layer {layer}", look))
+        if applicable:
+            expected = line(positions, law[layer], "law", look, mode="lines", showlegend=look == 0)
+            expected["line"] |= {"dash": "dot", "width": 1}
+            traces.append(expected)
+        listed += [(layer, position, values[layer, position], law[layer, position]) for position in positions]
+    return Figure(
+        "variance",
+        "Variance by position" if applicable else "Energy by position",
+        "Value aggregation across sequences; dotted: the law that averaging predicts."
+        if applicable
+        else "Position 0 has no variance across sequences here, so its second moment is shown.",
+        ("positions",),
+        traces,
+        {"xaxis": axis("position"), "yaxis": log_axis("", values[_curve_layers(run)].ravel())},
+        ("layer", "position", name.replace("_", " "), "averaging law"),
+        listed,
+        PANEL_HEIGHT,
+    )
+
+
+def _writes(run: Run) -> Figure:
+    values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
+    layers = run.births or sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)}) or [0]
+    layers = layers[:3]
+    positions = range(values.shape[1])
+    return Figure(
+        "writes",
+        "Neuron activations",
+        "Largest |activation| x output norm of any unit, where disparity is born.",
+        ("positions",),
+        [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
+        {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
+        ("layer", "position", "largest write"),
+        [(layer, position, values[layer, position]) for layer in layers for position in positions],
+        PANEL_HEIGHT,
+    )
+
+
+def _output_vectors(run: Run) -> Figure:
+    if run.rows("output_energy"):
+        return _output_energy(run)
+    units = run.rows("neurons", position=run.strongest)[:6]
+    names = [unit_name(unit) for unit in units]
+    series = (("top_share", "super neuron", 1), ("layer_top_share", "median of its layer", 2))
+    return Figure(
+        "output-vectors",
+        "Down-projection energy",
+        "Energy share of the top dimension of each super neuron's output vector."
+        if units
+        else "No super neurons were found.",
+        ("neurons",),
+        [
+            {
+                "type": "bar",
+                "x": names,
+                "y": rounded([unit[column] for unit in units]),
+                "name": label,
+                "marker": {"color": f"var(--series-{colour})", "pattern": {"shape": PATTERNS[colour - 1]}},
+            }
+            for column, label, colour in series
+        ],
+        {"xaxis": axis("layer:neuron", type="category"), "yaxis": axis("", range=[0, 1])} if units else NOTHING,
+        ("layer", "expert", "neuron", "top share", "median of its layer"),
+        [(u["layer"], u["expert"], u["neuron"], u["top_share"], u["layer_top_share"]) for u in units],
+        PANEL_HEIGHT,
+    )
+
+
+def _output_energy(run: Run) -> Figure:
+    entries = run.rows("output_energy")
+    units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
+    shown = [unit for unit in units if unit[0] == "super"][:3] + [unit for unit in units if unit[0] == "median"][:1]
+    traces, listed = [], []
+    for look, (kind, name) in enumerate(shown):
+        # Super neurons of one layer share its median unit, which is then listed for each of them.
+        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and unit_name(row) == name}
+        own = [ranks[rank] for rank in sorted(ranks)]
+        label = name if kind == "super" else "median"
+        traces.append(
+            line(
+                [row["rank"] + 1 for row in own],
+                [row["energy_share"] for row in own],
+                label,
+                5 if kind == "median" else look,
+                customdata=[row["dimension"] for row in own],
+                hovertemplate="dimension %{customdata}<br>energy share %{y:.3g}",
+            )
+        )
+        listed += [(name, kind, row["rank"] + 1, row["dimension"], row["energy_share"]) for row in own[:10]]
+    return Figure(
+        "output-vectors",
+        "Down-projection energy",
+        "Energy of each output dimension, largest first, of super neurons and of the median unit.",
+        ("output_energy",),
+        traces,
+        {
+            "xaxis": axis("rank of the dimension", type="log", tickvals=[1, 2, 5, 10, 20, 50]),
+            "yaxis": log_axis("", [share for trace in traces for share in trace["y"]]),
+        },
+        ("layer:neuron", "kind", "rank", "dimension", "energy share"),
+        listed,
+        PANEL_HEIGHT,
+    )
+
+
+def _dom_ratio(run: Run) -> Figure:
+    layers = run.tables["layers"]
+    has_sink = any(value is not None for value in layers["dom_ratio_sink"])
+    traces = [line(layers["layer"], layers["dom_ratio_elsewhere"], "elsewhere" if has_sink else "all positions", 1)]
+    if has_sink:
+        traces.insert(0, line(layers["layer"], layers["dom_ratio_sink"], "sink", 0))
+    return Figure(
+        "dom-ratio",
+        "Residual dimensions",
+        "DomRatio, max |h| / mean |h|, by layer; mean over positions that are no sink.",
+        ("layers",),
+        traces,
+        {
+            "xaxis": axis("layer"),
+            "yaxis": log_axis("", layers["dom_ratio_sink"], layers["dom_ratio_elsewhere"]),
+        },
+        ("layer", "DomRatio at the sink", "DomRatio elsewhere"),
+        list(zip(layers["layer"], layers["dom_ratio_sink"], layers["dom_ratio_elsewhere"], strict=True)),
+        PANEL_HEIGHT,
+    )
+
+
+def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
+    """Positions, sink rates, and the ends of their intervals, where a study measured them."""
+    measured = run.rows("rates", condition="untouched")
+    if measured:
+        measured = [row for row in measured if is_drawn(run, row["position"])]
+        positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
+        return positions, rates, low, high
+    means = by_layer_and_position(run, "sink_rate").mean(0)
+    positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
+    return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
+
+
+def _received(run: Run) -> Figure:
+    positions, rates, low, high = sink_rates(run)
+    return Figure(
+        "received",
+        "Attention received",
+        "Sink rate: share of heads that give a key more than 0.3 of their attention.",
+        ("rates",) if "rates" in run.tables else ("positions",),
+        [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False)],
+        {
+            "xaxis": axis("key position"),
+            "yaxis": axis("", rangemode="tozero"),
+            **levels(level(SINK_BOUND, "a sink: 5 %")),
+        },
+        ("position", "sink rate", "low", "high"),
+        list(zip(positions, rates, low, high, strict=True)),
+        PANEL_HEIGHT,
+    )
+
+
+def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bool = False) -> Figure:
+    positions = mapped_positions(run)
+    values = by_layer_and_position(run, name)[:, positions]
+    length = run.summary["tokens"]["length"]
+    if len(positions) < length:
+        caption += f"; {len(positions)} of {length} positions"
+    largest = None
+    if name == "attention_received":
+        # The last keys have few queries: they would take the whole scale without being sinks.
+        judged = [column for column, position in enumerate(positions) if position < length - FEW_QUERIES]
+        largest = float(np.nanmax(values[:, judged], initial=SINK_ATTENTION))
+        caption += f"; the last {FEW_QUERIES} keys have few queries"
+    where = "layer %{y}, position %{x}"
+    return Figure(
+        f"map-{name.replace('_', '-')}",
+        title,
+        f"By layer and position, {caption}.",
+        ("positions",),
+        [
+            heat_map(
+                positions,
+                range(len(values)),
+                values,
+                title.lower(),
+                where,
+                logarithmic=logarithmic,
+                largest=largest,
+            )
+        ],
+        # Gaps between positions that were left out would make a long map unreadable: equal width for each.
+        {"xaxis": axis("position", type="category" if len(positions) < length else "linear"), "yaxis": axis("layer")},
+        ("layer", "position", title.lower()),
+        _largest(values, range(len(values)), positions),
+    )
+
+
+def head_map(run: Run, name: str, title: str, id: str) -> Figure:
+    """A column of `heads` by layer and head, at the strongest key."""
+    entries = run.rows("heads", position=run.strongest)
+    num_heads, what = max(row["head"] for row in entries) + 1, name.replace("_", " ")
+    values = floats([row[name] for row in entries]).reshape(-1, num_heads)
+    return Figure(
+        id,
+        title,
+        f"By layer and head, for the key at position {run.strongest}.",
+        ("heads",),
+        [heat_map(range(num_heads), range(len(values)), values, what, "layer %{y}, head %{x}", largest=1.0)],
+        {"xaxis": axis("head"), "yaxis": axis("layer")},
+        ("layer", "head", what),
+        _largest(values, range(len(values)), range(num_heads)),
+    )
+
+
+def _largest(values: np.ndarray, y, x) -> list[tuple]:
+    """The largest cells of a map as (y, x, value)."""
+    cells = np.argwhere(np.isfinite(values))
+    order = np.argsort([-values[row, column] for row, column in cells], kind="stable")[:NUM_CELLS_LISTED]
+    return [(y[row], x[column], float(values[row, column])) for row, column in cells[order].tolist()]
+
+
+def _effective_rank(run: Run) -> Figure:
+    layers = run.tables["layers"]
+    series = (("effective_rank", "all tokens"), ("effective_rank_without_sink", "without the tokens at sinks"))
+    return Figure(
+        "effective-rank",
+        "Effective rank by layer",
+        "Exponential of the entropy of the normalised singular values of up to 1,024 tokens.",
+        ("layers",),
+        [
+            line(layers["layer"], layers[column], name, look)
+            for look, (column, name) in enumerate(series)
+            if any(value is not None for value in layers[column])
+        ],
+        {"xaxis": axis("layer"), "yaxis": axis("", rangemode="tozero")},
+        ("layer", *(name for _, name in series)),
+        list(zip(layers["layer"], *(layers[column] for column, _ in series), strict=True)),
+    )
+
+
+def _distances(run: Run) -> Figure:
+    table = run.tables["distances"]
+    values = floats(table["attention"]).reshape(run.summary["num_layers"], -1).mean(0)
+    distances = table["distance"][: len(values)]
+    names = list(map(str, distances))
+    return Figure(
+        "distances",
+        "Attention by distance",
+        "Mean attention on the key that far back, over layers: recency stands beside the sink.",
+        ("distances",),
+        [line(names, values, "attention", 0, showlegend=False)],
+        {"xaxis": axis("distance", **categories(names)), "yaxis": axis("", rangemode="tozero")},
+        ("distance", "attention"),
+        list(zip(distances, values.tolist(), strict=True)),
+    )
+
+
+def unit_name(row: dict) -> str:
+    """layer:neuron, or layer:expert:neuron in a mixture of experts."""
+    return ":".join(str(row[part]) for part in ("layer", "expert", "neuron") if row[part] is not None)

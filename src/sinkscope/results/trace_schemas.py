@@ -1,0 +1,179 @@
+"""The tables that a trace writes; every column is declared with its meaning."""
+
+from __future__ import annotations
+
+from sinkscope.results.tables import Column, Schema
+
+_LAYER = Column("layer", "int", "Layer, counted from 0")
+_POSITION = Column("position", "int", "Position in the sequence, counted from 0")
+_EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
+
+SINKS = Schema(
+    "sinks",
+    (
+        _POSITION,
+        Column(
+            "rate", "float", "Sink rate: share of sequences, layers and heads whose mean attention received exceeds 0.3"
+        ),
+        Column("low", "float", "Lower end of the rate's 95 % bootstrap interval over sequences", nullable=True),
+        Column("high", "float", "Upper end of the rate's 95 % bootstrap interval over sequences", nullable=True),
+        Column("num_sequences", "int", "Sequences behind the rate"),
+        Column("num_layers", "int", "Layers in which at least 5 % of heads and sequences count the position"),
+        Column("first_layer", "int", "First such layer", nullable=True),
+        Column("last_layer", "int", "Last such layer", nullable=True),
+        Column("mean_attention", "float", "Attention received, mean over sequences, layers and heads"),
+    ),
+)
+POSITIONS = Schema(
+    "positions",
+    (
+        _LAYER,
+        _POSITION,
+        Column(
+            "attention_received",
+            "float",
+            "Mean attention received, over heads and sequences; null if the key was not read",
+            True,
+        ),
+        Column(
+            "sink_rate",
+            "float",
+            "Share of heads and sequences that count the key as a sink; null if the key was not read",
+            True,
+        ),
+        Column("entropy", "float", "Entropy of the query's attention, mean over heads and sequences", True),
+        Column("mixing", "float", "sum a^2 of the query's attention, mean over heads and sequences", True),
+        Column(
+            "value_variance", "float", "Variance of the value aggregation across sequences, mean over channels", True
+        ),
+        Column("averaging_law", "float", "sum_j E[a_tj^2] Var(v_j), mean over heads", True),
+        Column(
+            "projected_variance",
+            "float",
+            "Variance across sequences behind the output projection, mean over dimensions",
+            True,
+        ),
+        Column("second_moment", "float", "E[o^2] of the value aggregation, over sequences and channels"),
+        Column("cosine", "float", "Mean cosine of the state that enters attention over pairs of sequences", True),
+        Column("dom_ratio", "float", "max |h| / mean |h| of the residual that leaves the layer, mean over sequences"),
+        Column("dom_ratio_normed", "float", "The same of the state that enters attention"),
+        Column("participation_ratio", "float", "(sum h^2)^2 / sum h^4, mean over sequences"),
+        Column("top_energy_share", "float", "Energy share of the largest dimension, mean over sequences"),
+        Column("kurtosis", "float", "Kurtosis over dimensions, mean over sequences"),
+        Column("largest_residual", "float", "Largest |h| of any sequence"),
+        Column("largest_residual_dimension", "int", "Its dimension"),
+        Column("largest_write", "float", "Largest |n_j| ||W_down[:, j]|| of any unit in any sequence"),
+        Column(
+            "largest_write_expert", "int", "Expert of that unit; -1 is the shared expert; null in a dense layer", True
+        ),
+        Column("largest_write_neuron", "int", "Number of that unit"),
+    ),
+)
+NEURONS = Schema(
+    "neurons",
+    (
+        _POSITION,
+        _LAYER,
+        _EXPERT,
+        Column("neuron", "int", "Unit within the layer or expert"),
+        Column("dimension", "int", "Massive dimension that the unit writes into most"),
+        Column("role", "str", "'writes' if it pushes the dimension the way it points, 'erases' if against it"),
+        Column("activation", "float", "Mean activation at the position, times the routing weight"),
+        Column("write", "float", "Mean write into the dimension at the position"),
+        Column("write_share", "float", "Part of the layer's squared write into the massive dimensions at the position"),
+        Column("contrast", "float", "Root mean square write at the position over that at all others"),
+        Column("max_over_median", "float", "Largest over median magnitude of the unit's output vector"),
+        Column("top_share", "float", "Energy share of the top dimension of the output vector"),
+        Column("participation_ratio", "float", "(sum w^2)^2 / sum w^4 of the output vector"),
+        Column("kurtosis", "float", "Kurtosis of the output vector"),
+        Column("layer_top_share", "float", "Median top share over the layer's units"),
+    ),
+)
+DIMENSIONS = Schema(
+    "dimensions",
+    (
+        Column("layer", "int", "Layer whose residual it is; -1 is the stream that enters layer 0"),
+        _POSITION,
+        Column("dimension", "int", "Massive dimension"),
+        Column("value", "float", "Mean value over sequences"),
+        Column("magnitude", "float", "Mean magnitude over sequences"),
+        Column("ratio", "float", "Magnitude over the position's mean magnitude over dimensions"),
+        Column("contrast", "float", "Magnitude over that of the same dimension at the other positions"),
+    ),
+)
+HEADS = Schema(
+    "heads",
+    (
+        _LAYER,
+        Column("head", "int", "Query head"),
+        Column("position", "int", "Key position: every sink, or the strongest key where there is none"),
+        Column("attention_received", "float", "Mean attention received by the key from this head"),
+        Column("sink_rate", "float", "Share of sequences in which the head counts the key as a sink"),
+        Column(
+            "positive_queries",
+            "float",
+            "Share of later queries with q . k > 0; null where the lock was not read there",
+            True,
+        ),
+        Column(
+            "lock_share", "float", "Share of q . k gone without the massive dimensions; null where there are none", True
+        ),
+        Column("entropy", "float", "Entropy of the head's attention, mean over queries and sequences", True),
+        Column("mixing", "float", "sum a^2 of the head's attention, mean over queries and sequences", True),
+    ),
+)
+LAYERS = Schema(
+    "layers",
+    (
+        _LAYER,
+        Column(
+            "variance_ratio",
+            "float",
+            "Value variance at position 0 over the later half; null where not applicable",
+            True,
+        ),
+        Column(
+            "averaging_law_r_squared",
+            "float",
+            "Share of log variance by position that the averaging law explains",
+            True,
+        ),
+        Column(
+            "kendall_positions",
+            "float",
+            "Kendall's tau of the standard deviations by position before and behind W_O",
+            True,
+        ),
+        Column(
+            "kendall_channels",
+            "float",
+            "Kendall's tau of the channels' standard deviations and the column norms of W_O",
+            True,
+        ),
+        Column("dom_ratio_sink", "float", "DomRatio at the strongest sink; null without a sink", True),
+        Column("dom_ratio_elsewhere", "float", "DomRatio, mean over positions that are no sink"),
+        Column("median_magnitude", "float", "Median |h| over the tokens of the effective rank", True),
+        Column("massive_activations_sink", "int", "Dimensions over 100 and 1000 medians at the strongest sink", True),
+        Column("effective_rank", "float", "Effective rank of up to 1,024 tokens", True),
+        Column(
+            "effective_rank_without_sink", "float", "The same without the tokens at sinks; null without a sink", True
+        ),
+        Column("born", "bool", "Whether disparity is born in this layer at a position in focus"),
+        Column("erased", "bool", "Whether it is erased here"),
+    ),
+)
+DISTANCES = Schema(
+    "distances",
+    (
+        _LAYER,
+        Column("distance", "int", "How far back the key lies"),
+        Column(
+            "attention",
+            "float",
+            "Mean attention on that key, over at most 256 queries that have one, heads and sequences",
+        ),
+    ),
+)
+
+
+TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES)

@@ -1,0 +1,245 @@
+"""The pages in real headless Chromium: drawn, quiet, self-contained, and readable in a wide and in a narrow window."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from chromium import CHROMIUM, Chromium
+from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder, write_training_folder
+
+from sinkscope.report.comparison import write_comparison_page
+from sinkscope.report.page import write_study_page
+from sinkscope.report.text import token_text, visible
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
+PAGES = ("study", "bos", "without_sink", "trace", "compared", "trained")
+MEGABYTE = 2**20
+WIDTH_NEEDED = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+BOTTOM = "document.querySelector({!r}).getBoundingClientRect().bottom"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """One page of each kind; the model's name is hostile too."""
+    root = tmp_path_factory.mktemp("pages")
+    folders = {
+        "study": write_study_folder(root / "study_run", model="planted</title><script>alert(1)</script>"),
+        "bos": write_study_folder(root / "bos_run", seed=1, bos=True),
+        "without_sink": write_study_folder(root / "without_sink_run", sink=False, tokens=None),
+        "trace": write_trace_folder(root / "trace_run"),
+    }
+    paths = {name: root / f"{name}.html" for name in PAGES}
+    for name, folder in folders.items():
+        write_study_page(folder, paths[name])
+    training = write_training_folder(root / "training_run")
+    write_comparison_page([*folders.values(), training], paths["compared"])
+    write_comparison_page([training, write_training_folder(root / "other_run", seed=1)], paths["trained"])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def browser():
+    browser = Chromium()
+    yield browser
+    browser.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_drawn_without_errors_requests_or_overflow(pages, browser, name):
+    assert pages[name].stat().st_size < 8 * MEGABYTE
+    browser.open(pages[name])
+    figures = browser.evaluate("document.querySelectorAll('.plot').length")
+    assert figures >= 3
+    assert browser.evaluate("[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.xy'))")
+    assert browser.evaluate(WIDTH_NEEDED) <= 0
+    browser.resize(400)
+    wait_for(browser, "[...document.querySelectorAll('.plot')].every(plot => plot._fullLayout.width < 400)")
+    assert browser.evaluate(WIDTH_NEEDED) <= 0
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_control_a_wide_element_is_seen_as_overflow(pages, browser):
+    browser.open(pages["trace"], width=400)
+    browser.evaluate("document.body.insertAdjacentHTML('beforeend', '<div style=\"width:900px\">wide</div>')")
+    assert browser.evaluate(WIDTH_NEEDED) > 0
+
+
+@pytest.mark.parametrize("name", ["study", "bos", "without_sink"])
+def test_answer_and_verdicts_are_on_the_first_screen(pages, browser, name):
+    browser.open(pages[name])
+    assert browser.evaluate(BOTTOM.format(".answer")) < 200
+    assert browser.evaluate(BOTTOM.format("#verdicts")) <= 800
+    rows = browser.evaluate("document.querySelectorAll('#verdicts tbody tr:not(.group)').length")
+    assert rows == 21
+    words = browser.evaluate("[...document.querySelectorAll('#verdicts .verdict')].map(e => e.textContent)")
+    expected = {
+        "study": "\u2717 does not hold",
+        "bos": "\u2013 not applicable",
+        "without_sink": "\u2013 not applicable",
+    }
+    assert expected[name] in words
+
+
+def test_a_trace_has_no_verdicts_and_says_why(pages, browser):
+    browser.open(pages["trace"])
+    assert browser.evaluate("document.querySelector('#verdicts')") is None
+    assert "gives no verdicts" in browser.evaluate("document.body.innerText")
+    assert browser.evaluate("document.querySelectorAll('.arrow').length") == 0
+
+
+def test_the_chain_runs_from_left_to_right_with_evidence(pages, browser):
+    browser.open(pages["study"])
+    lefts = browser.evaluate("[...document.querySelectorAll('.panel')].map(e => e.getBoundingClientRect().left)")
+    assert len(lefts) == 5
+    assert lefts == sorted(set(lefts))
+    evidence = browser.evaluate(
+        "[...document.querySelectorAll('.panel')].map(e => e.querySelector('.evidence').innerText)"
+    )
+    assert "14.0 (13.0 to 15.0); control 0.700 (DomRatio elsewhere)" in evidence[3]
+    assert browser.evaluate("document.querySelectorAll('.arrow').length") == 6
+    browser.resize(400)
+    tops = browser.evaluate("[...document.querySelectorAll('.panel')].map(e => e.getBoundingClientRect().top)")
+    assert tops == sorted(set(tops))
+
+
+def test_hostile_text_is_shown_as_text(pages, browser):
+    browser.open(pages["study"])
+    assert browser.evaluate("document.title") == "Attention sink of planted</title><script>alert(1)</script>"
+    assert browser.evaluate("document.querySelector('h1').textContent").endswith("<script>alert(1)</script>")
+    shown = browser.evaluate("[...document.querySelectorAll('.tokens bdi')].map(e => e.textContent)")
+    expected = [visible(token_text(HOSTILE_TOKENS[index % len(HOSTILE_TOKENS)])) for index in range(LENGTH)]
+    assert shown == expected
+    assert browser.evaluate("document.querySelectorAll('img, main script').length") == 0
+    isolated = "getComputedStyle(document.querySelector('.tokens bdi')).unicodeBidi"
+    assert browser.evaluate(isolated) == "isolate"
+    browser.open(pages["compared"])
+    legend = browser.evaluate("document.querySelector('#rates .legendtext').textContent")
+    assert "A planted</title><script>alert(1)</script>" in legend
+
+
+def test_control_a_token_that_is_not_escaped_is_blocked_and_noticed(pages, browser, tmp_path):
+    page = pages["study"].read_text(encoding="utf-8")
+    broken = page.replace("&lt;script&gt;document.title=&#x27;broken&#x27;&lt;/script&gt;", HOSTILE_TOKENS[0])
+    assert broken != page
+    (tmp_path / "broken.html").write_text(broken, encoding="utf-8")
+    browser.open(tmp_path / "broken.html")
+    assert any("Content Security Policy" in error for error in browser.errors)
+    assert browser.evaluate("document.title") != "broken"
+
+
+def test_control_a_request_is_blocked_and_noticed(pages, browser, tmp_path):
+    page = pages["trace"].read_text(encoding="utf-8").replace("<main", '<img src="http://127.0.0.1:9/x.png"><main', 1)
+    (tmp_path / "asking.html").write_text(page, encoding="utf-8")
+    browser.open(tmp_path / "asking.html")
+    assert browser.errors != []
+
+
+def test_themes(pages, browser):
+    colours = {}
+    for scheme in ("light", "dark"):
+        browser.open(pages["study"], scheme=scheme)
+        colours[scheme] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        line = "getComputedStyle(document.querySelector('#variance .js-line')).stroke"
+        colours[f"{scheme} line"] = browser.evaluate(line)
+    assert len(set(colours.values())) == 4
+    browser.evaluate("document.getElementById('theme').click()")
+    wait_for(browser, f"{line} === {colours['light line']!r}")
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == colours["light"]
+    assert browser.evaluate("document.getElementById('theme').textContent") == "Dark theme"
+
+
+def test_keyboard(pages, browser):
+    browser.open(pages["study"])
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.className") == "skip"
+    range_of = "JSON.stringify(document.querySelector('#dose-10 .plot')._fullLayout.yaxis.range)"
+    before = browser.evaluate(range_of)
+    browser.evaluate("document.querySelector('#dose-10 .plot').focus()")
+    browser.press("+")
+    wait_for(browser, f"{range_of} !== {before!r}")
+    browser.press("0")
+    wait_for(browser, f"{range_of} === {before!r}")
+    unreachable = "[...document.querySelectorAll('button, .plot, summary, a')].filter(e => e.tabIndex < 0).length"
+    assert browser.evaluate(unreachable) == 0
+
+
+def test_hover_names_the_place_and_the_value(pages, browser):
+    browser.open(pages["study"])
+    browser.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    browser.evaluate("document.querySelector('#map-dom-ratio').scrollIntoView()")
+    box = browser.evaluate(
+        "JSON.parse(JSON.stringify(document.querySelector('#map-dom-ratio .nsewdrag').getBoundingClientRect()))"
+    )
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    for shift in (0, 3):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + shift, y=y)
+    hover = "document.querySelector('#map-dom-ratio .hoverlayer').textContent"
+    wait_for(browser, f"{hover}.includes('domratio')")
+    assert "position 2" in browser.evaluate(hover)
+
+
+def test_figures_are_saved_as_png(pages, browser, tmp_path):
+    browser.open(pages["study"])
+    browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.evaluate("document.querySelector('[data-action=chain-png]').click()")
+    browser.evaluate("document.querySelector('#map-dom-ratio [data-action=png]').click()")
+    deadline = time.monotonic() + 30
+    while len(found := sorted(tmp_path.glob("*.png"))) < 2:
+        assert time.monotonic() < deadline
+        browser.evaluate("1")
+        time.sleep(0.1)
+    assert [path.name.split("-")[-1] for path in found] == ["chain.png", "ratio.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
+    assert browser.errors == []
+
+
+def test_printing_is_light_and_leaves_the_page_as_it_was(pages, browser):
+    browser.open(pages["study"], scheme="dark")
+    browser.evaluate(
+        "addEventListener('beforeprint', () => { window.printed = document.documentElement.dataset.theme })"
+    )
+    assert len(browser.call("Page.printToPDF")["data"]) > 50_000
+    assert browser.evaluate("window.printed") == "light"
+    assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert browser.errors == []
+
+
+def test_every_figure_names_files_that_are_there(pages, browser):
+    browser.open(pages["study"])
+    sources = browser.evaluate("[...document.querySelectorAll('.source')].map(e => e.textContent)")
+    assert len(sources) == browser.evaluate("document.querySelectorAll('.plot').length")
+    for source in sources:
+        for name in source.split(", "):
+            assert (pages["study"].parent / "study_run" / name).is_file()
+
+
+def test_compare_command(pages, tmp_path):
+    root = pages["study"].parent
+    command = [sys.executable, "-m", "sinkscope", "compare", root / "bos_run", root / "trace_run"]
+
+    def run(*extra):
+        return subprocess.run([*command, *extra], capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+
+    result = run()
+    assert result.returncode == 0, result.stderr
+    assert "comparison.html" in result.stdout
+    written = (tmp_path / "comparison.html").stat().st_size
+    again = run()
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+    assert "Traceback" not in again.stderr
+    refused = run("./nowhere", "--out", "other.html")
+    assert refused.returncode == 2
+    assert "expected a run in" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison.html"]
+    assert (tmp_path / "comparison.html").stat().st_size == written
+
+
+def wait_for(browser, condition):
+    deadline = time.monotonic() + 20
+    while not browser.evaluate(condition):
+        assert time.monotonic() < deadline, f"never true: {condition}"
+        time.sleep(0.05)

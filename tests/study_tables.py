@@ -1,0 +1,393 @@
+"""Plausible folders of runs that no model made: for tests of what reads them. Every number follows from the seed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from sinkscope.results.run_folder import RunFolder, run_folder
+from sinkscope.results.study_schemas import STUDY_TABLES
+from sinkscope.results.trace_schemas import TRACE_TABLES
+from sinkscope.studies.claims import CLAIMS
+
+NUM_LAYERS, NUM_HEADS, LENGTH, BIRTH = 8, 6, 48, 2
+TARGETS, FACTORS = (10, 20), (1.5, 2.0, 4.0, 8.0)
+CONTROLS = ("scale_norm", "shift_mean", "swap_deviation", "random_direction")
+HOSTILE_TOKENS = (
+    "<script>document.title='broken'</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "\"'`&amp;",
+    "\x00\x07\x1b[31m",
+    "\u202eright-to-left\u202c",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "%{x}<b>bold</b>",
+    "\u2028\u2029\ufeff",
+    " ",
+)
+# id: threshold, rule, control's name, effect in a model whose chain holds
+NUMBERS = {
+    "sink": (0.05, "low >= threshold", None, 0.77),
+    "variance_discrepancy": (2.0, "low >= threshold", "the same of the position in the middle", 9.4),
+    "averaging_law": (0.8, "low >= threshold", "the law moved by half the length", 0.93),
+    "super_neurons": (0.5, "low >= threshold", "their level elsewhere", 0.88),
+    "channel_sparsity": (0.25, "low >= threshold", "the median unit's", 0.6),
+    "dimension_disparity": (3.0, "low >= threshold", "DomRatio elsewhere", 14.0),
+    "directional_collapse": (0.9, "low >= threshold", "cosine at other positions", 0.98),
+    "mask_to_self_creates_sink": (0.05, "low >= threshold", "rise when it sees all but itself", 0.42),
+    "amplification_creates_sink": (0.05, "low >= threshold", "rise when the norm is scaled alike", 0.35),
+    "dose_response": (0.0, "low >= threshold", "no trend", 0.9),
+    "norm_scaling_does_not": (0.05, "high < threshold", "rise under amplification", 0.01),
+    "random_direction_does_not": (0.05, "high < threshold", "rise under amplification", 0.004),
+    "variance_beats_mean_shift": (0.0, "low >= threshold", "the larger rise of the two", 0.2),
+    "equalising_removes_sink": (0.25, "high < threshold", "left when another position is equalised", 0.88),
+    "super_neurons_necessary": (0.25, "high < threshold", "left by the worst of 20 matched random sets", 0.06),
+    "channel_sparsity_necessary": (0.25, "high < threshold", "left when they are removed", 0.1),
+    "super_neurons_sufficient": (0.05, "low >= threshold", "rise under matched random units", 0.3),
+    "mediation_mask_super_neurons": (0.5, "low >= threshold", None, 0.9),
+    "mediation_mask_dimensions": (0.5, "low >= threshold", None, 0.95),
+    "mediation_amplification_super_neurons": (0.5, "low >= threshold", None, 0.8),
+    "mediation_amplification_dimensions": (0.5, "low >= threshold", None, 0.55),
+}
+VERDICT = (
+    "Position 0 is a sink for 62.0% of heads. 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause "
+    "and effect hold; does not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions. Without "
+    "its minimal set of units the sink is shifted to position 1 (12.0%)."
+)
+
+
+def write_trace_folder(path: Path, *, seed: int = 0, model: str = "planted", sink: bool = True, bos: bool = False):
+    """A folder as `sinkscope trace` writes it; `bos` leaves position 0 without batch variance."""
+    with run_folder(path) as folder:
+        summary, tables = _trace(np.random.default_rng(seed), model, sink, bos)
+        _write(folder, summary, TRACE_TABLES, tables, "trace")
+    return path
+
+
+def write_study_folder(
+    path: Path,
+    *,
+    seed: int = 0,
+    model: str = "planted",
+    sink: bool = True,
+    bos: bool = False,
+    tokens: tuple[str, ...] | None = HOSTILE_TOKENS,
+):
+    """A folder as `sinkscope study` writes it: with a sink the chain holds but for one claim, without one nothing is
+    left to explain. `tokens` are the texts of the first sequence, repeated; None leaves the table out."""
+    random = np.random.default_rng(seed)
+    with run_folder(path) as folder:
+        summary, tables = _trace(random, model, sink, bos)
+        study = _study(random, sink, bos)
+        claims = study["claims"]
+        keys = ("id", "verdict", "effect", "low", "high", "control", "n")
+        summary |= {
+            "claims": [dict(zip(keys, values, strict=True)) for values in zip(*(claims[k] for k in keys), strict=True)],
+            "minimal_set": [{"layer": 2, "expert": None, "neuron": 90}, {"layer": 2, "expert": None, "neuron": 7}]
+            if sink
+            else [],
+            "verdict": VERDICT if sink else "No sink to explain: position 0 is one for 1.0% of heads.",
+        }
+        _write(folder, summary, TRACE_TABLES, tables, "study")
+        texts = [] if tokens is None else [tokens[position % len(tokens)] for position in range(LENGTH)]
+        study["tokens"] = {
+            "sequence": [0] * len(texts),
+            "position": list(range(len(texts))),
+            "id": list(range(len(texts))),
+            "text": texts,
+        }
+        for schema in STUDY_TABLES:
+            if schema.name != "tokens" or tokens is not None:
+                folder.write_table(schema, study[schema.name])
+    return path
+
+
+def write_training_folder(path: Path, *, seed: int = 0, model: str = "decoder"):
+    """A folder with the metrics of a training run, as JSON lines."""
+    random = np.random.default_rng(seed)
+    with run_folder(path) as folder:
+        folder.write_json("environment.json", {"model": model})
+        lines = [
+            {
+                "step": step,
+                "tokens": step * 1024,
+                "seconds": step / 10,
+                "loss": float(3 + 4 * np.exp(-step / 300) + random.normal() / 50),
+                "val_loss": float(3.1 + 4 * np.exp(-step / 300)) if step % 200 == 0 else None,
+                "sink_rate": step / 10000,
+            }
+            for step in range(0, 1000, 50)
+        ]
+        (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _write(folder: RunFolder, summary: dict, schemas, tables: dict, command: str) -> None:
+    typed = f"sinkscope {command} '{summary['model']}'"
+    folder.write_yaml("config.yaml", {"model": summary["model"], "length": LENGTH, "seed": 0, "command": typed})
+    environment = {"sinkscope": "0.1.0", "torch": "2.13.0", "device": "cpu", "dtype": "float32"}
+    folder.write_json("environment.json", environment)
+    folder.write_json("summary.json", summary)
+    for schema in schemas:
+        folder.write_table(schema, tables[schema.name])
+
+
+def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tuple[dict, dict]:
+    layer, position = (grid.ravel() for grid in np.meshgrid(range(NUM_LAYERS), range(LENGTH), indexing="ij"))
+    strength = np.where(sink & (position == 0) & (layer > BIRTH), 1.0, 0.0)
+    noise = np.exp(random.normal(size=layer.size) / 10)
+    received = np.where(position < LENGTH - 16, 0.05 * noise + 0.6 * strength, 1 / (LENGTH - position) * noise)
+    variance = np.where(bos & (position == 0), 0.0, 1 / (position + 1) ** 0.9) * noise
+    dom_ratio = (4 + 60 * strength) * noise
+    at_birth = sink & (layer == BIRTH) & (position == 0)
+    positions = {
+        "layer": layer,
+        "position": position,
+        "attention_received": received,
+        "sink_rate": np.clip(received - 0.05, 0, 1) * 1.2,
+        "entropy": np.log1p(position) * 0.8,
+        "mixing": 1 / (position + 1) ** 0.7,
+        "value_variance": variance,
+        "averaging_law": np.where(bos & (position == 0), 0.0, 1 / (position + 1) ** 0.9),
+        "projected_variance": variance * 1.5,
+        "second_moment": variance + 0.3,
+        "cosine": np.clip(0.1 + 0.88 * strength, 0, 1),
+        "dom_ratio": dom_ratio,
+        "dom_ratio_normed": dom_ratio * 1.1,
+        "participation_ratio": 64 / dom_ratio,
+        "top_energy_share": 0.02 + 0.9 * strength,
+        "kurtosis": 3 + 40 * strength,
+        "largest_residual": dom_ratio,
+        "largest_residual_dimension": np.full(layer.size, 17),
+        "largest_write": np.where(at_birth, 900.0, 3.0) * noise,
+        "largest_write_expert": [None] * layer.size,
+        "largest_write_neuron": np.where(at_birth, 90, random.integers(0, 256, layer.size)),
+    }
+    heads_layer, head = (grid.ravel() for grid in np.meshgrid(range(NUM_LAYERS), range(NUM_HEADS), indexing="ij"))
+    head_rate = np.clip(random.random(heads_layer.size) * np.where(sink & (heads_layer > BIRTH), 1.3, 0.04), 0, 1)
+    heads = {
+        "layer": heads_layer,
+        "head": head,
+        "position": np.zeros_like(head),
+        "attention_received": head_rate * 0.8,
+        "sink_rate": head_rate,
+        **{name: [None] * head.size for name in ("positive_queries", "lock_share")},
+        "entropy": random.random(head.size) * 3,
+        "mixing": random.random(head.size),
+    }
+    at_sink = [float(dom_ratio[(layer == index) & (position == 0)][0]) for index in range(NUM_LAYERS)]
+    elsewhere = [float(dom_ratio[(layer == index) & (position > 0)].mean()) for index in range(NUM_LAYERS)]
+    ratios = [9.0 - index for index in range(NUM_LAYERS)]
+    layers = {
+        "layer": list(range(NUM_LAYERS)),
+        "variance_ratio": [None if bos else ratio for ratio in ratios],
+        "averaging_law_r_squared": [None if bos else 0.95 - index / 20 for index in range(NUM_LAYERS)],
+        **{name: [0.3] * NUM_LAYERS for name in ("kendall_positions", "kendall_channels", "median_magnitude")},
+        "dom_ratio_sink": at_sink if sink else [None] * NUM_LAYERS,
+        "dom_ratio_elsewhere": elsewhere,
+        "massive_activations_sink": [2 if sink and index > BIRTH else 0 for index in range(NUM_LAYERS)],
+        "effective_rank": [40.0 - (25.0 if sink and index > BIRTH else 0) for index in range(NUM_LAYERS)],
+        "effective_rank_without_sink": [38.0 - index if sink else None for index in range(NUM_LAYERS)],
+        "born": [sink and index == BIRTH for index in range(NUM_LAYERS)],
+        "erased": [False] * NUM_LAYERS,
+    }
+    units = [(2, 90, 0.9, 0.82), (2, 7, 0.08, 0.4), (5, 33, 0.6, 0.3)] if sink else []
+    neurons = {
+        "position": [0] * len(units),
+        "layer": [unit[0] for unit in units],
+        "expert": [None] * len(units),
+        "neuron": [unit[1] for unit in units],
+        "dimension": [17] * len(units),
+        "role": ["writes"] * len(units),
+        "activation": [300.0 * unit[2] for unit in units],
+        "write": [900.0 * unit[2] for unit in units],
+        "write_share": [unit[2] for unit in units],
+        "contrast": [80.0] * len(units),
+        "max_over_median": [200.0] * len(units),
+        "top_share": [unit[3] for unit in units],
+        "participation_ratio": [1.5] * len(units),
+        "kurtosis": [50.0] * len(units),
+        "layer_top_share": [0.06] * len(units),
+    }
+    dimensions = {
+        "layer": [3] if sink else [],
+        "position": [0] if sink else [],
+        "dimension": [17] if sink else [],
+        **{name: [60.0] if sink else [] for name in ("value", "magnitude", "ratio", "contrast")},
+    }
+    sinks = {
+        "position": [0],
+        "rate": [0.62],
+        "low": [0.58],
+        "high": [0.66],
+        "num_sequences": [32],
+        "num_layers": [5],
+        "first_layer": [3],
+        "last_layer": [7],
+        "mean_attention": [0.4],
+    }
+    distance = [0, 1, 2, 3, 4, 8, 16, 32]
+    distances = {
+        "layer": np.repeat(np.arange(NUM_LAYERS), len(distance)),
+        "distance": np.tile(distance, NUM_LAYERS),
+        "attention": random.random(NUM_LAYERS * len(distance)) / 5,
+    }
+    summary = {
+        "model": model,
+        "family": "llama",
+        "num_layers": NUM_LAYERS,
+        "tokens": {"kind": "random", "length": LENGTH, "count": 32, "seed": 0, "bos": bos},
+        "sink_rate": 0.62 if sink else 0.01,
+        "sinks": [{"position": 0, "rate": 0.62, "low": 0.58, "high": 0.66}] if sink else [],
+        "birth_layers": [BIRTH] if sink else [],
+        "erasure_layers": [],
+        "massive_dimensions": [17] if sink else [],
+        "super_neurons": [],
+        "variance_ratio": None if bos else ratios,
+        "dom_ratio": {"position": 0, "sink": at_sink if sink else None, "elsewhere": elsewhere},
+        "story": "Position 0 is a sink for 62.0% of heads." if sink else "No sink: the strongest key is position 0.",
+    }
+    tables = {
+        "sinks": sinks if sink else {name: [] for name in sinks},
+        "positions": positions,
+        "neurons": neurons,
+        "dimensions": dimensions,
+        "heads": heads,
+        "layers": layers,
+        "distances": distances,
+    }
+    return summary, tables
+
+
+def _columns(schema_name: str, rows: list[tuple]) -> dict[str, list]:
+    schema = next(schema for schema in STUDY_TABLES if schema.name == schema_name)
+    return {column.name: [row[index] for row in rows] for index, column in enumerate(schema.columns)}
+
+
+def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict]:
+    return {
+        "claims": _columns("claims", _claims(sink, bos)),
+        "rates": _columns("rates", _rates(random, sink)),
+        "effects": _columns("effects", _effects(random) if sink else []),
+        "mediation": _columns(
+            "mediation",
+            [
+                (intervention, mediator, 0.4, 0.4 * (1 - share), 0.4 * share, share, share - 0.08, share + 0.05, 32)
+                for intervention, mediator, share in (
+                    ("mask_to_self", "super_neurons", 0.9),
+                    ("mask_to_self", "massive_dimensions", 0.95),
+                    ("amplify_variance", "super_neurons", 0.8),
+                    ("amplify_variance", "massive_dimensions", 0.55),
+                )
+            ]
+            if sink
+            else [],
+        ),
+        "random_sets": _columns(
+            "random_sets", [(index, 2, 0.6, 0.6 / 0.62 + random.normal() / 100) for index in range(20 if sink else 0)]
+        ),
+        "minimal_set": _columns("minimal_set", [(2, None, 90, 0.9), (2, None, 7, 0.08)] if sink else []),
+        "histograms": _columns("histograms", _histograms(random) if sink else []),
+        "output_energy": _columns("output_energy", _output_energy() if sink else []),
+    }
+
+
+def _claims(sink: bool, bos: bool) -> list[tuple]:
+    rows = []
+    for name, (link, statement) in CLAIMS.items():
+        threshold, rule, control_name, effect = NUMBERS[name]
+        control = None if control_name is None else effect / 20
+        verdict, low, high, note = "holds", effect * 0.93, effect * 1.07, ""
+        if not sink:
+            verdict = "does not hold" if name == "sink" else "not applicable"
+            effect, low, high = (0.01, 0.005, 0.02) if name == "sink" else (None, None, None)
+            control, note = None, "" if name == "sink" else "no sink to explain"
+        elif bos and link == "variance_discrepancy":
+            verdict, effect, low, high, note = "not applicable", None, None, None, "no batch variance at the position"
+        elif name == "equalising_removes_sink":
+            verdict, note = "does not hold", "the sink stays at position 0"
+        elif name == "mediation_amplification_dimensions":
+            verdict, low, high = "undecided", 0.35, 0.75
+        if effect is None:
+            threshold, rule = None, "no number to judge"
+        confidence = None if effect is None else 0.95
+        p_value = None if effect is None else 0.001
+        numbers = (effect, low, high, confidence, threshold)
+        rows.append((name, statement, link, verdict, *numbers, rule, control, control_name, 32, p_value, note))
+    return rows
+
+
+def _rates(random: np.random.Generator, sink: bool) -> list[tuple]:
+    conditions = [("untouched", None, None, {})]
+    for target in TARGETS:
+        conditions.append(("mask_to_self", target, None, {target: 0.42}))
+        conditions += [
+            ("amplify_variance", target, factor, {target: 0.004 + 0.05 * (factor - 1)}) for factor in FACTORS
+        ]
+        conditions += [(name, target, FACTORS[-1], {target: 0.03}) for name in CONTROLS]
+    conditions += [
+        ("equalise_variance", TARGETS[0], None, {}),
+        ("equalise_variance", 0, None, {0: 0.55}),
+        ("ablate_minimal_set", 0, None, {0: 0.04, 1: 0.12}),
+        ("densify_minimal_set", 0, None, {0: 0.06}),
+    ]
+    rows = []
+    for condition, target, factor, changed in conditions:
+        for position in range(LENGTH):
+            # The last keys have few queries and look like sinks.
+            base = 0.9 if position >= LENGTH - 16 else 0.62 if sink and position == 0 else 0.004
+            rate = float(np.clip(changed.get(position, base) if sink else base, 0, 1))
+            half = 0.01 + 0.03 * rate * random.random()
+            rows.append((condition, target, factor, position, rate, max(rate - half, 0), rate + half))
+    return rows
+
+
+def _effects(random: np.random.Generator) -> list[tuple]:
+    rows = []
+
+    def add(condition, target, factor, quantity, before, after):
+        half = abs(after - before) * 0.1 + 0.005
+        difference = after - before
+        rows.append(
+            (condition, target, factor, quantity, before, after, difference, difference - half, difference + half, 32)
+        )
+
+    made = [("mask_to_self", None, 0.42), ("transplant_super_neurons", None, 0.3), ("transplant_dimensions", None, 0.5)]
+    made += [("amplify_variance", factor, 0.05 * (factor - 1)) for factor in FACTORS]
+    made += [(name, FACTORS[-1], 0.028) for name in CONTROLS]
+    add("equalise_variance", TARGETS[0], None, "sink_rate_at_sink", 0.62, 0.61)
+    for condition, factor, rise in made:
+        for target in TARGETS:
+            add(condition, target, factor, "sink_rate_at_target", 0.004, 0.004 + rise)
+            add(condition, target, factor, "sink_rate_at_sink", 0.62, 0.62 - rise / 3)
+            add(condition, target, factor, "entropy_at_target", 2.1, 0.001 if condition == "mask_to_self" else 2.0)
+            add(condition, target, factor, "aggregation_norm_at_target", 1.2, 1.2 + rise * 9)
+            add(condition, target, factor, "super_neuron_activation_at_target", 0.8, 0.8 + 300 * rise)
+            add(condition, target, factor, "loss", 3.2, 3.2 + rise / 4 + random.random() / 50)
+    removed = {"equalise_variance": 0.55, "remove_mean": 0.1, "remove_deviation": 0.57, "remove_energy": 0.03}
+    removed |= {"ablate_minimal_set": 0.04, "densify_minimal_set": 0.06}
+    for condition, after in removed.items():
+        add(condition, 0, None, "sink_rate_at_sink", 0.62, after)
+        add(condition, 0, None, "loss", 3.2, 3.6)
+    return rows
+
+
+def _histograms(random: np.random.Generator) -> list[tuple]:
+    rows, edges = [], np.linspace(-20, 320, 35)
+    for condition, target in (("untouched", None), ("mask_to_self", 10), ("amplify_variance", 10)):
+        centres = {"sink": 280, "elsewhere": 0} | ({} if target is None else {"target": 190})
+        for neuron, scale in ((90, 1.0), (7, 0.3)):
+            for place, centre in centres.items():
+                size = 1500 if place == "elsewhere" else 32
+                counts, _ = np.histogram(random.normal(centre * scale, 8, size), edges)
+                for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+                    rows.append((condition, target, 2, None, neuron, place, float(low), float(high), int(count)))
+    return rows
+
+
+def _output_energy() -> list[tuple]:
+    rows = []
+    for neuron, kind, decay in ((90, "super", 2.5), (7, "super", 1.8), (41, "median", 0.4)):
+        energy = 1 / np.arange(1, 65) ** decay
+        for rank, share in enumerate(energy / energy.sum()):
+            rows.append((2, None, neuron, kind, rank, (17 + rank * 5) % 64, float(share), float(np.sqrt(share))))
+    return rows

@@ -1,0 +1,137 @@
+"""A folder is read as what it is, or refused with what to do."""
+
+import json
+import shutil
+
+import pyarrow.parquet
+import pytest
+from study_tables import write_study_folder, write_trace_folder, write_training_folder
+
+from sinkscope.errors import InputError
+from sinkscope.report.comparison import compare
+from sinkscope.report.page import write_study_page
+from sinkscope.report.run_contents import read_run
+
+
+@pytest.fixture
+def study(tmp_path):
+    return write_study_folder(tmp_path / "study")
+
+
+def test_kinds(study, tmp_path):
+    assert read_run(study).kind == "study"
+    assert read_run(write_trace_folder(tmp_path / "trace")).kind == "trace"
+    training = read_run(write_training_folder(tmp_path / "training"))
+    assert training.kind == "training"
+    assert training.tables["metrics"]["dom_ratio"] == [None] * len(training.tables["metrics"]["step"])
+
+
+def test_a_study_without_token_texts(tmp_path):
+    assert "tokens" not in read_run(write_study_folder(tmp_path / "study", tokens=None)).tables
+
+
+def other_version(folder):
+    path = folder / "claims.parquet"
+    table = pyarrow.parquet.read_table(path)
+    metadata = table.schema.metadata | {b"sinkscope.version": b"99"}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), path)
+
+
+def missing_column(folder):
+    path = folder / "rates.parquet"
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.drop_columns(["low"]), path)
+
+
+def missing_table(folder):
+    (folder / "layers.parquet").unlink()
+
+
+def cut_table(folder):
+    path = folder / "positions.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def broken_summary(folder):
+    (folder / "summary.json").write_text('{"model": ')
+
+
+def other_summary(folder):
+    (folder / "summary.json").write_text("[1]")
+
+
+def broken_config(folder):
+    (folder / "config.yaml").write_text("a: [")
+
+
+REFUSED = {
+    other_version: "version 99",
+    missing_column: "without low",
+    missing_table: "layers",
+    cut_table: "positions",
+    broken_summary: "summary.json",
+    other_summary: "a list",
+    broken_config: "config.yaml",
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", None))
+def test_damaged_runs_are_refused_and_nothing_is_written(study, tmp_path, damage, message):
+    damage(study)
+    with pytest.raises(InputError, match=message):
+        write_study_page(study, tmp_path / "page.html")
+    assert {path.name for path in tmp_path.iterdir()} == {"study"}
+
+
+def test_refused_comparisons(study, tmp_path):
+    page = tmp_path / "page.html"
+    (tmp_path / "empty").mkdir()
+    for names, message in (
+        ([study], "2 to 26 runs"),
+        ([study] * 27, "found 27"),
+        ([study, tmp_path / "nowhere"], "no such folder"),
+        ([study, tmp_path / "empty"], "neither summary.json nor metrics"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compare(list(map(str, names)), page)
+    page.write_text("mine")
+    with pytest.raises(InputError, match="--overwrite"):
+        compare([str(study)] * 2, page)
+    assert page.read_text() == "mine"
+    with pytest.raises(InputError, match="a folder"):
+        compare([str(study)] * 2, tmp_path, overwrite=True)
+    with pytest.raises(InputError, match="able to write"):
+        compare([str(study)] * 2, tmp_path / "missing" / "page.html")
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "empty", "page.html"}
+
+
+def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
+    made = shutil.copytree(study, tmp_path / "made")
+    asked = []
+    compare([str(study), "gpt2"], tmp_path / "page.html", run_of=lambda name: asked.append(name) or made)
+    assert asked == ["gpt2"]
+    assert "made" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_training_metrics_must_be_whole(tmp_path):
+    folder = write_training_folder(tmp_path / "training")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"step": 7')
+    with pytest.raises(InputError, match=r"metrics\.jsonl"):
+        read_run(folder)
+    row = json.loads(lines[0])
+    del row["loss"]
+    (folder / "metrics.jsonl").write_text(json.dumps(row))
+    with pytest.raises(InputError, match="value of loss"):
+        read_run(folder)
+
+
+def test_a_training_run_has_no_page_of_its_own(tmp_path):
+    with pytest.raises(InputError, match="sinkscope compare"):
+        write_study_page(write_training_folder(tmp_path / "training"), tmp_path / "page.html")
+
+
+def test_without_plotly_the_message_says_what_to_install(study, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"sinkscope\[report\]"):
+        write_study_page(study, tmp_path / "page.html")
