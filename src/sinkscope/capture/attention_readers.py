@@ -100,7 +100,7 @@ def _attention_and_log_sum_exp(
         query_BHTD, key_BKSD, value_BKSD, None, 0.0, True, scale=rule.scaling, enable_gqa=True
     )
     if rule.window is None and chosen == SDPBackend.CUDNN_ATTENTION.value:
-        output_BHTD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        output_BHTD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             query_BHTD, key_BKSD, value_BKSD, None, True, 0.0, True, False, scale=rule.scaling
         )
         return output_BHTD.transpose(1, 2), lse.view(query_BHTD.shape[:3])
@@ -109,7 +109,7 @@ def _attention_and_log_sum_exp(
         value_BKSD = torch.nn.functional.pad(value_BKSD, (0, query_BHTD.shape[-1] - value_size))
     heads_last = (x.transpose(1, 2) for x in (query_BHTD, key_BKSD, value_BKSD))
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    output_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
+    output_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward.default(
         *heads_last, None, None, length, length, 0.0, True, False, scale=rule.scaling, **window
     )
     return output_BTHD[..., :value_size], lse_BHT

@@ -22,19 +22,26 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.layer_statistics import Moments, Statistics, stacked, wide
+from sinkscope.capture.layer_statistics import (
+    Moments,
+    Statistics,
+    joined,
+    largest_and_total,
+    largest_over_sequences,
+    point_at,
+    stacked,
+    wide,
+)
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.side_stream import SideStream
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, distances, sampled_queries
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions
 from sinkscope.models.anatomy import Anatomy
 
-NUM_POINTED_AT = 8
-"""Positions that each signal points at in each layer, to be kept in full ..."""
 NUM_FIRST = 4
-"""... beside the first ones: where nothing stands out, they are what a reader looks for."""
+"""First positions, kept in full in every layer: where nothing stands out, they are what a reader looks for."""
 NUM_LOCK_POSITIONS = 4
 """Positions of the largest DomRatio before a layer at which its lock is read."""
 LAYER_NAMES = (
@@ -45,6 +52,7 @@ RESIDUAL_NAMES = (
     *("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"),
     "candidate_rows",
 )
+UNIT_NAMES = ("unit_energy", "unit_rows", "unit_scale")
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,9 @@ class ForwardReader:
             yield
 
     def _enter_first_block(self, module, args, kwargs) -> None:
-        self._read_residual(-1, args[0] if args else kwargs["hidden_states"])
+        hidden_BTE = args[0] if args else kwargs["hidden_states"]
+        self._on(hidden_BTE.device, "keys", self._key_positions)  # while the device has little else to do
+        self._read_residual(-1, hidden_BTE)
 
     def _enter_attention(self, layer: int):
         def hook(module, args, kwargs) -> None:
@@ -123,7 +133,7 @@ class ForwardReader:
                 direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
                 self._kept["direction"][layer] = direction
             with self._side.beside(state_BTE):
-                largest_BT, total_BT = _largest_and_total(state_BTE)
+                largest_BT, total_BT = largest_and_total(state_BTE)
             self._kept["state_largest"][layer], self._kept["state_total"][layer] = largest_BT, total_BT
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             self._calls[layer] = (state_BTE, (args[1:], rest))
@@ -131,9 +141,9 @@ class ForwardReader:
         return hook
 
     def _on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        request, keys_S = self.request, self.keys
-        if keys_S is not None:
-            request = replace(request, keys=self._on(key.device, "keys", lambda: keys_S))
+        request = self.request
+        if self.keys is not None:
+            request = replace(request, keys=self._on(key.device, "keys", self._key_positions))
         if self.across_sequences:
             moments = Moments.of(value, keep_mean=self.chunked)
             self._kept["value"][layer] = moments
@@ -151,13 +161,15 @@ class ForwardReader:
 
     def _add_received(self, received_BHS: Tensor) -> None:
         """Adds to the attention received so far, as a mean over queries and only where a key has enough of them."""
-        weight_S = self._on(received_BHS.device, "weight", lambda: self._eligible_keys() / self._num_queries())
-        received_S = received_BHS.sum((0, 1)) * weight_S
-        if self.keys is not None:
+        weight_S = self._on(received_BHS.device, "weight", self._received_weight)
+        before = received_BHS.new_zeros(self.length) if self._received_T is None else self._received_T
+        self._received_T = before.to(received_BHS.device)
+        total_S = received_BHS.sum((0, 1))
+        if self.keys is None:
+            self._received_T.addcmul_(total_S, weight_S)
+        else:
             keys_S = self._on(received_BHS.device, "keys", self._key_positions)
-            received_S = received_S.new_zeros(self.length).index_copy(0, keys_S, received_S)
-        before = self._received_T
-        self._received_T = received_S if before is None else received_S + before.to(received_S.device)
+            self._received_T.index_add_(0, keys_S, total_S * weight_S)
 
     def _keep_lock_rows(self, layer: int, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
         if layer not in self._calls:
@@ -212,7 +224,7 @@ class ForwardReader:
         for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
             kept[name][layer] = getattr(tokens, name)
         kept["pointed_at"][layer] = self._point_at(layer, tokens.largest, kept["mean_abs"][layer])
-        first_Q = self._on(hidden_BTE.device, "first", lambda: torch.arange(NUM_FIRST))
+        first_Q = self._on(hidden_BTE.device, "first", lambda device: torch.arange(NUM_FIRST, device=device))
         before_2Q = kept["pointed_at"][max(layer - 1, -1)].to(hidden_BTE.device)
         kept["candidates"][layer] = torch.cat([kept["pointed_at"][layer].flatten(), before_2Q[0], first_Q])
         kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
@@ -239,16 +251,11 @@ class ForwardReader:
         self._kept["write"][layer], self._kept["write_unit"][layer] = reading.top_write, reading.top_unit
         tokens = candidates_P
         if self.num_sequences > 1:
-            device, steps = candidates_P.device, lambda: torch.arange(self.num_sequences)[:, None] * self.length
-            tokens = (self._on(device, "first tokens", steps) + candidates_P).flatten()
-        chosen_BPU = units.at(tokens).unflatten(0, (self.num_sequences, -1))
-        sums = {"unit_energy": reading.energy, "unit_activation": self._total(chosen_BPU)}
-        sums["unit_square"] = self._total(chosen_BPU.square())
+            first_B1 = self._on(candidates_P.device, "first tokens", self._first_tokens)
+            tokens = (first_B1 + candidates_P).flatten()
+        self._kept["unit_energy"][layer], self._kept["unit_rows"][layer] = reading.energy, units.at(tokens)
         if units.write_scale_N is not None:
-            written_BPU = chosen_BPU * units.write_scale_N[tokens].view(self.num_sequences, -1, 1)
-            sums["unit_written"] = self._total(written_BPU)
-            sums["unit_written_square"] = self._total(written_BPU.square())
-        self._kept["units"][layer] = sums
+            self._kept["unit_scale"][layer] = units.write_scale_N[tokens]
 
     def _reduce_layer(self, layer: int) -> None:
         """Sums a layer's tensors over sequences at once, since several sequences would leave several times as much.
@@ -259,10 +266,25 @@ class ForwardReader:
         self._reduce_residual(layer)
         raw = {name: self._kept[name].pop(layer)[None] for name in LAYER_NAMES if layer in self._kept[name]}
         self._kept["layer_sums"][layer] = self._layer_sums(raw)
+        self._reduce_units([layer])
 
     def _reduce_residual(self, layer: int) -> None:
         raw = {name: self._kept[name].pop(layer)[None] for name in RESIDUAL_NAMES}
         self._kept["residual_sums"][layer] = self._residual_sums(raw)
+
+    def _reduce_units(self, layers: list[int]) -> None:
+        """Sums over sequences of the units of layers that have equally many of them."""
+        kept = self._kept
+        raw = {name: stacked({layer: kept[name].pop(layer) for layer in layers}) for name in UNIT_NAMES if kept[name]}
+        rows_lBPU = raw["unit_rows"].float().unflatten(1, (self.num_sequences, -1))
+        sums = {"unit_energy": raw["unit_energy"], "unit_activation": self._total(rows_lBPU, 1)}
+        sums["unit_square"] = self._total(rows_lBPU.square(), 1)
+        if "unit_scale" in raw:
+            written_lBPU = rows_lBPU * raw["unit_scale"].view(*rows_lBPU.shape[:3], 1)
+            sums["unit_written"] = self._total(written_lBPU, 1)
+            sums["unit_written_square"] = self._total(written_lBPU.square(), 1)
+        for number, layer in enumerate(layers):
+            kept["units"][layer] = {name: values[number] for name, values in sums.items()}
 
     def _layer_sums(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over sequences of some layers, from what was kept of them, [l, B, ...] by name."""
@@ -311,11 +333,14 @@ class ForwardReader:
         if self.num_sequences > 1:
             if silent := sorted(set(layers) - self._kept["layer_sums"].keys()):
                 raise RuntimeError(f"the block of layers {silent} reported nothing: {self._blame()}")
-            layer_sums, residual_sums = (_joined(self._kept[name]) for name in ("layer_sums", "residual_sums"))
+            layer_sums, residual_sums = (joined(self._kept[name]) for name in ("layer_sums", "residual_sums"))
         else:
             self._check_complete(layers)
             layer_sums = self._layer_sums({n: stacked(self._kept.pop(n)) for n in LAYER_NAMES if n in self._kept})
             residual_sums = self._residual_sums({name: stacked(self._kept.pop(name)) for name in RESIDUAL_NAMES})
+            alike = len({rows.shape for rows in self._kept["unit_rows"].values()}) == 1
+            for together in [layers] if alike else [[layer] for layer in layers]:
+                self._reduce_units(together)
         sums, kept = layer_sums | residual_sums, self._kept
         assert self._sink_heads_BS is not None
         pairs = {"residual": "dimension", "write": "unit"}
@@ -339,7 +364,7 @@ class ForwardReader:
             "lock": "attention",
             "aggregation_norm": "output projection",
             "candidates": "block",
-            "units": "neurons",
+            "unit_rows": "neurons",
         }
         for name, part in parts.items():
             if silent := sorted(set(layers) - self._kept[name].keys()):
@@ -352,48 +377,24 @@ class ForwardReader:
         """Sum over sequences; of one sequence it is a view, since a launch costs as much as a short text's reading."""
         return values.select(dim, 0) if self.num_sequences == 1 else values.sum(dim)
 
-    def _key_positions(self) -> Tensor:
-        return torch.arange(self.length) if self.keys is None else self.keys
+    def _key_positions(self, device: torch.device) -> Tensor:
+        return torch.arange(self.length, device=device) if self.keys is None else self.keys.to(device)
 
-    def _num_queries(self) -> Tensor:
+    def _num_queries(self, device: torch.device) -> Tensor:
         """[S] how many queries see each key that is read."""
-        return self.length - self._key_positions()
+        return self.length - self._on(device, "keys", self._key_positions)
 
-    def _eligible_keys(self) -> Tensor:
-        return eligible_positions(self.length)[self._key_positions()]
+    def _first_tokens(self, device: torch.device) -> Tensor:
+        return torch.arange(self.num_sequences, device=device)[:, None] * self.length
 
-    def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that every layer needs, made once for each device: a copy from the host would make layers wait."""
+    def _received_weight(self, device: torch.device) -> Tensor:
+        """[S] what makes a sum over queries a mean, and 0 for keys with too few of them."""
+        keys_S = self._on(device, "keys", self._key_positions)
+        return eligible_positions(self.length, device)[keys_S] / self._on(device, "num queries", self._num_queries)
+
+    def _on(self, device: torch.device, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
+        """A tensor that every layer needs, made once on each device: a copy from the host makes the host wait until the
+        device has done all that was asked before."""
         if (device, name) not in self._constants:
-            self._constants[device, name] = make().to(device)
+            self._constants[device, name] = make(device)
         return self._constants[device, name]
-
-
-def distances(length: int) -> tuple[int, ...]:
-    """How far back attention by distance is read: 0 to 4, then powers of two."""
-    return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
-
-
-def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
-    """[2, Q] the positions of the largest values of each."""
-    return torch.stack([dom_ratio_T, received_T]).topk(NUM_POINTED_AT, dim=1).indices
-
-
-def largest_over_sequences(values_lBT: Tensor, index_lBT: Tensor) -> tuple[Tensor, Tensor]:
-    """([l, T] largest value of any sequence, [l, T] the index that belongs to it)."""
-    largest_lT, sequence_lT = values_lBT.max(1)
-    return largest_lT, index_lBT.gather(1, sequence_lT[:, None]).squeeze(1)
-
-
-def _largest_and_total(state_BTE: Tensor) -> tuple[Tensor, Tensor]:
-    """max |x| and sum |x| of each token."""
-    if state_BTE.is_cuda:
-        total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
-        return torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1), total_BT
-    magnitude_BTE = state_BTE.abs()  # on a CPU ten times faster than those norms
-    return magnitude_BTE.amax(-1), magnitude_BTE.sum(-1, dtype=wide(state_BTE))
-
-
-def _joined(sums_by_layer: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    rows = list(sums_by_layer.values())
-    return {name: stacked({number: row[name][0] for number, row in enumerate(rows)}) for name in rows[0]}

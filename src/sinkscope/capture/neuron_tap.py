@@ -112,9 +112,9 @@ class LayerUnits:
         return UnitReading(top_write, top_unit, torch.cat(energies))
 
     def at(self, tokens_n: Tensor) -> Tensor:
-        """[n, U] float32: every unit's activation at the chosen tokens."""
+        """[n, U] every unit's activation at the chosen tokens."""
         if self.dense_NF is not None:
-            return self.dense_NF[tokens_n].float()
+            return self.dense_NF[tokens_n]
         assert self.routed is not None
         groups = []
         for expert, weight in self.layer.down_weights():

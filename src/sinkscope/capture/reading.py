@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.capture.edits import check_chunks
-from sinkscope.capture.forward_reader import ForwardReader, Frozen, distances, point_at
-from sinkscope.capture.layer_statistics import Statistics, stacked
+from sinkscope.capture.forward_reader import ForwardReader, Frozen
+from sinkscope.capture.layer_statistics import Statistics, point_at, stacked
 from sinkscope.capture.lock import LockInput
+from sinkscope.capture.tiled_attention import distances
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import effective_rank
 from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions

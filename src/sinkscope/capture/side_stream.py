@@ -23,14 +23,14 @@ class SideStream:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.held: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def beside(self, *inputs: Tensor) -> Iterator[None]:
+    def beside(self, *inputs: Tensor) -> contextlib.AbstractContextManager:
         """What runs inside reads `inputs`, which stay alive until `join`: the model must not reuse their memory
         before."""
+        return self._on_stream(inputs) if self.enough and inputs[0].is_cuda else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _on_stream(self, inputs: tuple[Tensor, ...]) -> Iterator[None]:
         device = inputs[0].device
-        if device.type != "cuda" or not self.enough:
-            yield
-            return
         stream = self.streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         self.held.extend(inputs)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,6 +87,11 @@ def sampled_queries(length: int, device: torch.device) -> Tensor:
     return torch.linspace(0, length - 1, min(length, SAMPLED_QUERIES)).long().to(device)
 
 
+def distances(length: int) -> tuple[int, ...]:
+    """How far back attention by distance is read: 0 to 4, then powers of two."""
+    return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
+
+
 @lru_cache(maxsize=64)
 def distance_tensor(distances: tuple[int, ...], device: torch.device) -> Tensor:
     """[R] the distances, kept per device for the same reason."""
@@ -103,107 +107,101 @@ def tiled_attention(
     num_kv_heads = key_BKSD.shape[1]
     num_groups = num_heads // num_kv_heads
     kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
-    query_NGTD = query_BHTD.reshape(num_batch * num_kv_heads, num_groups, num_queries, query_BHTD.shape[-1])
-    key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
+    query_NGTD = query_BHTD.to(**kind).reshape(-1, num_groups, num_queries, query_BHTD.shape[-1])
+    key_NSD, value_NSD = (x.to(**kind).flatten(0, 1) for x in (key_BKSD, value_BKSD))
     num_pairs = key_NSD.shape[0]
     rows = (num_pairs, num_groups, num_queries)
     keys_P = request.keys
 
     output_NGTD = torch.empty(*rows, value_NSD.shape[-1], dtype=value_BKSD.dtype, device=value_BKSD.device)
     received_NGS = torch.zeros(num_pairs, num_groups, num_queries if keys_P is None else len(keys_P), **kind)
-    lse_NGT, entropy_NGT, mixing_NGT, weighted_NGT = (torch.empty(rows, **kind) for _ in range(4))
+    # What each tile leaves of a row; what follows from it is worked out for all rows together, after the last tile.
+    largest_NGT, total_NGT, dots_NGT, norm_NGT, weighted_NGT = torch.empty(5, *rows, **kind)
+    whole_NGT = total_NGT if rule.sink_logits is None else torch.empty_like(total_NGT)
     weights_NS = None if request.key_weights is None else request.key_weights.to(**kind).repeat(num_batch, 1)
     sinks_NG = None
     if rule.sink_logits is not None:
         sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).expand(num_batch, -1, -1).flatten(0, 1)
 
-    queries_per_tile = min(TILE_QUERIES, num_queries)
-    keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + queries_per_tile)
-    pairs_per_tile = max(1, min(num_pairs, TILE_ELEMENTS // (num_groups * queries_per_tile * keys_per_tile)))
-    if pairs_per_tile == 1:  # long rows: fewer queries, so that a tile still fits the cache
-        fitting = TILE_ELEMENTS // (num_groups * keys_per_tile)
-        queries_per_tile = min(queries_per_tile, max(16, 1 << max(0, fitting.bit_length() - 1)))
-    buffers = torch.empty(2, pairs_per_tile * num_groups * queries_per_tile * keys_per_tile, **kind)
+    keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
+    fitting = max(16, TILE_ELEMENTS // (num_groups * keys_per_tile))  # long rows: fewer queries
+    queries_per_tile = min(TILE_QUERIES, num_queries, 1 << (fitting.bit_length() - 1))
+    size = num_groups * queries_per_tile * keys_per_tile
+    buffers = torch.empty(2, min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
+    future = torch.full((queries_per_tile, queries_per_tile), HIDDEN, **kind).triu_(1)
 
-    for first_pair in range(0, num_pairs, pairs_per_tile):
-        pairs = slice(first_pair, min(first_pair + pairs_per_tile, num_pairs))
-        count = pairs.stop - pairs.start
-        keys_t = key_NSD[pairs].to(**kind).transpose(1, 2)
-        values = value_NSD[pairs].to(**kind)
-        for start in range(0, num_queries, queries_per_tile):
-            stop = min(start + queries_per_tile, num_queries)
-            low = 0 if rule.window is None else max(0, start - rule.window + 1)
-            shape = (count, num_groups, stop - start, stop - low)
-            scores = buffers[0, : torch.Size(shape).numel()].view(shape)
-            tile = buffers[1, : scores.numel()].view(shape)
-            queries = query_NGTD[pairs, :, start:stop].to(**kind) * rule.scaling
-            torch.bmm(queries.flatten(1, 2), keys_t[:, :, low:stop], out=scores.flatten(1, 2))
+    for start in range(0, num_queries, queries_per_tile):
+        stop = min(start + queries_per_tile, num_queries)
+        low = 0 if rule.window is None else max(0, start - rule.window + 1)
+        edges = [slice(start - low, None)] if rule.window is None else [slice(start - low, None), slice(stop - start)]
+        pairs_per_tile = max(1, buffers.shape[1] // (num_groups * (stop - start) * (stop - low)))
+        for pairs in _slices(num_pairs, pairs_per_tile):
+            here = (pairs, slice(None), slice(start, stop))
+            queries = query_NGTD[here] * rule.scaling
+            shape = (*queries.shape[:3], stop - low)
+            scores, tile = (buffer[: torch.Size(shape).numel()].view(shape) for buffer in buffers)
+            torch.bmm(queries.flatten(1, 2), key_NSD[pairs, low:stop].mT, out=scores.flatten(1, 2))
             if rule.softcap is not None:
                 scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-            _mask(scores, start, low, rule.window)
+            _mask(scores, future, start, low, rule.window)
 
-            largest = scores.amax(-1, keepdim=True)
+            largest = torch.amax(scores, -1, out=largest_NGT[here])
             if sinks_NG is not None:
-                largest = torch.maximum(largest, sinks_NG[pairs, :, None, None])
+                torch.maximum(largest, sinks_NG[pairs, :, None], out=largest)
+            scores -= largest.unsqueeze(-1)
             # On arguments that underflow a vectorised exp is many times slower. What is hidden stands at the tile's two
             # edges, and e^-80 of a row's largest weight is nothing.
-            scores.sub_(largest)[..., start - low :].clamp_(min=FAINTEST)
-            if rule.window is not None:
-                scores[..., : stop - start].clamp_(min=FAINTEST)
+            for edge in edges:
+                scores[..., edge].clamp_(min=FAINTEST)
             torch.exp(scores, out=tile)
-            total = tile.sum(-1)
+            whole = total = torch.sum(tile, -1, out=total_NGT[here])
             if sinks_NG is not None:
-                total += torch.exp(sinks_NG[pairs, :, None] - largest.squeeze(-1))
-            inverse = total.reciprocal()
+                whole = torch.add(total, torch.exp(sinks_NG[pairs, :, None] - largest), out=whole_NGT[here])
+            inverse = whole.reciprocal()
 
-            aggregation = torch.bmm(tile.flatten(1, 2), values[:, low:stop]).unflatten(1, shape[1:3])
-            output_NGTD[pairs, :, start:stop] = aggregation.mul_(inverse.unsqueeze(-1))
-            log_total = total.log()
-            torch.add(largest.squeeze(-1), log_total, out=lse_NGT[pairs, :, start:stop])
+            aggregation = torch.bmm(tile.flatten(1, 2), value_NSD[pairs, low:stop]).view(*shape[:3], -1)
+            torch.mul(aggregation, inverse.unsqueeze(-1), out=output_NGTD[here])
             if keys_P is not None:
                 received_NGS[pairs] += _at_keys(tile, inverse, keys_P, low, stop)
                 continue
             received_NGS[pairs, :, low:stop] += torch.matmul(inverse.unsqueeze(-2), tile).squeeze(-2)
-            # -sum a log a with log a = score - largest - log total; the row's weights may add up to less than 1
-            # (learned sinks).
-            row_sum = 1.0 if sinks_NG is None else tile.sum(-1) * inverse
-            entropy_NGT[pairs, :, start:stop] = log_total * row_sum - _row_dots(tile, scores) * inverse
-            squared = inverse.square()
-            mixing_NGT[pairs, :, start:stop] = _row_dots(tile, tile) * squared
+            torch.sum(scores.mul_(tile), -1, out=dots_NGT[here])
+            torch.linalg.vector_norm(tile, dim=-1, out=norm_NGT[here])
             if weights_NS is not None:
-                torch.mul(tile, tile, out=scores)
-                weighted = torch.matmul(scores.flatten(1, 2), weights_NS[pairs, low:stop, None])
-                weighted_NGT[pairs, :, start:stop] = weighted.view(shape[:3]) * squared
+                squares = torch.mul(tile, tile, out=scores).flatten(1, 2)
+                weighted = torch.matmul(squares, weights_NS[pairs, low:stop, None]).view(shape[:3])
+                torch.mul(weighted, inverse.square(), out=weighted_NGT[here])
 
     def by_head(x_NG: Tensor) -> Tensor:
         return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
 
     every_key = keys_P is None
+    log_whole_NGT = whole_NGT.log()
+    lse_NGT = largest_NGT + log_whole_NGT
     return AttentionReading(
         output=by_head(output_NGTD).transpose(1, 2),
         received=by_head(received_NGS),
-        by_distance=by_head(_by_distance(query_NGTD.to(**kind), key_NSD.to(**kind), lse_NGT, rule, request.distances)),
-        entropy=by_head(entropy_NGT) if every_key else None,
-        mixing=by_head(mixing_NGT) if every_key else None,
+        by_distance=by_head(_by_distance(query_NGTD, key_NSD, lse_NGT, rule, request.distances)),
+        # -sum a log a with log a = score - largest - log whole; a row may add up to less than 1 (learned sinks).
+        entropy=by_head((total_NGT * log_whole_NGT - dots_NGT) / whole_NGT) if every_key else None,
+        mixing=by_head((norm_NGT / whole_NGT).square()) if every_key else None,
         weighted_mixing=by_head(weighted_NGT) if every_key and weights_NS is not None else None,
     )
 
 
-def _mask(scores_NGnS: Tensor, start: int, low: int, window: int | None) -> None:
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _mask(scores_NGnS: Tensor, future_nn: Tensor, start: int, low: int, window: int | None) -> None:
     """Hides, in place, the keys after each query and those before its window; only the tile's two edges are touched."""
     num_rows, num_keys = scores_NGnS.shape[-2:]
-    future = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores_NGnS.device).triu_(1)
-    scores_NGnS[..., start - low :].masked_fill_(future, HIDDEN)
+    scores_NGnS[..., start - low :] += future_nn[:num_rows, :num_rows]
     if window is not None and num_keys > window:
         edge = min(num_rows, num_keys)
         rows = torch.arange(num_rows, device=scores_NGnS.device)[:, None] + start
         keys = torch.arange(edge, device=scores_NGnS.device)[None, :] + low
         scores_NGnS[..., :edge].masked_fill_(keys <= rows - window, HIDDEN)
-
-
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """sum over the last axis of a * b; numpy's writes no product, which halves its time on a CPU."""
-    return torch.linalg.vecdot(a, b) if a.is_cuda else torch.from_numpy(np.vecdot(a.numpy(), b.numpy()))
 
 
 def _by_distance(
@@ -215,8 +213,10 @@ def _by_distance(
     back_nR = queries_n[:, None] - distances_R
     has_key_nR = back_nR >= 0
     seen_nR = has_key_nR if rule.window is None else has_key_nR & (distances_R < rule.window)
-    queries_NnGD = query_NGTD[:, :, queries_n].transpose(1, 2)
-    scores_NnGR = torch.matmul(queries_NnGD, key_NSD[:, back_nR.clamp(min=0)].transpose(-1, -2)) * rule.scaling
+    queries_NnGD = query_NGTD.index_select(2, queries_n).transpose(1, 2)
+    # Selecting whole rows is many times faster on a CPU than indexing with a matrix.
+    keys_NnRD = key_NSD.index_select(1, back_nR.clamp(min=0).flatten()).unflatten(1, back_nR.shape)
+    scores_NnGR = torch.matmul(queries_NnGD, keys_NnRD.mT) * rule.scaling
     if rule.softcap is not None:
         scores_NnGR = scores_NnGR.div_(rule.softcap).tanh_().mul_(rule.softcap)
     weights = torch.exp(scores_NnGR - lse_NGT[:, :, queries_n].transpose(1, 2).unsqueeze(-1))

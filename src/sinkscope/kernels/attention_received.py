@@ -120,7 +120,7 @@ def received_by_keys(
         )
     num_keys = positions_P.numel()
     num_strips = -(-length // QUERIES_PER_STRIP)
-    partial_BHPN = query_BHTD.new_zeros(batch, num_heads, num_keys, num_strips, dtype=torch.float32)
+    partial_BHPN = query_BHTD.new_empty(batch, num_heads, num_keys, num_strips, dtype=torch.float32)
     if partial_BHPN.numel() == 0:
         return partial_BHPN.sum(-1)
     # tl.dot wants at least 16 columns; the idle ones cost nothing because reading q is the bottleneck.

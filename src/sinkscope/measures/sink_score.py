@@ -28,9 +28,9 @@ def mean_received(
     return received_sum / (length - positions)
 
 
-def eligible_positions(length: int) -> Bool[Tensor, " S"]:
+def eligible_positions(length: int, device: torch.device | None = None) -> Bool[Tensor, " S"]:
     """Which keys have enough later queries to be looked at."""
-    return torch.arange(length) < length - LATER_QUERIES
+    return torch.arange(length, device=device) < length - LATER_QUERIES
 
 
 def sink_rate(alpha_BLHS: Float[Tensor, "B L H S"], threshold: float = SINK_THRESHOLD) -> Float[Tensor, " S"]:
