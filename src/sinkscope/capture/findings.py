@@ -27,8 +27,8 @@ from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.statistics import bootstrap_mean_interval
 
 SIGNIFICANT_WRITE = 0.1
-"""A layer's units are listed when together they move a massive dimension by this part of the largest value it ever
-takes."""
+"""A layer's units are listed when together they move a massive dimension by this part of the largest value it has had
+up to there: what starts it counts, however large it grows later."""
 LISTED_SHARE = 0.01
 """Units below this part of the squared write are not listed."""
 UNKNOWN = -1
@@ -284,7 +284,7 @@ class Findings:
             else nothing
             for statistics in reading.residual
         ]
-        peak_M = torch.stack([value_E[dimensions_M].abs() for value_E in values]).amax(0)
+        peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
         found = []
         for layer in reading.anatomy.layers:
             statistics = reading.residual[layer.index + 1]
@@ -298,7 +298,7 @@ class Findings:
             output_MU = torch.cat([weight[dimensions_M].float() for _, weight in layer.down_weights()], dim=1).cpu()
             output_MU = output_MU * layer.write_gain().cpu()[dimensions_M, None]
             write_MU = output_MU * written_U
-            if not bool((write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_M).any()):
+            if not bool((write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]).any()):
                 continue
             share_U = write_share(square_U, output_MU)
             listed = share_U.argsort(descending=True)

@@ -159,14 +159,14 @@ def _later_ratio(variance_LT: np.ndarray) -> np.ndarray:
 
 
 def _unit_claims(plan: Plan, anatomy: Anatomy, evidence: Evidence) -> list[Claim]:
-    if not plan.super_neurons:
+    if not plan.birth_units:
         return [
             Claim(id="super_neurons", without_numbers="does not hold", note=NO_UNITS),
             Claim(id="channel_sparsity", note=NO_UNITS),
         ]
     share = np.stack([evidence.all_write_B, evidence.super_write_B], 1)
     level = np.stack([evidence.super_write_elsewhere_B, evidence.super_write_B], 1)
-    top_share, median = _sparsity(anatomy, plan.super_neurons)
+    top_share, median = _sparsity(anatomy, plan.birth_units)
     n = len(share)
     return [
         Claim(
@@ -182,7 +182,7 @@ def _unit_claims(plan: Plan, anatomy: Anatomy, evidence: Evidence) -> list[Claim
             ],
             control=float(np.sqrt(level[:, 0].mean() / level[:, 1].mean())),
             control_name="their level elsewhere",
-            note=f"units {', '.join(map(str, plan.super_neurons[:8]))}",
+            note=f"units {', '.join(map(str, plan.birth_units[:8]))}",
         ),
         Claim(
             id="channel_sparsity",

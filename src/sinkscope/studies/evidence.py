@@ -71,7 +71,7 @@ class _EvidenceReader:
                     handles.append(
                         layer.attention.register_forward_pre_hook(self._state(layer.index), with_kwargs=True)
                     )
-                chosen = [unit for unit in self.plan.super_neurons if unit.layer == layer.index]
+                chosen = [unit for unit in self.plan.birth_units if unit.layer == layer.index]
                 if chosen:
                     units = LayerUnits(layer)
                     handles += units.hooks()

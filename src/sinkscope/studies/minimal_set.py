@@ -15,7 +15,7 @@ import torch
 
 from sinkscope.models.anatomy import Anatomy, Unit
 
-MAX_ROUNDS = 3
+MAX_ROUNDS = 4
 MAX_UNITS = 64
 
 Remaining = Callable[[Sequence[Unit]], float]

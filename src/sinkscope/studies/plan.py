@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sinkscope.capture.findings import Findings
+from sinkscope.capture.findings import Findings, SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.models.anatomy import Unit
 
@@ -16,6 +16,8 @@ SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this part of a layer's units ..."""
 SUPER_NEURON_CONTRAST = 10.0
 """... each with a write at the sink of this many times its level elsewhere."""
+LATER_SHARE = 0.1
+"""Behind the birth only units with this part of their layer's write count."""
 FIRST_TARGET = 10
 """The position that the paper intervenes at; two more follow it."""
 NUM_TARGETS = 3
@@ -39,9 +41,14 @@ class Plan:
     """Layers behind which disparity is there at the sink, or where there is none the layers with a sink."""
     dimensions: tuple[int, ...]
     super_neurons: tuple[Unit, ...]
-    """By write share, strongest first, in layers of birth."""
+    """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
     candidates: tuple[Unit, ...]
     """Every unit that moves a massive dimension at the sink, strongest write first: where a minimal set is sought."""
+
+    @property
+    def birth_units(self) -> tuple[Unit, ...]:
+        """The super neurons in layers of birth, which the reading claims are about."""
+        return tuple(unit for unit in self.super_neurons if unit.layer in self.births)
 
     @property
     def layers(self) -> range:
@@ -66,13 +73,15 @@ def make_plan(findings: Findings) -> Plan:
         if entry.position == sink:
             peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
     here = [unit for unit in findings.super_neurons if unit.position == sink and unit.role == "writes"]
-    chosen: list[Unit] = []
-    for layer in births:
-        num_units = sum(weight.shape[1] for _, weight in anatomy.layers[layer].down_weights()) if layer >= 0 else 0
-        writers = [u for u in here if u.layer == layer and u.contrast >= SUPER_NEURON_CONTRAST]
-        writers.sort(key=lambda unit: -unit.write_share)
+    sharp = [unit for unit in here if unit.contrast >= SUPER_NEURON_CONTRAST]
+    sharp.sort(key=lambda unit: -unit.write_share)
+    chosen: list[SuperNeuron] = []
+    for layer in sorted({unit.layer for unit in sharp}):
+        num_units = sum(weight.shape[1] for _, weight in anatomy.layers[layer].down_weights())
         allowed = max(1, math.floor(SUPER_NEURON_SHARE * num_units))
-        chosen += [Unit(unit.layer, unit.expert, unit.neuron) for unit in writers[:allowed]]
+        in_layer = [unit for unit in sharp if unit.layer == layer][:allowed]
+        chosen += [unit for unit in in_layer if layer in births or unit.write_share >= LATER_SHARE]
+    chosen.sort(key=lambda unit: -abs(unit.write))
     return Plan(
         sink=sink,
         targets=_targets(reading.sink_rate, sink, reading.batch.length),
@@ -80,7 +89,7 @@ def make_plan(findings: Findings) -> Plan:
         births=tuple(births),
         alive=tuple(alive or sink_layers or range(reading.num_layers)),
         dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
-        super_neurons=tuple(chosen),
+        super_neurons=tuple(Unit(unit.layer, unit.expert, unit.neuron) for unit in chosen),
         candidates=tuple(dict.fromkeys(Unit(unit.layer, unit.expert, unit.neuron) for unit in here)),
     )
 
