@@ -256,8 +256,12 @@ def anatomy_of(model: Part) -> Anatomy:
     own = getattr(model, "sinkscope_anatomy", None)
     if own is not None:
         return own
+    return describe(_family_of(model.config.get_text_config().model_type), model)
+
+
+def describe(family: Family, model: Part) -> Anatomy:
+    """The anatomy of a model read through a family's row."""
     config = model.config.get_text_config()
-    family = _family_of(config.model_type)
     reason = family.unsupported(config)
     if reason is not None:
         raise InputError(
