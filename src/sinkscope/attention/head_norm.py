@@ -30,7 +30,8 @@ class HeadRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size = num_heads, head_size
-        self.initial_lambda, self.eps, self.path = initial_lambda, eps, path
+        self.initial_lambda, self.eps = initial_lambda, eps
+        self.path: Path = path
         shape = (num_heads, head_size) if per_head else (head_size,)
         self.weight = nn.Parameter(torch.full(shape, float(initial_lambda)))
         self.offset = nn.Parameter(torch.zeros(shape)) if offset else None

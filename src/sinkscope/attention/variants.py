@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.attention.sink_attention import can_fuse_sink, sink_attention
 from sinkscope.errors import InputError
+from sinkscope.kernels.head_rms_norm import head_rms_norm_path
+
+SIGMOID_QUERIES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,10 @@ class Softmax(nn.Module):
         )
         return o_BHTD.transpose(1, 2)
 
+    def paths(self, x: Tensor) -> dict[str, str]:
+        """Which implementations run on tensors of this type and device, for the record."""
+        return {"attention": "scaled_dot_product_attention"}
+
 
 class HeadNorm(Softmax):
     """o <- o / RMS(o) * lambda per head."""
@@ -113,6 +121,10 @@ class HeadNorm(Softmax):
 
     def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
         return self.head_norm(o_BTHD)
+
+    def paths(self, x: Tensor) -> dict[str, str]:
+        heads = x.new_empty(0, 0, self.shape.num_heads, self.shape.head_size)
+        return super().paths(x) | {"head_norm": head_rms_norm_path(heads, self.head_norm.path)}
 
 
 class Gate(Softmax):
@@ -166,7 +178,18 @@ class Sigmoid(Softmax):
         return (scores_BHTS + self.bias).sigmoid()
 
     def attend(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-        return self.attend_plain(q_BHTD, k_BKSD, v_BKSD, mask)[0]
+        """In runs of queries, so that most of the future, which no query sees, is never computed."""
+        if mask is not None:
+            return self.attend_plain(q_BHTD, k_BKSD, v_BKSD, mask)[0]
+        first = k_BKSD.shape[2] - q_BHTD.shape[2]
+        runs = []
+        for q_BHnD in q_BHTD.split(SIGMOID_QUERIES, dim=2):
+            first += q_BHnD.shape[2]
+            runs.append(self.attend_plain(q_BHnD, k_BKSD[:, :, :first], v_BKSD[:, :, :first], None)[0])
+        return torch.cat(runs, 1)
+
+    def paths(self, x: Tensor) -> dict[str, str]:
+        return {"attention": f"sigmoid written out, {SIGMOID_QUERIES} queries at a time"}
 
 
 class LearnedSink(Softmax):
@@ -188,7 +211,14 @@ class LearnedSink(Softmax):
         return torch.cat([scores_BHTS, sink_BHT1], -1).softmax(-1)[..., :-1]
 
     def attend(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-        return self.attend_plain(q_BHTD, k_BKSD, v_BKSD, mask)[0]
+        if mask is not None or q_BHTD.shape[2] != k_BKSD.shape[2] or not can_fuse_sink(q_BHTD):
+            return self.attend_plain(q_BHTD, k_BKSD, v_BKSD, mask)[0]
+        k_BHSD, v_BHSD = (_repeated(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
+        return sink_attention(q_BHTD, k_BHSD, v_BHSD, self.sink_logits(q_BHTD), self.scaling).transpose(1, 2)
+
+    def paths(self, x: Tensor) -> dict[str, str]:
+        fused = can_fuse_sink(x.new_empty(0, self.shape.head_size))
+        return {"attention": "flash attention with a sink" if fused else "attention written out"}
 
 
 class SoftmaxOne(LearnedSink):
@@ -246,24 +276,29 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
             found=repr(name),
             next_step="Choose one with --variant",
         )
-    known = _options_of(VARIANTS[name])
-    if unknown := options.keys() - known:
-        raise InputError(
-            expected=f"options of the variant {name}: {', '.join(known) or 'it has none'}",
-            found=", ".join(sorted(unknown)),
-            next_step="Remove them from variant_options",
-        )
+    defaults = _options_of(VARIANTS[name])
+    for option, value in options.items():
+        default = defaults.get(option)
+        fits = isinstance(value, bool) if isinstance(default, bool) else isinstance(value, int | float)
+        if default is None or not fits:
+            known = ", ".join(f"{name} ({type(value).__name__})" for name, value in defaults.items())
+            raise InputError(
+                expected=f"options of the variant {name}: {known or 'it has none'}",
+                found=f"{option} = {value!r}",
+                next_step="Change variant_options",
+            )
     return VARIANTS[name](shape, **options)
 
 
-def _options_of(variant: type[Softmax]) -> list[str]:
-    parameters = [
-        parameter
+def _options_of(variant: type[Softmax]) -> dict[str, Any]:
+    """The options of a variant and of those it builds on, with their defaults."""
+    return {
+        parameter.name: parameter.default
         for ancestor in variant.__mro__
         if issubclass(ancestor, Softmax)
         for parameter in inspect.signature(ancestor.__init__).parameters.values()
-    ]
-    return list(dict.fromkeys(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY))
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def _repeated(x_BKSD: Tensor, num_heads: int) -> Tensor:

@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 TILE_ELEMENTS = 1 << 21
 """Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
@@ -60,6 +61,8 @@ class AttentionRule:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     """[H] learned logits that take part in the softmax and have no key."""
+    sigmoid_bias: float | None = None
+    """Where it is there, a weight is sigmoid(score + bias), whatever the other keys: no softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,10 @@ def tiled_attention(
             _mask(scores, start, low, rule.window)
 
             largest = scores.amax(-1, keepdim=True)
+            if rule.sigmoid_bias is not None:
+                # The logarithms of the weights themselves, so that what follows divides them by nothing.
+                scores.copy_(logsigmoid(scores.add_(rule.sigmoid_bias)))
+                largest.zero_()
             if sinks_NG is not None:
                 largest = torch.maximum(largest, sinks_NG[pairs, :, None, None])
             # On arguments that underflow a vectorised exp is many times slower. What is hidden stands at the tile's two
@@ -147,7 +154,7 @@ def tiled_attention(
             if rule.window is not None:
                 scores[..., : stop - start].clamp_(min=FAINTEST)
             torch.exp(scores, out=tile)
-            total = tile.sum(-1)
+            total = tile.sum(-1) if rule.sigmoid_bias is None else tile.new_ones(shape[:3])
             if sinks_NG is not None:
                 total += torch.exp(sinks_NG[pairs, :, None] - largest.squeeze(-1))
             inverse = total.reciprocal()
@@ -215,6 +222,8 @@ def _by_distance(
     scores_NnGR = torch.matmul(queries_NnGD, key_NSD[:, back_nR.clamp(min=0)].transpose(-1, -2)) * rule.scaling
     if rule.softcap is not None:
         scores_NnGR = scores_NnGR.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if rule.sigmoid_bias is not None:
+        scores_NnGR = logsigmoid(scores_NnGR + rule.sigmoid_bias)
     weights = torch.exp(scores_NnGR - lse_NGT[:, :, queries_n].transpose(1, 2).unsqueeze(-1))
     return torch.where(seen_nR[None, :, None, :], weights, 0).sum(1) / has_key_nR.sum(0)
 

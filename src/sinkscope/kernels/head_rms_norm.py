@@ -85,7 +85,7 @@ def _operator(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None, eps: float)
     blocks = _blocks(head_size)
     if x_BTHD.numel() > 0:
         with torch.cuda.device_of(x_BTHD):
-            _forward_kernel[(num_heads, triton.cdiv(num_batch * length, blocks["BLOCK_N"]))](
+            _forward_kernel[(num_heads, -(-num_batch * length // blocks["BLOCK_N"]))](
                 x_BTHD, weight.contiguous(), weight if offset is None else offset.contiguous(), y_BTC,
                 *x_BTHD.stride()[:3], length, num_batch * length, eps,
                 D=head_size, PER_HEAD=weight.dim() == 2, OFFSET=offset is not None, **blocks, num_warps=4,
@@ -105,9 +105,9 @@ def _backward_operator(dy_BTC: Tensor, x_BTHD: Tensor, weight: Tensor, eps: floa
     x_BTHD, out_BTHD = _channels_adjacent(x_BTHD), _channels_adjacent(dx_BTHD)
     num_batch, length, num_heads, head_size = x_BTHD.shape
     blocks = _blocks(head_size)
-    num_tiles = triton.cdiv(num_batch * length, blocks["BLOCK_N"])
+    num_tiles = -(-num_batch * length // blocks["BLOCK_N"])
     tiles_each = max(1, num_tiles * num_heads // (PROGRAMS_PER_PROCESSOR * _num_processors(x_BTHD.device)))
-    num_programs = triton.cdiv(num_tiles, tiles_each)
+    num_programs = -(-num_tiles // tiles_each)
     sums_2PHD = x_BTHD.new_empty(2, num_programs, num_heads, head_size, dtype=torch.float32)
     if x_BTHD.numel() > 0:
         with torch.cuda.device_of(x_BTHD):
@@ -146,7 +146,7 @@ def _channels_adjacent(x_BTHD: Tensor) -> Tensor:
 
 
 def _blocks(head_size: int) -> dict[str, int]:
-    block_d = max(16, triton.next_power_of_2(head_size))
+    block_d = max(16, 1 << (head_size - 1).bit_length())
     return {"BLOCK_N": max(1, TILE_ELEMENTS // block_d), "BLOCK_D": block_d}
 
 
