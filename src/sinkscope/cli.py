@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from sinkscope.errors import InputError
+from sinkscope.pretrain_commands import pretrain_command, tokenize_command
 
 app = typer.Typer(
     name="sinkscope",
@@ -25,6 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command("tokenize")(tokenize_command)
+app.command("pretrain")(pretrain_command)
 
 ModelArgument = Annotated[
     str | None,

@@ -26,6 +26,7 @@ LAYERS = {
     "pretrain": 5,
     "origins": 5,
     "report": 6,
+    "pretrain_commands": 7,
     "cli": 7,
     "__main__": 7,
     "": 7,

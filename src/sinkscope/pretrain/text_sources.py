@@ -153,7 +153,7 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
 
 def _datasets_package():
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
-from sinkscope.pretrain.token_shards import ShardWriter, Split, TokenShards, open_shards
+from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
             texts = [text for _, text in batch]
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
             for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
-                writer.add(split, [*ids, end])
+                writer.add(split, [*ids, end])  # type: ignore[list-item]
             progress(f"{writer.num_tokens['train'] / 1e6:.1f} M training tokens")
             if config.max_tokens is not None and writer.num_tokens["train"] >= config.max_tokens:
                 break
-        for split in ("train", "validation"):
+        for split in SPLITS:
             if not writer.num_tokens[split]:
                 raise InputError(
                     expected=f"at least one {split} document",
@@ -131,8 +131,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
     if config.validation:
-        yield from (("validation", text) for text in documents(config.validation))
-        yield from (("train", text) for text in documents(config.data))
+        for text in documents(config.validation):
+            yield "validation", text
+        for text in documents(config.data):
+            yield "train", text
         return
     # The last document waits: where no other was held out, it is.
     waiting: str | None = None
