@@ -8,6 +8,8 @@ trace = sinkscope.trace(model, sinkscope.token_batch(model))
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sinkscope.pretrain.registration import register_decoder
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -20,15 +22,23 @@ _HOMES = {
     "Trace": "sinkscope.capture.trace",
     "Findings": "sinkscope.capture.findings",
     "InputError": "sinkscope.errors",
+    "HeadRMSNorm": "sinkscope.attention.head_norm",
+    "insert_head_norm": "sinkscope.models.insert_head_norm",
+    "remove_head_norm": "sinkscope.models.insert_head_norm",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
+register_decoder()
+
 if TYPE_CHECKING:
+    from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
     from sinkscope.capture.findings import Findings as Findings
     from sinkscope.capture.trace import Trace as Trace
     from sinkscope.capture.trace import trace as trace
     from sinkscope.errors import InputError as InputError
     from sinkscope.models.anatomy import anatomy_of as anatomy_of
+    from sinkscope.models.insert_head_norm import insert_head_norm as insert_head_norm
+    from sinkscope.models.insert_head_norm import remove_head_norm as remove_head_norm
     from sinkscope.models.loading import LoadedModel as LoadedModel
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch

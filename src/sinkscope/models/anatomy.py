@@ -204,7 +204,11 @@ class Layer:
 
     def aggregation_channel_norms(self) -> Tensor:
         """[C] float32: how strongly the output projection reads each channel of the value aggregation."""
-        return torch.linalg.vector_norm(_projection_weight(self.output_projection).float(), dim=0)
+        return torch.linalg.vector_norm(self.output_projection_weight().float(), dim=0)
+
+    def output_projection_weight(self) -> Tensor:
+        """[E, C] what the output projection multiplies the value aggregation by."""
+        return _projection_weight(self.output_projection)
 
     def write_gain(self) -> Tensor:
         """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through

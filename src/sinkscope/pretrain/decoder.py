@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers import AutoModelForCausalLM, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -156,6 +156,7 @@ class DecoderBody(nn.Module):
 class Decoder(PreTrainedModel, GenerationMixin):
     """The causal language model. For training, the parts: embed, blocks, final_norm and lm_head_weight."""
 
+    config: DecoderConfig
     config_class = DecoderConfig
     base_model_prefix = "model"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -193,6 +194,11 @@ class Decoder(PreTrainedModel, GenerationMixin):
     def hidden_states(self, input_ids: Tensor) -> Tensor:
         """[B, T, E] the normalised states behind the last layer, without logits."""
         return self.model(input_ids).last_hidden_state
+
+    def paths(self, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Which implementations run where the model stands, for activations of `dtype` (the weights' if not given)."""
+        attention: Any = self.blocks[0].self_attn
+        return attention.variant.paths(self.lm_head.weight.new_empty(0, dtype=dtype))
 
     def get_decoder(self) -> DecoderBody:
         return self.model
@@ -256,5 +262,4 @@ def rotated(x_BTHD: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHD.dtype)
 
 
-AutoConfig.register(DecoderConfig.model_type, DecoderConfig)
 AutoModelForCausalLM.register(DecoderConfig, Decoder)

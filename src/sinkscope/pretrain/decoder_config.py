@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from sinkscope.attention.variants import AttentionShape
 from sinkscope.errors import InputError
+
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings"),
+)
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -43,33 +49,39 @@ class DecoderConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.variant_options is None:
+            self.variant_options = {}
+        self._check_fields()
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
-            if self.head_dim * self.num_attention_heads != self.hidden_size:
-                raise _bad_shape(
-                    f"a width that {self.num_attention_heads} heads divide, or a head_dim",
-                    f"hidden_size {self.hidden_size}",
+            self.head_dim, rest = divmod(self.hidden_size, self.num_attention_heads)
+            if rest:
+                raise _refused(
+                    f"a width that {self.num_attention_heads} heads divide, or a head_dim", f"width {self.hidden_size}"
                 )
-        self.variant_options = self.variant_options or {}
-        self._check()
-        super().__post_init__(**kwargs)
-
-    def _check(self) -> None:
-        sizes = (
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("head_dim", "intermediate_size", "max_position_embeddings"),
-        )
-        for name in sizes:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise _bad_shape(f"a whole number of at least 1 for {name}", repr(getattr(self, name)))
         shape = self.attention_shape()
         if shape.num_heads % shape.num_key_value_heads:
-            raise _bad_shape(
-                f"a num_key_value_heads that divides num_attention_heads {self.num_attention_heads}",
+            raise _refused(
+                f"a num_key_value_heads that divides num_attention_heads {shape.num_heads}",
                 str(shape.num_key_value_heads),
             )
         if shape.head_size % 2:
-            raise _bad_shape("an even head_dim, since rotation turns pairs of channels", str(shape.head_size))
+            raise _refused("an even head_dim, since rotation turns pairs of channels", str(shape.head_size))
+        super().__post_init__(**kwargs)
+
+    def _check_fields(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if name == "head_dim" and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise _refused(f"a whole number of at least 1 for {name}", repr(value))
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                # YAML reads 1e4, without a point, as text.
+                raise _refused(f"a number above 0 for {name}", repr(value))
+        if not isinstance(self.variant_options, dict):
+            raise _refused("variant_options as names with values", repr(self.variant_options))
 
     def attention_shape(self) -> AttentionShape:
         """The numbers that an attention variant is built from."""
@@ -85,5 +97,8 @@ class DecoderConfig(PreTrainedConfig):
         )
 
 
-def _bad_shape(expected: str, found: str) -> InputError:
+def _refused(expected: str, found: str) -> InputError:
     return InputError(expected=expected, found=found, next_step="Change it in the configuration")
+
+
+AutoConfig.register(DecoderConfig.model_type, DecoderConfig)
