@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.pretrain.token_shards import ShardWriter, open_shards
 from sinkscope.pretrain.token_stream import TokenStream
-from sinkscope.pretrain.training_config import TRAINING_PRESETS, changed
+from sinkscope.pretrain.training_config import TRAINING_PRESETS
 from sinkscope.results.run_folder import run_folder
 
 KERNELS = {
@@ -121,10 +122,11 @@ def random_shards(path: Path, vocab_size: int, num_tokens: int):
 
 
 def trainer(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
-    config = changed(
+    config = replace(
         TRAINING_PRESETS[arguments.preset],
-        {"batch_size": arguments.batch, "micro_batch_size": None, "sequence_length": arguments.length},
-        "training",
+        batch_size=arguments.batch,
+        micro_batch_size=None,
+        sequence_length=arguments.length,
     )
     model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": vocab_size}))
     group = Processes(mode="single", rank=0, num_processes=1, device=torch.device(arguments.device))

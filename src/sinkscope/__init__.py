@@ -25,6 +25,7 @@ _HOMES = {
     "HeadRMSNorm": "sinkscope.attention.head_norm",
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
+    "SinkProbe": "sinkscope.pretrain.sink_probe",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
+    from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 
 def __getattr__(name: str):

@@ -34,11 +34,14 @@ RECORD = "checkpoint.json"
 TENSORS = "training.safetensors"
 SHARDS = "shards"
 
+Parameters = dict[str, nn.Parameter]
+"""By name; sharded or whole, as the optimisers hold them."""
+
 
 def save_checkpoint(
     run: Path,
     step: int,
-    model: nn.Module,
+    parameters: Parameters,
     optimisers: list[torch.optim.Optimizer],
     group: Processes,
     *,
@@ -47,7 +50,7 @@ def save_checkpoint(
 ) -> None:
     """Writes the checkpoint of a step, then removes all but the newest `keep`; every process calls it."""
     path = run / FOLDER / f"step-{step:08d}"
-    tensors = training_state(model, optimisers) | _generator_states(group.device)
+    tensors = training_state(parameters, optimisers) | _generator_states(group.device)
     if group.is_first and path.exists():
         shutil.rmtree(path)  # a damaged one: this run was resumed from one before it
     with run_folder(path) if group.is_first else contextlib.nullcontext() as folder:
@@ -84,9 +87,9 @@ def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], group: Processes
+    path: Path, parameters: Parameters, optimisers: list[torch.optim.Optimizer], group: Processes
 ) -> dict[str, Any]:
-    """The record of a checkpoint, whose tensors are now in the model, the optimisers and the generators."""
+    """The record of a checkpoint, whose tensors are now in the parameters, the optimisers and the generators."""
     sharded = (path / SHARDS).is_dir()
     if sharded != (group.mode == "fsdp"):
         raise InputError(
@@ -94,7 +97,6 @@ def load_checkpoint(
             found=f"one {'with' if sharded else 'without'} shards",
             next_step=f"Resume {'with' if sharded else 'without'} --parallel fsdp",
         )
-    parameters = dict(model.named_parameters())
     tensors = _load_shards(path / SHARDS, parameters, group.device) if sharded else load_file(path / TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -110,10 +112,10 @@ def load_checkpoint(
     return json.loads((path / RECORD).read_text(encoding="utf-8"))
 
 
-def training_state(model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Every tensor that training changes: `model.<parameter>` and `optimiser.<parameter>.<entry>`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     for optimiser in optimisers:
         for parameter, state in optimiser.state.items():
             name = names[parameter]  # type: ignore[index]
@@ -157,7 +159,7 @@ def _generator_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def _load_shards(path: Path, parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
+def _load_shards(path: Path, parameters: Parameters, device: torch.device) -> dict[str, Tensor]:
     """The tensors of a sharded checkpoint, each laid out as the parameter it belongs to."""
     tensors: dict[str, Tensor] = {}
     for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():

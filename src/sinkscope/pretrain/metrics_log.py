@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,5 @@ def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write(run: Path, schema: Schema, data: Mapping[str, list]) -> None:
-    with tempfile.TemporaryDirectory(dir=run, prefix=".tables-") as partial:
-        path = write_table(schema, data, Path(partial) / schema.name)
-        path.replace(run / path.name)
+    path = write_table(schema, data, run / f".{schema.name}")
+    path.replace(run / path.name.removeprefix("."))

@@ -22,7 +22,7 @@ from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokeni
 from sinkscope.pretrain.trackers import check_tracker, tracker
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml
 from sinkscope.pretrain.training_run import Say, TrainingRun
-from sinkscope.results.run_folder import check_output, run_folder
+from sinkscope.results.run_folder import DISK_FULL, check_output, explained, run_folder
 from sinkscope.runtime import environment
 
 DEFAULT_PRESET = "tiny"
@@ -106,7 +106,8 @@ def pretrain(
     with tracker(track if group.is_first else None, out, config.plain()) as send:
         run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
         say(_opening(run, config, shards, compile))
-        return run.train()
+        with explained(out, only=DISK_FULL):
+            return run.train()
 
 
 def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool) -> None:

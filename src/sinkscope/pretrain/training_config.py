@@ -101,6 +101,7 @@ class TrainingConfig:
 def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
     """A frozen configuration with some entries changed; an unknown key or a value of another type is refused."""
     known = {field.name: getattr(base, field.name) for field in fields(base)}
+    optional = {field.name for field in fields(base) if "None" in str(field.type)}
     for key, value in changes.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -109,7 +110,7 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
                 found=repr(key),
                 next_step=f"Write {near[0]}" if near else "Leave it out",
             )
-        if not _same_kind(known[key], value):
+        if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
                 expected=f"{key} like {known[key]!r}", found=repr(value), next_step=f"Correct {key} in --config"
             )
@@ -146,7 +147,7 @@ def _same_kind(example: Any, value: Any) -> bool:
     if isinstance(value, bool) or isinstance(example, bool):
         return isinstance(value, bool) and isinstance(example, bool)
     if example is None:
-        return value is None or isinstance(value, int)
+        return isinstance(value, int)
     if isinstance(example, float):
         return isinstance(value, int | float)
     if isinstance(example, tuple):

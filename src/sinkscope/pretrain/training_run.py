@@ -6,16 +6,12 @@ snapshots/, and at the end model/, the tables and summary.json, whose presence s
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.token_batches import TokenBatch
@@ -24,9 +20,9 @@ from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.export import export
 from sinkscope.pretrain.metrics_log import JsonLines, write_tables
 from sinkscope.pretrain.model_flops import flops_per_token, matrix_rate
-from sinkscope.pretrain.optimisers import learning_rate
 from sinkscope.pretrain.parallel import Processes, whole
 from sinkscope.pretrain.probes import probe, probe_length, random_batch, text_batch
+from sinkscope.pretrain.step_numbers import StepNumbers
 from sinkscope.pretrain.token_shards import TokenShards
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.tokenizing import load_tokenizer
@@ -39,16 +35,6 @@ PROGRESS_S = 5.0
 """Seconds between lines of progress."""
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class Pending:
-    """Numbers of a step on their way from the device."""
-
-    step: int
-    values: Tensor
-    """[loss, gradient norm] in host memory, there once the event has happened."""
-    arrived: torch.cuda.Event | None
 
 
 class TrainingRun:
@@ -69,7 +55,6 @@ class TrainingRun:
         self.run, self.shards, self.config, self.group = run, shards, config, group
         self.say, self.track = say, track
         self.decoder_config = model.config
-        self.flops_per_token = flops_per_token(model, config.sequence_length)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         torch.manual_seed(config.seed)
         stream = {"length": config.sequence_length, "batch_size": config.batch_size, "seed": config.seed}
@@ -78,29 +63,32 @@ class TrainingRun:
         self.probe_batches = self._probe_batches(model) if group.is_first else {}
         self.step = TrainingStep(model, config, group, compile=compile)
         self.matrix_rate = matrix_rate(group.device)
+        rate = self.matrix_rate * group.num_processes
+        self.numbers = StepNumbers(config, flops_per_token(model, config.sequence_length), rate)
         self.seconds = {"probes": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
-        self.elapsed_before = 0.0
-        self.pending: deque[Pending] = deque()
         self.last_row: dict[str, Any] = {}
         self.validation_loss: float | None = None
 
     def train(self) -> dict[str, Any]:
         """The run's summary, when all steps are done and everything is written."""
         done = self._resume()
-        self.started_at = self.clock = self.spoken_at = time.perf_counter()
+        self.spoken_at = time.perf_counter()
         last_step = done if done else -1
         if self.group.is_first:
             self.metrics = JsonLines(self.run / "metrics.jsonl", last_step=last_step)
             self.probes = JsonLines(self.run / "probes.jsonl", last_step=last_step)
         if not done:
             self._pause(0)
+        self.numbers.restart_clock()
         for step in range(done, self.config.steps):
             loss, norm = self.step.update(step, self.train_stream)
-            self._push(step + 1, loss, norm)
+            self.numbers.push(step + 1, loss, norm)
             is_due = self._is_due(step + 1)
-            # On CUDA one step stays on its way, so that the device never waits for this process.
-            rows = self._collect(leave=0 if is_due or self.group.device.type == "cpu" else 1)
-            if is_due and self._every(self.config.evaluate_every, step + 1):
+            try:
+                rows = self.numbers.rows(wait_for_all=is_due)
+            except FloatingPointError as error:
+                raise self._diverged(error) from error
+            if self._every(self.config.evaluate_every, step + 1):
                 rows[-1]["validation_loss"] = self.validation_loss = self._evaluate()
             self._log(rows)
             if is_due:
@@ -112,14 +100,14 @@ class TrainingRun:
         path = self.group.from_first(newest_checkpoint(self.run, self.say) if self.group.is_first else None)
         if path is None:
             return 0
-        record = load_checkpoint(path, self.step.model, self.step.optimisers, self.group)
+        record = load_checkpoint(path, self.step.parameters, self.step.optimisers, self.group)
         if record["data"] != self.shards.fingerprint:
             raise InputError(
                 expected=f"the data that the run in {self.run} began with",
                 found="other tokens",
                 next_step="Give the first ones to --data, or start again with --overwrite",
             )
-        self.elapsed_before, self.seconds = record["elapsed_s"], record["seconds"]
+        self.numbers.elapsed_before, self.seconds = record["elapsed_s"], record["seconds"]
         self.validation_loss = record["validation_loss"]
         self.say(f"resuming at step {record['step']} from {path.name}")
         return record["step"]
@@ -148,7 +136,7 @@ class TrainingRun:
         # Last, so that everything of a step that has a checkpoint is written.
         if step and self._every(config.checkpoint_every, step):
             self._checkpoint(step)
-        self.clock = time.perf_counter()
+        self.numbers.restart_clock()
 
     def _evaluate(self) -> float:
         with _Timer(self.seconds, "evaluation"):
@@ -172,8 +160,9 @@ class TrainingRun:
     def _probe(self, step: int, model: Decoder) -> None:
         with _Timer(self.seconds, "probes"):
             for name, batch in self.probe_batches.items():
-                result = probe(model, batch)
-                row = {"step": step, "tokens": self._tokens(step), "batch": name, **result.row()}
+                # The effective rank takes longer than all else, and is told of text in the literature.
+                result = probe(model, batch, effective_rank=name == "text")
+                row = {"step": step, "tokens": self.numbers.tokens(step), "batch": name, **result.row()}
                 self.probes.write(row)
                 numbers = {f"{name}/{key}": value for key, value in result.whole.items() if value is not None}
                 self.track(step, numbers)
@@ -186,53 +175,15 @@ class TrainingRun:
             save_checkpoint(
                 self.run,
                 step,
-                self.step.model,
+                self.step.parameters,
                 self.step.optimisers,
                 self.group,
                 keep=self.config.keep_checkpoints,
                 data=self.shards.fingerprint,
-                elapsed_s=self._elapsed(),
+                elapsed_s=self.numbers.elapsed_s,
                 seconds=self.seconds,
                 validation_loss=self.validation_loss,
             )
-
-    def _push(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        values = torch.stack([loss, norm.to(loss.dtype)])
-        arrived = None
-        if values.is_cuda:
-            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.pending.append(Pending(step, values, arrived))
-
-    def _collect(self, leave: int) -> list[dict[str, Any]]:
-        """The rows of the steps whose numbers have arrived; waits for all but the last `leave`."""
-        rows = []
-        while len(self.pending) > leave:
-            entry = self.pending.popleft()
-            if entry.arrived is not None:
-                entry.arrived.synchronize()
-            loss, norm = entry.values.tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self._diverged(entry.step, loss, norm)
-            now = time.perf_counter()
-            tokens_per_second = self._tokens(1) / (now - self.clock)
-            self.clock = now
-            rate = self.matrix_rate * self.group.num_processes
-            rows.append(
-                {
-                    "step": entry.step,
-                    "tokens": self._tokens(entry.step),
-                    "loss": loss,
-                    "gradient_norm": norm,
-                    "learning_rate": learning_rate(entry.step - 1, self.config),
-                    "tokens_per_second": tokens_per_second,
-                    "mfu": tokens_per_second * self.flops_per_token / rate,
-                    "elapsed_s": self._elapsed(),
-                    "validation_loss": None,
-                }
-            )
-        return rows
 
     def _log(self, rows: list[dict[str, Any]]) -> None:
         if not self.group.is_first:
@@ -243,21 +194,13 @@ class TrainingRun:
             self.last_row = row
             if row["step"] in (1, self.config.steps) or time.perf_counter() - self.spoken_at > PROGRESS_S:
                 self.spoken_at = time.perf_counter()
-                self.say(self._progress(row))
+                self.say(self.numbers.progress(row, self.validation_loss))
 
-    def _progress(self, row: dict[str, Any]) -> str:
-        left = (self.config.steps - row["step"]) * row["elapsed_s"] / row["step"]
-        held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
-        return (
-            f"step {row['step']}/{self.config.steps}: loss {row['loss']:.4f}{held_out}, "
-            f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}, {left:,.0f} s left"
-        )
-
-    def _diverged(self, step: int, loss: float, norm: float) -> InputError:
-        last = newest_checkpoint(self.run, lambda text: None) if self.group.is_first else None
+    def _diverged(self, what: FloatingPointError) -> InputError:
+        last = newest_checkpoint(self.run, lambda text: None)
         return InputError(
             expected="a finite loss and gradient",
-            found=f"loss {loss}, gradient norm {norm} at step {step}",
+            found=str(what),
             next_step=f"The last good checkpoint is {last.name if last else 'none yet'}; "
             "start anew with a lower learning_rate, a longer warm-up or a lower clip",
         )
@@ -266,11 +209,11 @@ class TrainingRun:
         model, path = self._whole_model(), self.run / "model"
         summary = {
             "steps": self.config.steps,
-            "tokens": self._tokens(self.config.steps),
+            "tokens": self.numbers.tokens(self.config.steps),
             "num_parameters": self.num_parameters,
             "loss": self.last_row.get("loss"),
             "validation_loss": self.validation_loss,
-            "elapsed_s": self._elapsed(),
+            "elapsed_s": self.numbers.elapsed_s,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
             "matrix_rate": self.matrix_rate,
         }
@@ -280,7 +223,8 @@ class TrainingRun:
             self.metrics.close()
             self.probes.close()
             write_tables(self.run)
-            RunFolder(self.run).write_json("summary.json", summary)
+            # Moved into place: its presence says that the run is complete.
+            RunFolder(self.run).write_json(".summary.json", summary).replace(self.run / "summary.json")
             self.say(f"done in {summary['elapsed_s']:,.0f} s; the model is in {path}")
         return summary
 
@@ -293,18 +237,12 @@ class TrainingRun:
         model = self.step.model
         if self.group.mode != "fsdp":
             return model if self.group.is_first else None
-        weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+        weights = {name: whole(parameter.detach()) for name, parameter in self.step.parameters.items()}
         if not self.group.is_first:
             return None
         copy = Decoder(self.decoder_config)
         copy.load_state_dict(weights, strict=False)
         return copy.to(self.group.device)  # type: ignore[arg-type]
-
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.batch_size * self.config.sequence_length
-
-    def _elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started_at
 
 
 class _Timer:

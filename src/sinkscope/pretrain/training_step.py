@@ -43,6 +43,8 @@ class TrainingStep:
         if compile:
             compile_blocks(model)
         self.loss = spread(LanguageModelLoss(model), model.blocks, group)
+        # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
+        self.parameters = dict(model.named_parameters())
         self.optimisers = build_optimisers(model, model.blocks, config)
 
     def update(self, step: int, stream: TokenStream) -> tuple[Tensor, Tensor]:
@@ -56,7 +58,7 @@ class TrainingStep:
                 loss = self.loss(tokens, targets) / len(self.rows)
                 loss.backward()
             total += loss.detach()
-        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
+        norm = whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip))
         for optimiser in self.optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)

@@ -35,7 +35,7 @@ class _VocabularyLoss(torch.autograd.Function):
             chunk_loss = _compiled_chunk_loss if device == "cuda" else _chunk_loss
             total = torch.zeros((), dtype=torch.float32, device=hidden_NE.device)
             grad_hidden_NE = torch.empty_like(hidden_NE)
-            grad_weight_VE = torch.zeros_like(weight_VE)
+            grad_weight_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE))
             for start in range(0, num_tokens, CHUNK_TOKENS):
                 chunk = slice(start, start + CHUNK_TOKENS)
                 hidden_nE = hidden_NE[chunk]
@@ -44,6 +44,7 @@ class _VocabularyLoss(torch.autograd.Function):
                 if with_gradients:
                     grad_hidden_NE[chunk] = grad_nW @ weight_WE
                     grad_weight_VE += (grad_nW.T @ hidden_nE)[:vocab_size]
+        ctx.weight_dtype = weight_VE.dtype
         if with_gradients:
             ctx.save_for_backward(grad_hidden_NE, grad_weight_VE)
         return total
@@ -51,7 +52,8 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         grad_hidden_NE, grad_weight_VE = ctx.saved_tensors
-        return grad_hidden_NE * grad_outputs[0], grad_weight_VE * grad_outputs[0], None
+        scale = grad_outputs[0]
+        return grad_hidden_NE * scale, (grad_weight_VE * scale).to(ctx.weight_dtype), None
 
 
 def _chunk_loss(logits_nW: Tensor, targets_n: Tensor, vocab_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
