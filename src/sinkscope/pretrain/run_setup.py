@@ -16,8 +16,8 @@ from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.pretrain.text_sources import check_sources
-from sinkscope.pretrain.token_shards import MANIFEST, TokenShards, open_shards
+from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_shards
+from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
 from sinkscope.pretrain.trackers import check_tracker, tracker
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml
@@ -93,12 +93,9 @@ def pretrain(
     compile = group.device.type == "cuda" if compile is None else compile
     if group.is_first:
         check_tracker(track)
-        _open_run(config, out, overwrite, group, compile)
-        _tokens(config, out, say)
+        _open_run(config, out, overwrite, group, compile, say)
     group.from_first(None)
-    shards = _tokens(config, out, say)
-    if group.is_first:
-        shards.verify()
+    shards = _shards(config, out)
     if (out / "summary.json").is_file():
         say(f"the run in {out} is complete; choose another folder with --out, or --overwrite it")
         return json.loads((out / "summary.json").read_text(encoding="utf-8"))
@@ -110,8 +107,11 @@ def pretrain(
             return run.train()
 
 
-def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool) -> None:
-    """Makes the run folder, or sees that the one there belongs to the same configuration."""
+def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
+    """Makes the run folder with all that training needs, or sees that the one there has the same configuration.
+
+    Texts are tokenized into it once. What cannot be trained is refused before the folder is there.
+    """
     is_run = (out / "config.yaml").is_file()
     if is_run and not overwrite:
         found = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
@@ -121,10 +121,9 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
                 found="; ".join(differences[:3]),
                 next_step="Choose another folder with --out, or replace the run with --overwrite",
             )
+        _shards(config, out).verify()
         return
     check_output(out, overwrite)
-    if not _is_shards(config.data):
-        check_sources(config.data)
     with run_folder(out, overwrite) as folder:
         folder.write_yaml("config.yaml", config.plain())
         precision = "bfloat16 autocast" if group.device.type == "cuda" else "float32"
@@ -138,6 +137,17 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
                 num_processes=group.num_processes,
             ),
         )
+        if not _is_shards(config.data):
+            texts = TokenizeConfig(
+                data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
+            )
+            tokenize(texts, folder.path / "tokens", progress=say)
+        shards = _shards(config, folder.path)
+        shards.verify()
+        _decoder_config(config, shards)
+        settings = config.training
+        for split in SPLITS:
+            TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
 
 
 def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
@@ -151,17 +161,9 @@ def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
     return [] if found == expected else [f"{where} {found!r} there, {expected!r} now"]
 
 
-def _tokens(config: PretrainConfig, out: Path, say: Say) -> TokenShards:
-    """The shards that the data are, or that are made of the text, once, in the run folder."""
-    if _is_shards(config.data):
-        return open_shards(Path(config.data[0]).expanduser())
-    path = out / "tokens"
-    if not (path / MANIFEST).is_file():
-        texts = TokenizeConfig(
-            data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
-        )
-        tokenize(texts, path, progress=say)
-    return open_shards(path)
+def _shards(config: PretrainConfig, run: Path) -> TokenShards:
+    """The shards that the data are, or that were made of the texts."""
+    return open_shards(Path(config.data[0]).expanduser() if _is_shards(config.data) else run / "tokens")
 
 
 def _is_shards(data: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import looks_like_hub_name
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
 from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
@@ -120,6 +121,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
+        if not Path(name).is_dir() and not looks_like_hub_name(str(name)):
+            raise ValueError("no such folder")
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
         raise InputError(
