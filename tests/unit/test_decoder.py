@@ -72,7 +72,8 @@ def test_exports_load_without_the_package_and_others_do_not(tmp_path):
         export(decoder(variant), tmp_path / variant)
     program = (
         "import sys; from transformers import AutoModelForCausalLM as A\n"
-        f"names = [type(A.from_pretrained({str(tmp_path)!r} + '/' + name)).__name__ for name in ('softmax', 'qk_norm')]\n"
+        f"folders = [{str(tmp_path)!r} + '/' + name for name in ('softmax', 'qk_norm')]\n"
+        "names = [type(A.from_pretrained(folder)).__name__ for folder in folders]\n"
         f"assert names == {[name for _, name in ARCHITECTURES]}\n"
         "assert 'sinkscope' not in sys.modules; print('loaded', flush=True)\n"
         f"A.from_pretrained({str(tmp_path / 'gate')!r})"

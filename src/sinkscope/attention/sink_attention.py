@@ -32,29 +32,27 @@ def can_fuse_sink(q: Tensor) -> bool:
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor, scaling: float) -> Tensor:
+        seed = offset = None
         if q.is_cuda:
-            # lengths, sizes and the state of a dropout that is off: the backward pass asks for them
-            o, lse, *bookkeeping, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scaling)
+            # Nothing is dropped out, but the backward pass asks for the state of the generator all the same.
+            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scaling)
+            o, lse, seed, offset = found[0], found[1], found[6], found[7]
         else:
-            bookkeeping = []
             o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scaling)
         whole_BHT = torch.logaddexp(lse, sink_H.to(lse.dtype)[:, None])
         o = (o * torch.exp(lse - whole_BHT).unsqueeze(-1)).to(q.dtype)
-        tensors = [item for item in bookkeeping if isinstance(item, Tensor)]
-        ctx.sizes = [item for item in bookkeeping if not isinstance(item, Tensor)]
-        ctx.save_for_backward(q, k, v, sink_H, o, whole_BHT, *tensors)
+        ctx.save_for_backward(q, k, v, sink_H, o, whole_BHT, seed, offset)
         ctx.scaling = scaling
         return o
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (do,) = gradients
-        q, k, v, sink_H, o, whole_BHT, *tensors = ctx.saved_tensors
-        do = do.to(q.dtype)
-        if tensors:
-            cum_q, cum_k, seed, offset = tensors
+        q, k, v, sink_H, o, whole_BHT, seed, offset = ctx.saved_tensors
+        do = gradients[0].to(q.dtype)
+        if q.is_cuda:
+            sizes = (None, None, q.shape[2], k.shape[2])  # no packed sequences, and the lengths
             dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-                do, q, k, v, o, whole_BHT, cum_q, cum_k, *ctx.sizes, 0.0, True, seed, offset, scale=ctx.scaling
+                do, q, k, v, o, whole_BHT, *sizes, 0.0, True, seed, offset, scale=ctx.scaling
             )
         else:
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(

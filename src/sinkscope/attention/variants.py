@@ -40,11 +40,7 @@ class AttentionShape:
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * gain over the last axis.
-
-    Written out, because torch's fused one gives wrong gradients for non-contiguous input under bf16 autocast on CUDA
-    (torch 2.11).
-    """
+    """x / RMS(x) * gain over the last axis, in float32 or wider and back, whatever autocast does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

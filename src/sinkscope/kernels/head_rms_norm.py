@@ -27,8 +27,11 @@ if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
 EPS = 1e-6
-TILE_ELEMENTS = 2048
-"""Of one program: 16 values in each of the threads of four warps."""
+TILE_ELEMENTS = 1024
+"""Of one program: 16 values in each of the threads of its warps."""
+NUM_WARPS = 2
+NUM_STAGES = 3
+"""Of the loop of the backward pass: tiles that are on their way while one is worked on."""
 LARGEST_HEAD = 1024
 PROGRAMS_PER_PROCESSOR = 16
 """Of the backward pass, whose programs each leave one partial sum of the weight's gradient."""
@@ -51,7 +54,7 @@ def head_rms_norm(
             next_step="Split the last axis into heads with .unflatten(-1, (num_heads, head_size))",
         )
     if head_rms_norm_path(x_BTHD, path) == "torch":
-        return head_rms_norm_plain(x_BTHD, weight, offset, eps=eps)
+        return head_rms_norm_plain(_GradientInLayout.apply(x_BTHD), weight, offset, eps=eps)
     return _operator(x_BTHD, weight, offset, eps)
 
 
@@ -77,6 +80,27 @@ def head_rms_norm_plain(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None = 
     return (y_BTHD if offset is None else y_BTHD + offset).to(x_BTHD.dtype).flatten(-2)
 
 
+class _GradientInLayout(torch.autograd.Function):
+    """Passes x on, and its gradient back in the layout of x, as the kernel does.
+
+    On CUDA (torch 2.11, bf16) the backward pass of scaled_dot_product_attention returns wrong gradients where that of
+    its output, laid out as [B, H, T, D], comes laid out as [B, T, H, D].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BTHD: Tensor) -> Tensor:
+        ctx.stride = x_BTHD.stride()
+        return x_BTHD.view_as(x_BTHD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (dx_BTHD,) = gradients
+        if dx_BTHD.stride() == ctx.stride or 0 in ctx.stride:
+            return dx_BTHD
+        order = sorted(range(4), key=lambda axis: ctx.stride[axis], reverse=True)
+        return dx_BTHD.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+
+
 @torch.library.custom_op("sinkscope::head_rms_norm", mutates_args=())
 def _operator(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None, eps: float) -> Tensor:
     x_BTHD = _channels_adjacent(x_BTHD)
@@ -88,7 +112,7 @@ def _operator(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None, eps: float)
             _forward_kernel[(num_heads, -(-num_batch * length // blocks["BLOCK_N"]))](
                 x_BTHD, weight.contiguous(), weight if offset is None else offset.contiguous(), y_BTC,
                 *x_BTHD.stride()[:3], length, num_batch * length, eps,
-                D=head_size, PER_HEAD=weight.dim() == 2, OFFSET=offset is not None, **blocks, num_warps=4,
+                D=head_size, PER_HEAD=weight.dim() == 2, OFFSET=offset is not None, **blocks, num_warps=NUM_WARPS,
             )  # fmt: skip
     return y_BTC
 
@@ -99,32 +123,39 @@ def _(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None, eps: float) -> Tens
 
 
 @torch.library.custom_op("sinkscope::head_rms_norm_backward", mutates_args=())
-def _backward_operator(dy_BTC: Tensor, x_BTHD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx in the layout of x, dweight, doffset); the sums over tokens take two stages and always the same order."""
+def _backward_operator(
+    dy_BTC: Tensor, x_BTHD: Tensor, weight: Tensor, with_offset: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx in the layout of x, dweight, doffset or nothing); sums over tokens take two stages, always in one order."""
     dx_BTHD = torch.empty_like(x_BTHD)
     x_BTHD, out_BTHD = _channels_adjacent(x_BTHD), _channels_adjacent(dx_BTHD)
     num_batch, length, num_heads, head_size = x_BTHD.shape
     blocks = _blocks(head_size)
     num_tiles = -(-num_batch * length // blocks["BLOCK_N"])
-    tiles_each = max(1, num_tiles * num_heads // (PROGRAMS_PER_PROCESSOR * _num_processors(x_BTHD.device)))
+    # Rounded up: a few programs more than the device holds at a time would take as long as a second round of all.
+    tiles_each = max(1, -(-num_tiles * num_heads // (PROGRAMS_PER_PROCESSOR * _num_processors(x_BTHD.device))))
     num_programs = -(-num_tiles // tiles_each)
-    sums_2PHD = x_BTHD.new_empty(2, num_programs, num_heads, head_size, dtype=torch.float32)
+    sums_SPHD = x_BTHD.new_empty(1 + with_offset, num_programs, num_heads, head_size, dtype=torch.float32)
     if x_BTHD.numel() > 0:
         with torch.cuda.device_of(x_BTHD):
             _backward_kernel[(num_heads, num_programs)](
-                dy_BTC.contiguous(), x_BTHD, weight.contiguous(), out_BTHD, sums_2PHD,
+                dy_BTC.contiguous(), x_BTHD, weight.contiguous(), out_BTHD, sums_SPHD,
                 *x_BTHD.stride()[:3], *out_BTHD.stride()[:3], length, num_batch * length, tiles_each, eps,
-                D=head_size, PER_HEAD=weight.dim() == 2, **blocks, num_warps=4,
+                D=head_size, PER_HEAD=weight.dim() == 2, OFFSET=with_offset, **blocks,
+                STAGES=NUM_STAGES, num_warps=NUM_WARPS,
             )  # fmt: skip
     if out_BTHD.data_ptr() != dx_BTHD.data_ptr():
         dx_BTHD.copy_(out_BTHD)
-    dweight, doffset = sums_2PHD.sum((1, 2) if weight.dim() == 1 else 1).to(weight.dtype)
-    return dx_BTHD, dweight.clone(), doffset.clone()
+    over = (0, 1) if weight.dim() == 1 else 0
+    dweight = sums_SPHD[0].sum(over).to(weight.dtype)
+    doffset = sums_SPHD[1].sum(over).to(weight.dtype) if with_offset else weight.new_empty(0)
+    return dx_BTHD, dweight, doffset
 
 
 @_backward_operator.register_fake
-def _(dy_BTC: Tensor, x_BTHD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x_BTHD), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+def _(dy_BTC: Tensor, x_BTHD: Tensor, weight: Tensor, with_offset: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    doffset = weight.new_empty(weight.shape if with_offset else 0)
+    return torch.empty_like(x_BTHD), weight.new_empty(weight.shape), doffset
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,7 +165,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
-    dx_BTHD, dweight, doffset = _backward_operator(dy_BTC, *ctx.saved_tensors, ctx.eps)
+    dx_BTHD, dweight, doffset = _backward_operator(dy_BTC, *ctx.saved_tensors, ctx.with_offset, ctx.eps)
     return dx_BTHD, dweight, doffset if ctx.with_offset else None, None
 
 
@@ -186,17 +217,20 @@ def _forward_kernel(
 def _backward_kernel(
     dy, x, weight, dx, sums, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h,
     length, num_tokens, tiles_each, eps,
-    D: tl.constexpr, PER_HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, PER_HEAD: tl.constexpr, OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: tiles_each tiles of BLOCK_N tokens of one head, and its partial sums of dy n and dy."""
     head, num_heads = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     first = tl.program_id(1) * tiles_each * BLOCK_N
     d = tl.arange(0, BLOCK_D)
     weight_D = tl.load(weight + (head * D if PER_HEAD else 0) + d, mask=d < D, other=0.0).to(tl.float32)
-    dweight_D = tl.zeros([BLOCK_D], tl.float32)
-    doffset_D = tl.zeros([BLOCK_D], tl.float32)
+    # Summed over the tile's tokens only at the end: a sum across warps in every round would cost more than the rest.
+    dweight_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    doffset_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     inverse_size = tl.cast(1.0 / D, tl.float32)
-    for start in range(first, tl.minimum(first + tiles_each * BLOCK_N, num_tokens), BLOCK_N):
+    stop = tl.minimum(first + tiles_each * BLOCK_N, num_tokens)
+    for start in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n < num_tokens)[:, None] & (d < D)[None, :]
         b, t = (n // length).to(tl.int64), (n % length).to(tl.int64)
@@ -206,16 +240,18 @@ def _backward_kernel(
         dy_ND = tl.load(dy + given[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
         scale_N = tl.rsqrt(tl.sum(x_ND * x_ND, 1) * inverse_size + tl.cast(eps, tl.float32))
         normed_ND = x_ND * scale_N[:, None]
-        dweight_D += tl.sum(dy_ND * normed_ND, 0)
-        doffset_D += tl.sum(dy_ND, 0)
+        dweight_ND += dy_ND * normed_ND
+        if OFFSET:
+            doffset_ND += dy_ND
         g_ND = dy_ND * weight_D[None, :]
         along_N = tl.sum(g_ND * normed_ND, 1) * inverse_size
         dx_ND = (g_ND - normed_ND * along_N[:, None]) * scale_N[:, None]
         out = b * out_stride_b + t * out_stride_t + head * out_stride_h
         tl.store(dx + out[:, None] + d[None, :], dx_ND.to(dx.dtype.element_ty), mask=inside)
     place = (tl.program_id(1).to(tl.int64) * num_heads + head) * D + d
-    tl.store(sums + place, dweight_D, mask=d < D)
-    tl.store(sums + tl.num_programs(1).to(tl.int64) * num_heads * D + place, doffset_D, mask=d < D)
+    tl.store(sums + place, tl.sum(dweight_ND, 0), mask=d < D)
+    if OFFSET:
+        tl.store(sums + tl.num_programs(1).to(tl.int64) * num_heads * D + place, tl.sum(doffset_ND, 0), mask=d < D)
 
 
 INTERPRETED = HAS_TRITON and not isinstance(_forward_kernel, triton.JITFunction)
