@@ -83,8 +83,8 @@ def head_rms_norm_plain(x_BTHD: Tensor, weight: Tensor, offset: Tensor | None = 
 class _GradientInLayout(torch.autograd.Function):
     """Passes x on, and its gradient back in the layout of x, as the kernel does.
 
-    On CUDA (torch 2.11, bf16) the backward pass of scaled_dot_product_attention returns wrong gradients where that of
-    its output, laid out as [B, H, T, D], comes laid out as [B, T, H, D].
+    On CUDA (torch 2.11, bf16) attention's input was seen to get a wrong gradient where its output lay as [B, H, T, D]
+    in memory and the norm passed back a gradient that lay as [B, T, H, D]; the kernel, which keeps the layout, did not.
     """
 
     @staticmethod

@@ -68,8 +68,8 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k, v = self.variant.prepare(q, k, v)
-        # Views, not copies, of tensors with heads behind positions: attention then leaves its output so too, and its
-        # backward pass on CUDA (torch 2.11) is wrong where output and gradient differ in layout.
+        # Views, not copies, of tensors with heads behind positions: attention then leaves its output so too. With heads
+        # first, gradients were seen to be wrong on CUDA (docs/benchmarks.md).
         q, k, v = rotated(q, rotation).transpose(1, 2), rotated(k, rotation).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
