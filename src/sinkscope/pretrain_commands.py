@@ -123,8 +123,12 @@ def pretrain_command(
     }
     resolved = resolve(config, variant=variant, data=data, validation=validation or (), training=training)
     logging.disable_progress_bar()  # a bar for every file that is saved
-    with processes(parallel, device) as group:
-        pretrain(resolved, out, group, compile=compile, overwrite=overwrite, track=track, say=_say)
+    try:
+        with processes(parallel, device) as group:
+            pretrain(resolved, out, group, compile=compile, overwrite=overwrite, track=track, say=_say)
+    except KeyboardInterrupt:
+        _say("sinkscope: interrupted; the same command goes on from the newest checkpoint")
+        sys.exit(130)
 
 
 def _say(text: str) -> None:

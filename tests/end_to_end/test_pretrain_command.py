@@ -145,6 +145,7 @@ BAD = {
     "model key": (["--data", "TOKENS", "--config", "model_key.yaml"], "num_layers"),
     "training key": (["--data", "TOKENS", "--config", "training_key.yaml"], "Write learning_rate"),
     "top key": (["--data", "TOKENS", "--config", "top_key.yaml"], "the keys preset, model and training"),
+    "type": (["--data", "TOKENS", "--config", "type.yaml"], "tie_word_embeddings 1, neither true nor false"),
     "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "YAML"),
     "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
     "torchrun": (["--data", "TOKENS", "--parallel", "ddp"], "torchrun"),
@@ -167,6 +168,7 @@ def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path
     (tmp_path / "model_key.yaml").write_text("model: {num_layers: 3}")
     (tmp_path / "training_key.yaml").write_text("training: {lerning_rate: 3}")
     (tmp_path / "top_key.yaml").write_text("trainig: {steps: 3}")
+    (tmp_path / "type.yaml").write_text("model: {tie_word_embeddings: 1}")
     (tmp_path / "broken.yaml").write_text("model: {")
     arguments, message = BAD[case]
     result = sinkscope("pretrain", "--out", "run", *(str(tokens) if a == "TOKENS" else a for a in arguments))

@@ -192,6 +192,7 @@ def test_processes_share_each_batch():
         ({"lerning_rate": 1.0}, "Write learning_rate"),
         ({"snapshots": [0, 300]}, "steps from 0 to 200"),
         ({"micro_batch_size": True}, "micro_batch_size like"),
+        ({"learning_rate": "fast"}, "learning_rate like 0.003"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):
@@ -204,11 +205,12 @@ def test_a_yaml_file_changes_a_preset(tmp_path):
     path.write_text(
         "preset: tiny\n"
         "model: {num_hidden_layers: 3, variant_options: {initial_lambda: 0.5}}\n"
-        "training: {steps: 7, learning_rate: 1, micro_batch_size: null, snapshots: [3, 1]}\n"
+        "training: {steps: 7, learning_rate: 1, weight_decay: 1e-3, micro_batch_size: null, snapshots: [3, 1]}\n"
     )
     config = resolve(str(path), variant="head_norm", data=["x"], training={"seed": 5})
     assert config.model["num_hidden_layers"] == 3
     assert config.model["attention_variant"] == "head_norm"
     assert (config.model["seed"], config.training.seed) == (5, 5)
     assert (config.training.steps, config.training.learning_rate, config.training.snapshots) == (7, 1.0, (1, 3))
+    assert config.training.weight_decay == 1e-3, "which YAML reads as text"
     assert config.training.batch_size == TINY.batch_size

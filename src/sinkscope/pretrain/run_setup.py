@@ -65,10 +65,20 @@ def resolve(
     if variant is not None:
         model["attention_variant"] = variant
     model.setdefault("seed", settings.seed)
-    model["max_position_embeddings"] = max(settings.sequence_length, model.get("max_position_embeddings", 0))
     vocab_size = model.get("vocab_size", vocab_size)
-    with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
-        Decoder(decoder_config(model | {"vocab_size": vocab_size}))
+    try:
+        for key, value in model.items():
+            if isinstance(getattr(DecoderConfig, key, None), bool) and not isinstance(value, bool):
+                raise TypeError(f"{key} {value!r}, neither true nor false")
+        model["max_position_embeddings"] = max(settings.sequence_length, model.get("max_position_embeddings", 0))
+        with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
+            Decoder(decoder_config(model | {"vocab_size": vocab_size}))
+    except TypeError as error:
+        raise InputError(
+            expected="values of the right type for the model",
+            found=str(error),
+            next_step="Correct it below model in --config",
+        ) from error
     return PretrainConfig(
         data=list(data), validation=list(validation), model=model, vocab_size=vocab_size, training=settings
     )

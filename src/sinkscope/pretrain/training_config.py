@@ -101,6 +101,8 @@ class TrainingConfig:
 def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
     """A frozen configuration with some entries changed; an unknown key or a value of another type is refused."""
     known = {field.name: getattr(base, field.name) for field in fields(base)}
+    # YAML reads 1e-3, without a point, as text.
+    changes = {key: _as_float(value) if isinstance(known.get(key), float) else value for key, value in changes.items()}
     optional = {field.name for field in fields(base) if "None" in str(field.type)}
     for key, value in changes.items():
         if key not in known:
@@ -114,11 +116,7 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
             raise InputError(
                 expected=f"{key} like {known[key]!r}", found=repr(value), next_step=f"Correct {key} in --config"
             )
-    values = {
-        key: tuple(value) if isinstance(value, list) else float(value) if isinstance(known[key], float) else value
-        for key, value in changes.items()
-    }
-    return replace(base, **values)
+    return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -130,9 +128,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             expected=f"YAML in {path.name}", found=str(error).splitlines()[0], next_step="Correct the file"
         ) from error
     value = {} if value is None else value
-    if not isinstance(value, dict) or not all(isinstance(value.get(key, {}), dict) for key in ("model", "training")):
+    kinds = {"preset": str, "model": dict, "training": dict}
+    if not isinstance(value, dict) or not all(isinstance(value.get(key, kind()), kind) for key, kind in kinds.items()):
         raise InputError(
-            expected="the mappings model and training", found=f"other YAML in {path.name}", next_step="Correct the file"
+            expected="a preset's name and the mappings model and training",
+            found=f"other YAML in {path.name}",
+            next_step="Correct the file",
         )
     if unknown := sorted(map(str, value.keys() - {"preset", "model", "training"})):
         raise InputError(
@@ -143,13 +144,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
+def _as_float(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
 def _same_kind(example: Any, value: Any) -> bool:
     if isinstance(value, bool) or isinstance(example, bool):
         return isinstance(value, bool) and isinstance(example, bool)
     if example is None:
         return isinstance(value, int)
-    if isinstance(example, float):
-        return isinstance(value, int | float)
     if isinstance(example, tuple):
         return isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if isinstance(example, int):
