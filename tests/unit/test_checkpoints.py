@@ -78,6 +78,9 @@ def rows(run, name):
 def assert_same_run(one, other):
     assert rows(one, "metrics") == rows(other, "metrics")
     assert rows(one, "probes") == rows(other, "probes")
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    for name in ("loss", "validation_loss", "tokens"):
+        assert summaries[0][name] == summaries[1][name]
     for path in ("model", "snapshots/step-00000000", "snapshots/step-00000005"):
         assert (one / path / "model.safetensors").read_bytes() == (other / path / "model.safetensors").read_bytes()
 

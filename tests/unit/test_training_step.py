@@ -192,6 +192,7 @@ def test_processes_share_each_batch():
         ({"lerning_rate": 1.0}, "Write learning_rate"),
         ({"snapshots": [0, 300]}, "steps from 0 to 200"),
         ({"micro_batch_size": True}, "micro_batch_size like"),
+        ({"sequence_length": 16}, "more than 16 tokens to probe"),
         ({"learning_rate": "fast"}, "learning_rate like 0.003"),
     ],
 )

@@ -1,7 +1,7 @@
 """The six observables of the sink chain on fixed batches while a model trains, read by the tracing code.
 
-Everything is told about one position, the key that most heads count as their sink (or come nearest to it), so that the
-links can be put in the order of their birth before any of them is strong enough to be called found.
+Everything is told about one position, the key that most heads count as their sink (position 0 while no head does), so
+that the links can be put in the order of their birth before any of them is strong enough to be called found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.reading import evaluation_mode, read_model
-from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
@@ -73,12 +72,6 @@ def random_batch(model: PreTrainedModel, *, length: int, num_sequences: int, see
 def text_batch(windows_BT: Tensor, *, length: int) -> TokenBatch:
     """The beginnings of some windows of held-out text."""
     return TokenBatch(ids=windows_BT[:, :length].clone(), kind="text", source="validation")
-
-
-def probe_length(wanted: int, context: int) -> int | None:
-    """The length to probe at, None where the model's context is too short for any key to have enough queries."""
-    length = min(wanted, context)
-    return length if length > LATER_QUERIES else None
 
 
 def loaded_model(model: PreTrainedModel) -> LoadedModel:

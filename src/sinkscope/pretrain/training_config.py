@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import LATER_QUERIES
 
 OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant")
@@ -84,6 +85,9 @@ class TrainingConfig:
                 raise _wrong(f"{name} as one of {', '.join(choices)}", repr(getattr(self, name)))
         if self.micro_batch_size is not None:
             _at_least(self, "micro_batch_size", 1)
+        length = min(self.probe_length, self.sequence_length)
+        if self.probe_every and length <= LATER_QUERIES:
+            raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or probe_every 0", length)
         if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
             raise _wrong(f"snapshots at steps from 0 to {self.steps}", outside[0])
 

@@ -18,10 +18,10 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.pretrain.checkpoints import full_disk_explained, load_checkpoint, newest_checkpoint, save_checkpoint
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.export import export
-from sinkscope.pretrain.metrics_log import JsonLines, write_tables
+from sinkscope.pretrain.metrics_log import JsonLines, read_rows, write_tables
 from sinkscope.pretrain.model_flops import flops_per_token, matrix_rate
 from sinkscope.pretrain.parallel import Processes, whole
-from sinkscope.pretrain.probes import probe, probe_length, random_batch, text_batch
+from sinkscope.pretrain.probes import probe, random_batch, text_batch
 from sinkscope.pretrain.step_numbers import StepNumbers
 from sinkscope.pretrain.token_shards import TokenShards
 from sinkscope.pretrain.token_stream import TokenStream
@@ -66,7 +66,6 @@ class TrainingRun:
         rate = self.matrix_rate * group.num_processes
         self.numbers = StepNumbers(config, flops_per_token(model, config.sequence_length), rate)
         self.seconds = {"probes": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
-        self.last_row: dict[str, Any] = {}
         self.validation_loss: float | None = None
 
     def train(self) -> dict[str, Any]:
@@ -123,8 +122,6 @@ class TrainingRun:
 
     def _pause(self, step: int) -> None:
         config = self.config
-        if self.group.is_first:
-            (self.run / "snapshots").mkdir(exist_ok=True)
         wants_probe = self._every(config.probe_every, step)
         snapshot = self.run / "snapshots" / f"step-{step:08d}"
         wants_snapshot = step in config.snapshots and not self.group.from_first(snapshot.exists())
@@ -144,15 +141,9 @@ class TrainingRun:
 
     def _probe_batches(self, model: Decoder) -> dict[str, TokenBatch]:
         config = self.config
-        length = probe_length(config.probe_length, config.sequence_length)
         if not config.probe_every:
             return {}
-        if length is None:
-            raise InputError(
-                expected="sequences long enough to probe, at least 17 tokens",
-                found=str(min(config.probe_length, config.sequence_length)),
-                next_step="Raise --sequence-length, or give --probe-every 0",
-            )
+        length = min(config.probe_length, config.sequence_length)
         windows = self.validation_stream.evenly_spaced(config.probe_sequences)[0]
         random = random_batch(model, length=length, num_sequences=config.probe_sequences)
         return {"random": random, "text": text_batch(windows, length=length)}
@@ -191,7 +182,6 @@ class TrainingRun:
         for row in rows:
             self.metrics.write(row)
             self.track(row["step"], {key: value for key, value in row.items() if value is not None and key != "step"})
-            self.last_row = row
             if row["step"] in (1, self.config.steps) or time.perf_counter() - self.spoken_at > PROGRESS_S:
                 self.spoken_at = time.perf_counter()
                 self.say(self.numbers.progress(row, self.validation_loss))
@@ -206,12 +196,12 @@ class TrainingRun:
         )
 
     def _finish(self) -> dict[str, Any]:
+        """Exports the model and writes tables and summary; a run that was killed here comes here again."""
         model, path = self._whole_model(), self.run / "model"
-        summary = {
+        summary: dict[str, Any] = {
             "steps": self.config.steps,
             "tokens": self.numbers.tokens(self.config.steps),
             "num_parameters": self.num_parameters,
-            "loss": self.last_row.get("loss"),
             "validation_loss": self.validation_loss,
             "elapsed_s": self.numbers.elapsed_s,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
@@ -223,6 +213,7 @@ class TrainingRun:
             self.metrics.close()
             self.probes.close()
             write_tables(self.run)
+            summary["loss"] = read_rows(self.run / "metrics.jsonl")[-1]["loss"]
             # Moved into place: its presence says that the run is complete.
             RunFolder(self.run).write_json(".summary.json", summary).replace(self.run / "summary.json")
             self.say(f"done in {summary['elapsed_s']:,.0f} s; the model is in {path}")
@@ -240,9 +231,11 @@ class TrainingRun:
         weights = {name: whole(parameter.detach()) for name, parameter in self.step.parameters.items()}
         if not self.group.is_first:
             return None
-        copy = Decoder(self.decoder_config)
-        copy.load_state_dict(weights, strict=False)
-        return copy.to(self.group.device)  # type: ignore[arg-type]
+        with torch.device("meta"):
+            copy = Decoder(self.decoder_config)
+        copy.load_state_dict(weights, strict=False, assign=True)
+        copy.tie_weights()
+        return copy
 
 
 class _Timer:
