@@ -27,13 +27,13 @@ if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
 EPS = 1e-6
-TILE_ELEMENTS = 1024
+TILE_ELEMENTS = 2048
 """Of one program: 16 values in each of the threads of its warps."""
-NUM_WARPS = 2
+NUM_WARPS = 4
 NUM_STAGES = 3
 """Of the loop of the backward pass: tiles that are on their way while one is worked on."""
 LARGEST_HEAD = 1024
-PROGRAMS_PER_PROCESSOR = 16
+PROGRAMS_PER_PROCESSOR = 4
 """Of the backward pass, whose programs each leave one partial sum of the weight's gradient."""
 
 Path = Literal["auto", "triton", "torch"]
