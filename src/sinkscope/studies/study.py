@@ -41,8 +41,8 @@ NUM_SEARCHING = 16
 """Choosing sequences that the search for a minimal set runs on."""
 MIN_SEQUENCES = 8
 SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
-"""What the search asks for, and where no set reaches it, settles for: one chosen at the very threshold fails it on other
-sequences half of the time."""
+"""What the search asks for, and settles for where no set reaches it: one chosen at the very threshold fails it on
+other sequences half of the time."""
 
 Progress = Callable[[int, int], None]
 
