@@ -263,7 +263,7 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
         ),
         Claim(
             id=ids[2],
-            parts=[Part(columns_BC=trend, threshold=0.0, rule="at least")],
+            parts=[Part(columns_BC=trend, threshold=0.0, rule="above")],
             control=0.0,
             control_name="no trend",
             note="Kendall's tau of rate against factor, by sequence and position",
@@ -285,8 +285,8 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
         Claim(
             id=ids[5],
             parts=[
-                Part(columns_BC=amplified - shifted, threshold=0.0, rule="at least"),
-                Part(columns_BC=amplified - swapped, threshold=0.0, rule="at least"),
+                Part(columns_BC=amplified - shifted, threshold=0.0, rule="above"),
+                Part(columns_BC=amplified - swapped, threshold=0.0, rule="above"),
             ],
             control=float(max(shifted.mean(), swapped.mean())),
             control_name="the larger rise of the two",
