@@ -86,14 +86,15 @@ class Study(StudyResult):
 
     def write(self, folder: RunFolder) -> None:
         """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""
-        from safetensors.torch import save_file
+        from safetensors.numpy import save_file
 
         self.trace.write(folder)
         folder.write_json("summary.json", self.summary)
         for schema in STUDY_TABLES:
             folder.write_table(schema, self.tables[schema.name])
-        if self.calibrations:
-            save_file(self.calibrations, folder.path / "calibration.safetensors")
+        means = {name: mean for o in self.measured.outcomes.values() for name, mean in o.means.items()}
+        if means:
+            save_file(means, folder.path / "calibration.safetensors")
 
 
 def study(
@@ -170,12 +171,11 @@ class _Run:
         sink_varies = bool((self.judging.ids[:, plan.sink] != self.judging.ids[0, plan.sink]).any())
         claims = reading_claims(plan, self.anatomy, evidence, replay.untouched, sink_varies=sink_varies)
         measured = Measured(plan, reduced(replay.untouched, plan), {})
-        went, calibrations = None, {}
+        went = None
         if has_sink:
             conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
             measured.outcomes.update(self._outcomes(conditions, sink_varies))
             claims += causal_claims(plan, self.anatomy, measured, minimal, sink_varies=sink_varies)
-            calibrations = {name: value for edit in conditions.calibrated for name, value in edit.tensors().items()}
             went = _went(plan, measured) if minimal else None
         else:
             claims += [Claim(id=name, note=UNPLANNED) for name, (link, _) in CLAIMS.items() if link == "causal"]
@@ -192,7 +192,6 @@ class _Run:
             measured=measured,
             minimal_set=minimal,
             went=went,
-            calibrations=calibrations,
         )
 
     def _outcomes(self, conditions: Conditions, sink_varies: bool) -> dict[str, Outcome]:
