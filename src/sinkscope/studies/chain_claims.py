@@ -78,8 +78,9 @@ def reading_claims(
         )
     )
     cosine_BAT = evidence.cosine_BAT
-    if not cosine_BAT.shape[1]:
-        return [*result, Claim(id="directional_collapse", note="no attention follows a layer with disparity")]
+    if not sink_varies or not cosine_BAT.shape[1]:
+        note = "no attention follows a layer with disparity" if sink_varies else NO_VARIANCE
+        return [*result, Claim(id="directional_collapse", note=note)]
     cosine_BT = cosine_BAT.mean(1)
     others_B = cosine_BT[:, elsewhere].mean(1)
     result.append(
