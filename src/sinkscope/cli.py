@@ -43,5 +43,5 @@ def main() -> None:
         print(f"sinkscope: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("sinkscope: interrupted; nothing was written", file=sys.stderr)
+        print("sinkscope: interrupted; no run was written", file=sys.stderr)
         sys.exit(130)

@@ -77,6 +77,14 @@ def test_the_same_number_in_every_sequence_has_no_sampling_error():
     assert (found.verdict, found.low, found.high) == ("holds", found.effect, found.effect)
 
 
+def test_what_never_moves_is_not_above_zero():
+    """A rate that is 0 under every dose has no trend, and ties with every control."""
+    assert verdict(np.zeros(N), threshold=0.0, rule="above") == "does not hold"
+    assert verdict(np.full(N, 0.01), threshold=0.0, rule="above") == "holds"
+    # The control: a threshold that may be met is met by its own value.
+    assert verdict(np.full(N, 0.25), threshold=0.25, rule="at least") == "holds"
+
+
 def test_more_claims_make_each_interval_wider():
     alone = judge([claim(spread(0.5, 0.4), threshold=0.45)], N)[0]
     among = judge([claim(spread(0.5, 0.4), threshold=0.45, name=name) for name in list(CLAIMS)[:20]], N)[0]

@@ -7,12 +7,16 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sinkscope.commands import options
 from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from sinkscope.models.loading import LoadedModel
+    from sinkscope.studies.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +79,31 @@ def study_command(
     if bos not in (*BOS, "both"):
         raise InputError(expected="--bos yes, no, both or auto", found=f"'{bos}'", next_step="Choose one of them")
     path = options.run_path(out, model, overwrite)
-    loaded = options.load_model(config)
     if bos == "both":
-        paths = [path.with_name(f"{path.name}-{name}") for name in ("no-bos", "bos")]
-        for each in paths:
-            options.run_path(each, model, overwrite)
-        for choice, each in zip(("no", "yes"), paths, strict=True):
-            _study(replace(config, bos=choice), loaded, each, overwrite, as_json)
-        _compare(paths, path.with_name(f"{path.name}.html"), quiet=as_json)
+        runs, page = _both(config, path, overwrite)
     else:
-        _study(config, loaded, path, overwrite, as_json)
+        runs, page = {path: config}, None
+    try:
+        _study(runs, page, options.load_model(config), overwrite, quiet=as_json)
+    except KeyboardInterrupt:
+        print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)
+        raise
+    if as_json:
+        texts = [(run / "summary.json").read_text(encoding="utf-8") for run in runs]
+        print(texts[0] if page is None else f"[{', '.join(texts)}]")
+
+
+def _both(config: StudyConfig, path: Path, overwrite: bool) -> tuple[dict[Path, StudyConfig], Path]:
+    """The studies without and with BOS by their run folders, and the page with both; checked before any work."""
+    from sinkscope.results.run_folder import check_page
+
+    names = {"bos": "yes", "no-bos": "no"}  # in this order, a model that has no BOS is refused at once
+    runs = {path.with_name(f"{path.name}-{name}"): replace(config, bos=choice) for name, choice in names.items()}
+    for run in runs:
+        options.run_path(run, config.model, overwrite)
+    page = path.with_name(f"{path.name}.html")
+    check_page(page, overwrite)
+    return runs, page
 
 
 def study_run(model: str) -> Path:
@@ -103,43 +122,57 @@ def study_run(model: str) -> Path:
         seed=0,
     )
     path = options.run_path(None, model, overwrite=False)
-    _study(config, options.load_model(config), path, overwrite=False, as_json=False)
+    _study({path: config}, None, options.load_model(config), overwrite=False, quiet=False)
     return path
 
 
-def _compare(paths: list[Path], page: Path, *, quiet: bool) -> None:
-    if importlib.util.find_spec("plotly") is None:
-        return
-    from sinkscope.report.comparison import write_comparison_page
-
-    write_comparison_page(paths, page)
-    if not quiet:
-        print(f"Side by side: {page}")
-
-
-def _study(config: StudyConfig, loaded, path: Path, overwrite: bool, as_json: bool) -> None:
+def _study(
+    runs: dict[Path, StudyConfig], page: Path | None, loaded: LoadedModel, overwrite: bool, *, quiet: bool
+) -> None:
+    """Studies one model in one way or several. No run is written before all studies are done: a command that was
+    interrupted can be given again as it was."""
     from sinkscope import __version__
     from sinkscope.report import terminal
     from sinkscope.results.parts import Parts
-    from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.study import study
 
-    parts = Parts(path, {**asdict(config), "weights": loaded.weight_hash, "version": __version__})
-    with terminal.progress("conditions") as progress:
-        result = study(
-            loaded,
-            tokens=config.tokens,
-            bos=BOS[config.bos],
-            length=config.length,
-            num_sequences=config.num_sequences,
-            seed=config.seed,
-            parts=parts,
-            progress=progress,
-        )
-    with terminal.working("writing tables and the report"), run_folder(path, overwrite) as folder:
+    environment = {"weights": loaded.weight_hash, "version": __version__}
+    parts = {path: Parts(path, {**asdict(config), **environment}) for path, config in runs.items()}
+    results: dict[Path, Study] = {}
+    for path, config in runs.items():
+        with terminal.progress("conditions") as progress:
+            results[path] = study(
+                loaded,
+                tokens=config.tokens,
+                bos=BOS[config.bos],
+                length=config.length,
+                num_sequences=config.num_sequences,
+                seed=config.seed,
+                parts=parts[path],
+                progress=progress,
+            )
+    for path, result in results.items():
+        with terminal.working("writing tables and the report"):
+            _write(path, runs[path], result, overwrite)
+        if not quiet:
+            terminal.show_study(result, path)
+    if page is not None and importlib.util.find_spec("plotly") is not None:
+        from sinkscope.report.comparison import write_comparison_page
+
+        write_comparison_page(list(runs), page)
+        if not quiet:
+            print(f"Side by side: {page}")
+    for each in parts.values():
+        each.discard()
+
+
+def _write(path: Path, config: StudyConfig, result: Study, overwrite: bool) -> None:
+    from sinkscope.results.run_folder import run_folder
+
+    with run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", {**asdict(config), "command": shlex.join(["sinkscope", *sys.argv[1:]])})
         path_of_attention = result.trace.reading.attention_path
-        folder.write_json("environment.json", options.run_environment(loaded, attention_path=path_of_attention))
+        folder.write_json("environment.json", options.run_environment(result.loaded, attention_path=path_of_attention))
         result.write(folder)
         if importlib.util.find_spec("matplotlib") is not None:
             from sinkscope.report.figures import chain_figure
@@ -149,8 +182,3 @@ def _study(config: StudyConfig, loaded, path: Path, overwrite: bool, as_json: bo
             from sinkscope.report.page import write_study_page
 
             write_study_page(folder.path, folder.path / "report.html")
-    parts.discard()
-    if as_json:
-        print((path / "summary.json").read_text(encoding="utf-8"), end="")
-    else:
-        terminal.show_study(result, path)

@@ -54,21 +54,18 @@ class LayerCalibration:
 
     mean_C: Tensor
     deviations_BC: Tensor
-    later_variance: Tensor
-    """Variance across sequences, mean over channels and the later half of positions."""
-    later_energy: Tensor
-    """|o|^2, mean over sequences and the later half of positions."""
+    later: Tensor
+    """What the formula asks of the later half of positions, 0 where it asks nothing."""
 
     @classmethod
-    def of(cls, aggregation_BTC: Tensor, position: int) -> LayerCalibration:
+    def of(cls, aggregation_BTC: Tensor, position: int, later: Callable[[Tensor], Tensor] | None) -> LayerCalibration:
         chosen_BC = aggregation_BTC[:, position].to(wide(aggregation_BTC))
-        later = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :].to(chosen_BC)
+        half_BTC = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :]
         mean_C = chosen_BC.mean(0)
         return cls(
             mean_C=mean_C,
             deviations_BC=chosen_BC - mean_C,
-            later_variance=later.var(0).mean(),
-            later_energy=later.square().sum(-1).mean(),
+            later=later(half_BTC.to(chosen_BC)) if later else torch.zeros(()),
         )
 
 
@@ -106,7 +103,7 @@ def _equalise(o, calibration, factor, layer):
     # Unbiased, as the later positions' variance is: sum over sequences / (n - 1), mean over channels.
     deviations_BC = calibration.deviations_BC
     variance = deviations_BC.square().sum() / ((len(deviations_BC) - 1) * deviations_BC.shape[1])
-    shrink = (calibration.later_variance / variance.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(max=1.0)
+    shrink = (calibration.later / variance.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(max=1.0)
     return calibration.mean_C + shrink * (o - calibration.mean_C)
 
 
@@ -120,7 +117,7 @@ def _remove_deviation(o, calibration, factor, layer):
 
 def _remove_energy(o, calibration, factor, layer):
     energy = o.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return o * (calibration.later_energy / energy).sqrt()
+    return o * (calibration.later / energy).sqrt()
 
 
 FORMULAS: dict[str, Formula] = {
@@ -134,6 +131,12 @@ FORMULAS: dict[str, Formula] = {
     "remove_deviation": _remove_deviation,
     "remove_energy": _remove_energy,
 }
+
+LATER: dict[str, Callable[[Tensor], Tensor]] = {
+    "equalise_variance": lambda later_BTC: later_BTC.var(0).mean(),
+    "remove_energy": lambda later_BTC: later_BTC.square().sum(-1).mean(),
+}
+"""What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
 
 
 class AggregationEdit(Intervention):
@@ -211,7 +214,8 @@ class AggregationEdit(Intervention):
             aggregation_BTC = shape.unflatten(args[0], self.place)
             chosen = self._channels(aggregation_BTC)
             if calibrating:
-                self.calibrated[layer.index] = LayerCalibration.of(aggregation_BTC[..., chosen], self.position)
+                seen_BTC = aggregation_BTC[..., chosen]
+                self.calibrated[layer.index] = LayerCalibration.of(seen_BTC, self.position, LATER.get(self.name))
             old_BC = aggregation_BTC[:, self.position, chosen].to(wide(aggregation_BTC))
             new_BC = self.formula(old_BC, self.calibrated[layer.index], self.factor, layer.index)
             if not calibrating and self.place.sequences is not None:

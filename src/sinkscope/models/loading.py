@@ -171,7 +171,9 @@ def bos_id(loaded: LoadedModel) -> int:
         if isinstance(found := getattr(place, "bos_token_id", None), int):
             return found
     raise InputError(
-        expected="a model with a beginning-of-sequence token", found=f"none in {loaded.name}", next_step="Use --no-bos"
+        expected="a model with a beginning-of-sequence token",
+        found=f"none in {loaded.name}",
+        next_step="Use --no-bos, or --bos no in a study",
     )
 
 

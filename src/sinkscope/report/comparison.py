@@ -15,6 +15,7 @@ from sinkscope.report.run_contents import Run, is_run, read_run
 from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
+from sinkscope.results.run_folder import check_page
 
 MOST_RUNS = 26
 """Runs are named by letters."""
@@ -31,12 +32,7 @@ def compare(
             found=f"{len(names)}",
             next_step="Give folders, such as sinkscope compare runs/a runs/b",
         )
-    if destination.is_dir() or (destination.exists() and not overwrite):
-        raise InputError(
-            expected=f"no file at {destination} yet",
-            found="a folder" if destination.is_dir() else "one that exists",
-            next_step="Choose another with --out, or replace it with --overwrite",
-        )
+    check_page(destination, overwrite)
     folders = [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
     write_comparison_page(folders, destination)
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ class Parts:
 
     def __init__(self, run_path: Path | None, request: Mapping[str, Any]) -> None:
         self.path = None if run_path is None else run_path.resolve().with_name(f".{run_path.resolve().name}.parts")
-        if self.path is None:
-            return
-        stated = self.path / "request.json"
-        text = json.dumps(request, sort_keys=True, default=str)
-        if self.path.exists() and not (stated.is_file() and stated.read_text(encoding="utf-8") == text):
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        stated.write_text(text, encoding="utf-8")
+        self._request = json.dumps(request, sort_keys=True, default=str)
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """The folder, made or cleared for this request on first use: a run that is refused must leave all as it was."""
+        if self.path is not None:
+            stated = self.path / "request.json"
+            if self.path.exists() and not (stated.is_file() and stated.read_text(encoding="utf-8") == self._request):
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            stated.write_text(self._request, encoding="utf-8")
+        return self.path
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
         """The arrays of a part, or None where it is not finished."""
-        if self.path is None or not (file := self.path / f"{name}.safetensors").is_file():
+        if self._folder is None or not (file := self._folder / f"{name}.safetensors").is_file():
             return None
         try:
             return load_file(file)
@@ -42,11 +47,11 @@ class Parts:
             return None
 
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        if self.path is None:
+        if self._folder is None:
             return
-        partial = self.path / f".{name}.{os.getpid()}"
+        partial = self._folder / f".{name}.{os.getpid()}"
         save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
-        partial.replace(self.path / f"{name}.safetensors")
+        partial.replace(self._folder / f"{name}.safetensors")
 
     def discard(self) -> None:
         """Removes the parts: the run they belong to is whole."""

@@ -102,6 +102,16 @@ def check_output(path: Path, overwrite: bool = False) -> None:
         probe.rmdir()
 
 
+def check_page(path: Path, overwrite: bool = False) -> None:
+    """Returns if a page can be written to `path`, else raises InputError."""
+    if path.is_dir() or (path.exists() and not overwrite):
+        raise InputError(
+            expected=f"no file at {path} yet",
+            found="a folder" if path.is_dir() else "one that exists",
+            next_step="Choose another with --out, or replace it with --overwrite",
+        )
+
+
 def default_run_path(model_name: str, now: datetime) -> Path:
     """runs/<model>-<YYYYmmdd-HHMMSS>; a local path is named by its last part, odd characters become dashes."""
     if Path(model_name).expanduser().is_absolute() or model_name.startswith("."):

@@ -78,8 +78,9 @@ def reading_claims(
         )
     )
     cosine_BAT = evidence.cosine_BAT
-    if not cosine_BAT.shape[1]:
-        return [*result, Claim(id="directional_collapse", note="no attention follows a layer with disparity")]
+    if not sink_varies or not cosine_BAT.shape[1]:
+        note = "no attention follows a layer with disparity" if sink_varies else NO_VARIANCE
+        return [*result, Claim(id="directional_collapse", note=note)]
     cosine_BT = cosine_BAT.mean(1)
     others_B = cosine_BT[:, elsewhere].mean(1)
     result.append(
@@ -263,7 +264,7 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
         ),
         Claim(
             id=ids[2],
-            parts=[Part(columns_BC=trend, threshold=0.0, rule="at least")],
+            parts=[Part(columns_BC=trend, threshold=0.0, rule="above")],
             control=0.0,
             control_name="no trend",
             note="Kendall's tau of rate against factor, by sequence and position",
@@ -285,8 +286,8 @@ def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
         Claim(
             id=ids[5],
             parts=[
-                Part(columns_BC=amplified - shifted, threshold=0.0, rule="at least"),
-                Part(columns_BC=amplified - swapped, threshold=0.0, rule="at least"),
+                Part(columns_BC=amplified - shifted, threshold=0.0, rule="above"),
+                Part(columns_BC=amplified - swapped, threshold=0.0, rule="above"),
             ],
             control=float(max(shifted.mean(), swapped.mean())),
             control_name="the larger rise of the two",

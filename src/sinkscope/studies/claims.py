@@ -1,14 +1,16 @@
 """The claims of a study, fixed before any model is looked at: for each its statistic, control, threshold and rule.
 
 A claim is made of one part or several, all of which must pass. A part is a number computed from means over sequences,
-with a threshold that its interval must clear: `at least` asks the lower end, `below` the upper end. A claim holds when
-every part clears its threshold, does not hold when one part's interval lies on the wrong side, and is undecided when
-an interval contains the threshold. Intervals are bootstrap intervals over sequences at the level that Holm's procedure
-over all applicable claims gives, so that all verdicts together are right with 95 % confidence.
+with a threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at
+least` is content with the threshold itself. A claim holds when every part clears its threshold, does not hold when one
+part's interval lies on the wrong side, and is undecided when an interval contains the threshold. Intervals are
+bootstrap intervals over sequences at the level that Holm's procedure over all applicable claims gives, so that all
+verdicts together are right with 95 % confidence.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +20,12 @@ import numpy as np
 from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels, resample_weights
 
 Verdict = Literal["holds", "does not hold", "not applicable", "undecided"]
+Rule = Literal["at least", "above", "below"]
+CLEARS: dict[Rule, Callable[[float, float], bool]] = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "below": operator.lt,
+}
 FAMILY_LEVEL = 0.05
 
 SINK = 0.05
@@ -99,11 +107,11 @@ class Part:
 
     columns_BC: np.ndarray
     threshold: float
-    rule: Literal["at least", "below"]
+    rule: Rule
     statistic: Callable[[np.ndarray], np.ndarray] = field(default=lambda means: means[..., 0])
 
     def passes(self, value: float) -> bool:
-        return value >= self.threshold if self.rule == "at least" else value < self.threshold
+        return CLEARS[self.rule](value, self.threshold)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ outcome is a finished part: a study that was interrupted reads it back instead o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,14 +58,20 @@ class Outcome:
     """[B] by quantity: `<quantity>_at_<position>`, means over layers, and the loss."""
     units_BTn: np.ndarray
     """Activations of the super neurons."""
+    means: dict[str, np.ndarray] = field(default_factory=dict)
+    """The calibration means that it was made with."""
 
     def tensors(self) -> dict[str, np.ndarray]:
-        return {"rate_BS": self.rate_BS, "units_BTn": self.units_BTn, **{f"at.{k}": v for k, v in self.at.items()}}
+        named = {f"{kind}.{k}": v for kind in ("at", "means") for k, v in getattr(self, kind).items()}
+        return {"rate_BS": self.rate_BS, "units_BTn": self.units_BTn, **named}
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
-        at = {name.removeprefix("at."): value for name, value in tensors.items() if name.startswith("at.")}
-        return cls(rate_BS=tensors["rate_BS"], units_BTn=tensors["units_BTn"], at=at)
+        at, means = (
+            {name.removeprefix(kind): value for name, value in tensors.items() if name.startswith(kind)}
+            for kind in ("at.", "means.")
+        )
+        return cls(rate_BS=tensors["rate_BS"], units_BTn=tensors["units_BTn"], at=at, means=means)
 
 
 QUANTITIES = {
@@ -102,8 +108,8 @@ class Conditions:
         self, loaded: LoadedModel, plan: Plan, calibration: TokenBatch, replay: Replay, minimal: Sequence[Unit]
     ) -> None:
         self.loaded, self.plan, self.calibration, self.replay, self.minimal = loaded, plan, calibration, replay, minimal
-        self.calibrated: list[AggregationEdit] = []
-        """Every calibration that was made, to be saved."""
+        self._edits: dict[tuple[str, int, float], AggregationEdit] = {}
+        """By formula, position and factor: a calibration takes a pass, and clamps use those of other conditions."""
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
@@ -173,11 +179,12 @@ class Conditions:
 
     def _aggregation(self, formula: str, position: int, factor: float = 1.0) -> Condition:
         def make() -> list[Intervention]:
-            edit = AggregationEdit(
-                self.loaded, formula, position, factor, calibration=self.calibration, layers=self.plan.layers
-            )
-            self.calibrated.append(edit)
-            return [edit]
+            key = (formula, position, factor)
+            if key not in self._edits:
+                self._edits[key] = AggregationEdit(
+                    self.loaded, *key, calibration=self.calibration, layers=self.plan.layers
+                )
+            return [self._edits[key]]
 
         return Condition(formula, make, position, factor if factor != 1.0 else None)
 
@@ -194,5 +201,7 @@ class Conditions:
     def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
         """The outcome of one condition on the judging sequences."""
         interventions: Any = condition.make()
+        edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
+        means = {name: mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
-            return reduced(self.replay.read(first_layer, loss=loss), self.plan)
+            return replace(reduced(self.replay.read(first_layer, loss=loss), self.plan), means=means)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sinkscope.capture.trace import Trace
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
@@ -27,4 +25,3 @@ class StudyResult:
     minimal_set: tuple[Unit, ...]
     went: str | None
     """Where the sink went when the minimal set was removed."""
-    calibrations: dict[str, Tensor]

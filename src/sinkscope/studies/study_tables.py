@@ -21,7 +21,12 @@ NUM_BINS = 24
 NUM_RANKS = 64
 SHOWN_UNITS = 4
 SHOWN_SEQUENCES = 4
-RULES = {"at least": "low >= threshold", "below": "high < threshold", "": "no number to judge"}
+RULES = {
+    "at least": "low >= threshold",
+    "above": "low > threshold",
+    "below": "high < threshold",
+    "": "no number to judge",
+}
 
 
 class _Rows:
