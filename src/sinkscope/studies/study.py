@@ -26,12 +26,13 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.studies.chain_claims import NO_SINK, Measured, causal_claims, reading_claims
+from sinkscope.studies.causal_claims import Measured, causal_claims
 from sinkscope.studies.claims import CLAIMS, QUARTER, Claim, judge
 from sinkscope.studies.conditions import Conditions, Outcome, reduced
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.minimal_set import minimal_set
 from sinkscope.studies.plan import FIRST_TARGET, Plan, candidate_units, make_plan
+from sinkscope.studies.reading_claims import NO_SINK, reading_claims
 from sinkscope.studies.study_result import StudyResult
 from sinkscope.studies.study_tables import STUDY_TABLES, study_tables
 from sinkscope.studies.verdict import verdict_sentence
