@@ -8,6 +8,8 @@ trace = sinkscope.trace(model, sinkscope.token_batch(model))
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sinkscope.pretrain.registration import register_decoder
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -34,10 +36,17 @@ _HOMES = {
     "transplant_neurons": "sinkscope.interventions.neuron_edit",
     "set_dimensions": "sinkscope.interventions.dimension_edit",
     "clamp": "sinkscope.interventions.dimension_edit",
+    "HeadRMSNorm": "sinkscope.attention.head_norm",
+    "insert_head_norm": "sinkscope.models.insert_head_norm",
+    "remove_head_norm": "sinkscope.models.insert_head_norm",
+    "SinkProbe": "sinkscope.pretrain.sink_probe",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
+register_decoder()
+
 if TYPE_CHECKING:
+    from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
     from sinkscope.capture.findings import Findings as Findings
     from sinkscope.capture.trace import Trace as Trace
     from sinkscope.capture.trace import trace as trace
@@ -57,10 +66,13 @@ if TYPE_CHECKING:
     from sinkscope.interventions.neuron_edit import transplant_neurons as transplant_neurons
     from sinkscope.models.anatomy import Unit as Unit
     from sinkscope.models.anatomy import anatomy_of as anatomy_of
+    from sinkscope.models.insert_head_norm import insert_head_norm as insert_head_norm
+    from sinkscope.models.insert_head_norm import remove_head_norm as remove_head_norm
     from sinkscope.models.loading import LoadedModel as LoadedModel
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
+    from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 
 def __getattr__(name: str):

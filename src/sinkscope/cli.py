@@ -10,6 +10,7 @@ import typer
 from sinkscope.commands.compare import compare_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
+from sinkscope.commands.pretrain import pretrain_command, tokenize_command
 from sinkscope.commands.study import study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
@@ -26,6 +27,8 @@ app = typer.Typer(
 app.command("study")(study_command)
 app.command("trace")(trace_command)
 app.command("intervene")(intervene_command)
+app.command("tokenize")(tokenize_command)
+app.command("pretrain")(pretrain_command)
 app.command("compare")(compare_command)
 app.command("models")(models_command)
 

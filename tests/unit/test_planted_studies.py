@@ -7,8 +7,8 @@ from planted_models import DECOYS, decoy, planted_chain
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
 from sinkscope.studies import claims, conditions
-from sinkscope.studies.chain_claims import NO_SINK
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.reading_claims import NO_SINK
 from sinkscope.studies.study import MIN_SEQUENCES, UNPLANNED, Study, study
 
 SMALL = dict(num_sequences=MIN_SEQUENCES, length=32)

@@ -45,6 +45,8 @@ def square_attention(q, k, rule: AttentionRule, *, causal=True) -> np.ndarray:
                 logits = scores if rule.sink_logits is None else np.append(scores, rule.sink_logits.double().numpy()[h])
                 weights = np.exp(logits - logits.max())
                 attention[b, h, t, list(seen)] = (weights / weights.sum())[: len(scores)]
+                if rule.sigmoid_bias is not None:
+                    attention[b, h, t, list(seen)] = 1 / (1 + np.exp(-scores - rule.sigmoid_bias))
     return attention
 
 
@@ -99,6 +101,8 @@ RULES = {
     "window_beyond": AttentionRule(scaling=0.4, window=1000),
     "softcap": AttentionRule(scaling=0.4, softcap=1.5),
     "sinks": AttentionRule(scaling=0.4, sink_logits=torch.tensor([-3.0, 0.5, 4.0, 60.0])),
+    "sigmoid": AttentionRule(scaling=0.4, sigmoid_bias=-2.0),
+    "sigmoid_window": AttentionRule(scaling=0.4, sigmoid_bias=1.0, window=7, softcap=2.0),
     "all": AttentionRule(scaling=0.4, window=9, softcap=2.0, sink_logits=torch.tensor([1.0, -1.0, 0.0, 2.0])),
 }
 

@@ -48,6 +48,8 @@ def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
     """Why the fused attention of torch cannot be used, if so."""
     if rule.softcap is not None:
         return "soft-capped scores"
+    if rule.sigmoid_bias is not None:
+        return "sigmoid attention"
     if query_BHTD.dtype not in FLASH_DTYPES:
         return f"{str(query_BHTD.dtype).removeprefix('torch.')} on CUDA"
     if query_BHTD.shape[-1] > FLASH_HEAD_SIZE or query_BHTD.shape[-1] % 8:

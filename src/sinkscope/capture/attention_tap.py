@@ -108,6 +108,7 @@ def _attention(
     dropout=0.0,
     softcap=None,
     s_aux=None,
+    sigmoid_bias=None,
     **others,
 ):
     tap = _tap()
@@ -120,7 +121,7 @@ def _attention(
     unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
     if unknown or dropout or others.get("is_causal") is False:
         raise InputError(
-            expected="attention made of scaling, a causal mask, windows, soft-capping and learned sinks",
+            expected="attention made of scaling, a causal mask, windows, soft-capping, learned sinks and a sigmoid",
             found=f"further arguments to attention: {', '.join(sorted(unknown)) or 'dropout or a bidirectional mask'}",
             next_step="Use a model without them, or teach sinkscope/capture/attention_tap.py what they mean",
         )
@@ -130,6 +131,7 @@ def _attention(
         softcap=softcap,
         sink_logits=s_aux,
         edits=row_edits(module),
+        sigmoid_bias=sigmoid_bias,
     )
     return tap.on_attention(tap.layer_of[id(module)], query, key, value, rule), None
 

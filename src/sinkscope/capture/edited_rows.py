@@ -49,8 +49,8 @@ def with_edited_rows(
         scores_BHqS = _scores(query_BHTD[:, :, queries_q], key_BKSD, rule)
         regular_qS = _seen(queries_q, length, rule.window)
         allowed_BHqS = _allowed(regular_qS, queries_q, rule.edits, num_batch, num_heads)
-        before_BHqS = _weights(scores_BHqS, regular_qS, rule.sink_logits)
-        after_BHqS = _weights(scores_BHqS, allowed_BHqS, rule.sink_logits)
+        before_BHqS = _weights(scores_BHqS, regular_qS, rule)
+        after_BHqS = _weights(scores_BHqS, allowed_BHqS, rule)
         change_BHqS = after_BHqS - before_BHqS
         groups = num_heads // value_BKSD.shape[1]
         values_BHSD = value_BKSD.to(after_BHqS.dtype).repeat_interleave(groups, dim=1)
@@ -120,11 +120,13 @@ def _allowed(
     return allowed_BHqS
 
 
-def _weights(scores_BHqS: Tensor, seen: Tensor, sink_logits_H: Tensor | None) -> Tensor:
+def _weights(scores_BHqS: Tensor, seen: Tensor, rule: AttentionRule) -> Tensor:
     scores = scores_BHqS.masked_fill(~seen, float("-inf"))
-    if sink_logits_H is None:
+    if rule.sigmoid_bias is not None:
+        return (scores + rule.sigmoid_bias).sigmoid()
+    if rule.sink_logits is None:
         return scores.softmax(-1)
-    sinks = sink_logits_H.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    sinks = rule.sink_logits.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 

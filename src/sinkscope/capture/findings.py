@@ -27,8 +27,8 @@ from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.statistics import bootstrap_mean_interval
 
 SIGNIFICANT_WRITE = 0.1
-"""A layer's units are listed when together they move a massive dimension by this part of the largest value it has had
-up to there: what starts it counts, however large it grows later."""
+"""A layer's units are listed when together they move a dimension that is massive before or behind the layer by this
+part of the largest value it has had up to there: what starts it counts, however large it grows later."""
 LISTED_SHARE = 0.01
 """Units below this part of the squared write are not listed."""
 UNKNOWN = -1
@@ -76,6 +76,8 @@ class SuperNeuron:
     contrast: float
     """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
     role: str
+    stands: bool
+    """Whether the dimension that its layer moves is massive before or behind it."""
     sparsity: ChannelSparsity
     layer_top_share: float
     """Median over the layer's units of the energy share of the top dimension."""
@@ -198,14 +200,19 @@ class Findings:
         return sorted(peak, key=lambda dimension: -peak[dimension])
 
     @cached_property
-    def super_neurons(self) -> list[SuperNeuron]:
-        """The units that move the massive dimensions of the focus positions, strongest write first."""
+    def movers(self) -> list[SuperNeuron]:
+        """The units that move dimensions which are massive in some layer at a focus position, strongest write first."""
         found = []
         for position in self.focus:
             dimensions = sorted({entry.dimension for entry in self.massive if entry.position == position})
             if dimensions:
                 found += self._writers(position, torch.tensor(dimensions))
         return sorted(found, key=lambda unit: -abs(unit.write))
+
+    @property
+    def super_neurons(self) -> list[SuperNeuron]:
+        """Those in layers before or behind which the dimension is massive."""
+        return [unit for unit in self.movers if unit.stands]
 
     @cached_property
     def variance_ratio(self) -> Tensor | None:
@@ -285,6 +292,10 @@ class Findings:
             for statistics in reading.residual
         ]
         peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
+        massive = {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position}
+        massive_LM = torch.tensor(
+            [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
+        )
         found = []
         for layer in reading.anatomy.layers:
             statistics = reading.residual[layer.index + 1]
@@ -298,7 +309,9 @@ class Findings:
             output_MU = torch.cat([weight[dimensions_M].float() for _, weight in layer.down_weights()], dim=1).cpu()
             output_MU = output_MU * layer.write_gain().cpu()[dimensions_M, None]
             write_MU = output_MU * written_U
-            if not bool((write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]).any()):
+            moved_M = write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]
+            stands_M = massive_LM[layer.index] | massive_LM[layer.index + 1]
+            if not bool(moved_M.any()):
                 continue
             share_U = write_share(square_U, output_MU)
             listed = share_U.argsort(descending=True)
@@ -332,6 +345,7 @@ class Findings:
                         write_share=float(share_U[unit]),
                         contrast=float(contrast_U[unit]),
                         role="writes" if writes else "erases",
+                        stands=bool((moved_M & stands_M).any()),
                         sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
                         layer_top_share=float(everyone.median()),
                     )

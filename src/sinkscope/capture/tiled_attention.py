@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from sinkscope.capture.edits import RowEdit
 
@@ -63,6 +64,8 @@ class AttentionRule:
     """[H] learned logits that take part in the softmax and have no key."""
     edits: tuple[RowEdit, ...] = ()
     """Queries that see other keys; `read_attention` honours them."""
+    sigmoid_bias: float | None = None
+    """Where it is there, a weight is sigmoid(score + bias), whatever the other keys: no softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,8 @@ def tiled_attention(
     received_NGS = torch.zeros(num_pairs, num_groups, num_queries if keys_P is None else len(keys_P), **kind)
     # What each tile leaves of a row; what follows from it is worked out for all rows together, after the last tile.
     largest_NGT, total_NGT, dots_NGT, norm_NGT, weighted_NGT = torch.empty(5, *rows, **kind)
-    whole_NGT = total_NGT if rule.sink_logits is None else torch.empty_like(total_NGT)
+    softmax = rule.sink_logits is None and rule.sigmoid_bias is None
+    whole_NGT = total_NGT if softmax else torch.ones_like(total_NGT)
     weights_NS = None if request.key_weights is None else request.key_weights.to(**kind).repeat(num_batch, 1)
     sinks_NG = None
     if rule.sink_logits is not None:
@@ -146,6 +150,10 @@ def tiled_attention(
             _mask(scores, future, start, low, rule.window)
 
             largest = torch.amax(scores, -1, out=largest_NGT[here])
+            if rule.sigmoid_bias is not None:
+                # The logarithms of the weights themselves, so that what follows divides them by nothing.
+                scores.copy_(logsigmoid(scores.add_(rule.sigmoid_bias)))
+                largest.zero_()
             if sinks_NG is not None:
                 torch.maximum(largest, sinks_NG[pairs, :, None], out=largest)
             scores -= largest.unsqueeze(-1)
@@ -154,9 +162,10 @@ def tiled_attention(
             for edge in edges:
                 scores[..., edge].clamp_(min=FAINTEST)
             torch.exp(scores, out=tile)
-            whole = total = torch.sum(tile, -1, out=total_NGT[here])
+            total = torch.sum(tile, -1, out=total_NGT[here])
+            whole = whole_NGT[here]
             if sinks_NG is not None:
-                whole = torch.add(total, torch.exp(sinks_NG[pairs, :, None] - largest), out=whole_NGT[here])
+                torch.add(total, torch.exp(sinks_NG[pairs, :, None] - largest), out=whole)
             inverse = whole.reciprocal()
 
             aggregation = torch.bmm(tile.flatten(1, 2), value_NSD[pairs, low:stop]).view(*shape[:3], -1)
@@ -219,6 +228,8 @@ def _by_distance(
     scores_NnGR = torch.matmul(queries_NnGD, keys_NnRD.mT) * rule.scaling
     if rule.softcap is not None:
         scores_NnGR = scores_NnGR.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if rule.sigmoid_bias is not None:
+        scores_NnGR = logsigmoid(scores_NnGR + rule.sigmoid_bias)
     weights = torch.exp(scores_NnGR - lse_NGT[:, :, queries_n].transpose(1, 2).unsqueeze(-1))
     return torch.where(seen_nR[None, :, None, :], weights, 0).sum(1) / has_key_nR.sum(0)
 

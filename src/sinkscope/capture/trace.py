@@ -72,5 +72,5 @@ def trace(
     )
     # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
     with evaluation_mode(loaded.model):
-        _ = result.findings.lock, result.findings.super_neurons
+        _ = result.findings.lock, result.findings.movers
     return result

@@ -233,7 +233,11 @@ class Layer:
 
     def aggregation_channel_norms(self) -> Tensor:
         """[C] float32: how strongly the output projection reads each channel of the value aggregation."""
-        return torch.linalg.vector_norm(_projection_weight(self.output_projection).float(), dim=0)
+        return torch.linalg.vector_norm(self.output_projection_weight().float(), dim=0)
+
+    def output_projection_weight(self) -> Tensor:
+        """[E, C] what the output projection multiplies the value aggregation by."""
+        return _projection_weight(self.output_projection)
 
     def write_gain(self) -> Tensor:
         """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through
@@ -306,8 +310,12 @@ def anatomy_of(model: Part) -> Anatomy:
     own = getattr(model, "sinkscope_anatomy", None)
     if own is not None:
         return own
+    return describe(_family_of(model.config.get_text_config().model_type), model)
+
+
+def describe(family: Family, model: Part) -> Anatomy:
+    """The anatomy of a model read through a family's row."""
     config = model.config.get_text_config()
-    family = _family_of(config.model_type)
     reason = family.unsupported(config)
     if reason is not None:
         raise InputError(

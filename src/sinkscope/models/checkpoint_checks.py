@@ -303,7 +303,7 @@ def check_causal(config: Any, name: str) -> None:
     """Refuses encoders, encoder-decoders and decoders that look ahead, which have no causal attention to trace."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
@@ -317,7 +317,7 @@ def check_causal(config: Any, name: str) -> None:
     elif getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
         kind = "a decoder with attention in both directions"
     # Code that comes with a checkpoint, or with a user's own model, is not in the mapping: its type is its own.
-    elif model_type in CONFIG_MAPPING and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    elif model_type in CONFIG_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = None if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}) else "without a causal head"
     if kind is not None:
         raise InputError(

@@ -32,6 +32,7 @@ from sinkscope.models.checkpoint_checks import (
     read_gguf_header,
     refuse_path,
 )
+from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.runtime import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         **options,
     )
     check_loading_info(info, name)
+    load_head_norm(model, folder)
     return model
 
 

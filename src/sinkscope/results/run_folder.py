@@ -30,7 +30,7 @@ from sinkscope.results import tables
 
 # A folder that holds one of these was written by a run; --overwrite deletes no other folder.
 _SIGNS_OF_A_RUN = ("config.yaml", "environment.json", "summary.json")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
@@ -70,13 +70,13 @@ def run_folder(path: Path, overwrite: bool = False) -> Iterator[RunFolder]:
     path = Path(path).resolve()
     partial = _hidden_sibling(path, "partial")
     try:
-        with _explained(path):
+        with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
         folder = RunFolder(partial)
-        with _explained(path, only=_DISK_FULL):  # other errors in the block need not be about this folder
+        with explained(path, only=DISK_FULL):  # other errors in the block need not be about this folder
             yield folder
-        with _explained(path):
+        with explained(path):
             _flush_to_disk(partial)
             _move_into_place(partial, path, overwrite)
         folder.path = path
@@ -91,7 +91,7 @@ def check_output(path: Path, overwrite: bool = False) -> None:
 
     It also clears what runs to this path left behind when they were killed.
     """
-    with _explained(path):
+    with explained(path):
         path = Path(path).resolve()
         _clear_leftovers(path)
         _check_existing(path, overwrite)
@@ -212,14 +212,14 @@ def _move_into_place(partial: Path, path: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
+def explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
     """Turns an OSError, of any kind or of the kinds in `only`, into an InputError about writing to `path`."""
     try:
         yield
     except OSError as error:
         if only is not None and error.errno not in only:
             raise
-        full = error.errno in _DISK_FULL
+        full = error.errno in DISK_FULL
         raise InputError(
             expected=f"to be able to write the run to {path}",
             found=error.strerror or str(error),

@@ -90,8 +90,20 @@ def make_plan(findings: Findings) -> Plan:
         alive=tuple(alive or sink_layers or range(reading.num_layers)),
         dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
         super_neurons=tuple(Unit(unit.layer, unit.expert, unit.neuron) for unit in chosen),
-        candidates=tuple(dict.fromkeys(Unit(unit.layer, unit.expert, unit.neuron) for unit in here)),
+        candidates=tuple(candidate_units(findings, sink)),
     )
+
+
+def candidate_units(findings: Findings, sink: int) -> list[Unit]:
+    """Units that write massive dimensions at the sink: those of layers where one stands, and sharp ones of any other.
+
+    A dimension that is not massive yet, or no more, can still be what a head reads.
+    """
+    return [
+        Unit(unit.layer, unit.expert, unit.neuron)
+        for unit in findings.movers
+        if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= SUPER_NEURON_CONTRAST)
+    ]
 
 
 def _alive(births: list[int], erasures: list[int], num_layers: int) -> list[int]:

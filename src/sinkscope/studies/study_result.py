@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sinkscope.capture.trace import Trace
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
-from sinkscope.studies.chain_claims import Measured
+from sinkscope.studies.causal_claims import Measured
 from sinkscope.studies.claims import Judgement
 from sinkscope.studies.plan import Plan
 

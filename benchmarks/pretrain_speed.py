@@ -1,0 +1,239 @@
+"""Prints how fast `sinkscope pretrain` trains, beside a plain loop over the same model, and where the time goes.
+
+    python benchmarks/pretrain_speed.py --preset 152m --length 1024 --batch 64
+
+Contestants, each in a process of its own with an empty compilation cache:
+- sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk).
+- plain: the loop as nanoGPT writes it (the whole model compiled with its loss, logits of the whole batch, vocabulary
+  padded to a multiple of 64, fused AdamW, bfloat16 autocast, clipping), on the same batches.
+Start-up is from the first line after the imports to the end of the first update. Model FLOPs are 6 N + 6 L T E a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from sinkscope.pretrain import training_step
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.model_flops import flops_per_token
+from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.pretrain.token_shards import ShardWriter, open_shards
+from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.pretrain.training_config import TRAINING_PRESETS
+from sinkscope.results.run_folder import run_folder
+
+KERNELS = {
+    "attention": r"flash|fmha|attention",
+    "matrix products": r"gemm|nvjet|cutlass|matmul|_mm_",
+    "optimiser and clipping": r"adam|multi_tensor|lpnorm|foreach",
+    "compiled pointwise and norms": r"triton",
+}
+
+
+def main() -> None:
+    arguments = parsed()
+    if arguments.contestant:
+        print(json.dumps(measure(arguments)))
+        return
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    print(f"- Device: {device}; torch {torch.__version__}, Python {sys.version.split()[0]}")
+    results = {}
+    for contestant in arguments.contestants.split(","):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+            command = [sys.executable, __file__, *sys.argv[1:], "--contestant", contestant]
+            finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            results[contestant] = json.loads(finished.stdout.splitlines()[-1])
+            print(f"- {contestant}: {finished.stdout.splitlines()[-1]}", file=sys.stderr, flush=True)
+    show(arguments, results)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="152m")
+    parser.add_argument("--variant", default="softmax")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64, help="sequences in a step, one forward pass")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="steps of a round")
+    parser.add_argument("--peak", type=float, default=790e12, help="FLOP/s that MFU is taken of")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--contestants", default="sinkscope,plain")
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    """Start-up, seconds a step, tokens/s and, of the trainer, a profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = preset(arguments.preset).get("vocab_size", 50257)
+        shards = random_shards(Path(folder) / "tokens", vocab_size, 40 * arguments.batch * arguments.length)
+        stream = TokenStream(shards, "train", length=arguments.length, batch_size=arguments.batch, seed=0)
+        started_at = time.perf_counter()
+        build = {"sinkscope": trainer, "plain": plain_loop}[arguments.contestant]
+        model, step = build(arguments, vocab_size, stream)
+        step(0)
+        wait(arguments)
+        startup_s = time.perf_counter() - started_at
+        for number in range(1, 1 + arguments.warmup):
+            step(number)
+        wait(arguments)
+        seconds = []
+        for _ in range(arguments.rounds):
+            began_at = time.perf_counter()
+            for number in range(arguments.steps):
+                step(number)
+            wait(arguments)
+            seconds.append((time.perf_counter() - began_at) / arguments.steps)
+        result = {
+            "startup_s": startup_s,
+            "seconds": seconds,
+            "flops_per_token": flops_per_token(model, arguments.length),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None,
+        }
+        if arguments.contestant == "sinkscope" and arguments.device == "cuda":
+            result["profile"] = profile(step)
+        return result
+
+
+def random_shards(path: Path, vocab_size: int, num_tokens: int):
+    generator = np.random.default_rng(0)
+    with run_folder(path) as folder:
+        writer = ShardWriter(folder, vocab_size, 1 << 27)
+        writer.add("train", generator.integers(vocab_size, size=num_tokens))
+        writer.finish()
+    return open_shards(path)
+
+
+def trainer(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
+    config = replace(
+        TRAINING_PRESETS[arguments.preset],
+        batch_size=arguments.batch,
+        micro_batch_size=None,
+        sequence_length=arguments.length,
+    )
+    model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": vocab_size}))
+    group = Processes(mode="single", rank=0, num_processes=1, device=torch.device(arguments.device))
+    step = training_step.TrainingStep(model, config, group, compile=True)
+    return model, lambda number: step.update(number, stream)
+
+
+def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
+    torch.set_float32_matmul_precision("high")
+    config = TRAINING_PRESETS[arguments.preset]
+    padded = vocab_size + -vocab_size % 64
+    model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": padded})).to(arguments.device)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        fused=True,
+    )
+    compiled = torch.compile(model)
+
+    def step(number: int) -> None:
+        tokens, targets = stream.batch(number)
+        if arguments.device == "cuda":
+            tokens, targets = (x.contiguous().pin_memory().to("cuda", non_blocking=True) for x in (tokens, targets))
+        with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.device == "cuda"):
+            logits = compiled(tokens, use_cache=False).logits
+            loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    return model, step
+
+
+def model_fields(arguments: argparse.Namespace) -> dict:
+    return preset(arguments.preset) | {
+        "attention_variant": arguments.variant,
+        "max_position_embeddings": arguments.length,
+    }
+
+
+def profile(step, num_steps: int = 3) -> dict[str, float]:
+    """Milliseconds a step of the device by kind of kernel, and what it idled."""
+    inner = training_step.vocabulary_loss
+
+    def labelled(*values):
+        with torch.profiler.record_function("vocabulary"):
+            return inner(*values)
+
+    training_step.vocabulary_loss = labelled
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profiler:
+        began_at = time.perf_counter()
+        for number in range(num_steps):
+            step(number)
+        torch.cuda.synchronize()
+        wall_ms = 1e3 * (time.perf_counter() - began_at) / num_steps
+    training_step.vocabulary_loss = inner
+    kinds: dict[str, float] = dict.fromkeys([*KERNELS, "other"], 0.0)
+    names: dict[str, float] = {}
+    in_vocabulary = 0.0
+    for event in profiler.key_averages():
+        if event.key == "vocabulary" and event.device_type == torch.autograd.DeviceType.CPU:
+            in_vocabulary = event.device_time_total / 1e3 / num_steps
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.key == "vocabulary":
+            continue
+        milliseconds = event.self_device_time_total / 1e3 / num_steps
+        kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, event.key, re.I)), "other")
+        kinds[kind] += milliseconds
+        names[event.key] = milliseconds
+    for name, milliseconds in sorted(names.items(), key=lambda item: -item[1])[:14]:
+        print(f"  {milliseconds:8.3f} ms  {name[:110]}", file=sys.stderr)
+    kinds["idle (launch gaps)"] = wall_ms - sum(kinds.values())
+    kinds["of all: loss over the vocabulary, gradients included"] = in_vocabulary
+    kinds["whole step under the profiler"] = wall_ms
+    return kinds
+
+
+def wait(arguments: argparse.Namespace) -> None:
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
+    print(
+        f"- {arguments.preset}, {arguments.variant}, {arguments.batch} x {arguments.length} tokens a step, "
+        f"bfloat16 autocast, AdamW; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds of "
+        f"{arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
+    )
+    print("| | ms a step, median [min, max] | tokens/s | MFU | start-up to first step, s | peak GiB |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, result in results.items():
+        median = statistics.median(result["seconds"])
+        rate = arguments.batch * arguments.length / median
+        spread = f"{1e3 * median:.1f} [{1e3 * min(result['seconds']):.1f}, {1e3 * max(result['seconds']):.1f}]"
+        memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
+        mfu = rate * result["flops_per_token"] / arguments.peak
+        print(f"| {name} | {spread} | {rate:,.0f} | {mfu:.1%} | {result['startup_s']:.1f} | {memory} |")
+    for name, result in results.items():
+        if "profile" in result:
+            print(f"\n| {name}: where a step goes | ms |\n| --- | ---: |")
+            for kind, milliseconds in result["profile"].items():
+                print(f"| {kind} | {milliseconds:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

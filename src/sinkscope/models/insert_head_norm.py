@@ -1,0 +1,103 @@
+"""Puts HeadRMSNorm before every output projection of a Hugging Face model, and takes it out again.
+
+The norm becomes a submodule of the projection and runs as a pre-hook on it, so the model trains, saves and compiles as
+before. Its lambdas are saved with the model's weights, and how it was built in config.json; a plain from_pretrained
+would warn of unused weights and leave the norm out, so such a folder is loaded with `sinkscope.load`, or
+`load_head_norm` after from_pretrained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import Part, anatomy_of
+
+NAME = "head_norm"
+"""Of the submodule below each output projection."""
+CONFIG_KEY = "sinkscope_head_norm"
+
+
+def insert_head_norm(
+    model: Part, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
+) -> list[HeadRMSNorm]:
+    """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
+
+    `model` is changed in place; `remove_head_norm` undoes it exactly.
+    """
+    anatomy = anatomy_of(model)
+    projections = [layer.output_projection for layer in anatomy.layers]
+    if any(hasattr(projection, NAME) for projection in projections):
+        raise InputError(
+            expected="a model without head-wise RMSNorm",
+            found="one that has it already",
+            next_step="Call remove_head_norm(model) first",
+        )
+    options = {"per_head": per_head, "offset": offset, "initial_lambda": initial_lambda}
+    norms = []
+    for layer, projection in zip(anatomy.layers, projections, strict=True):
+        num_channels = layer.output_projection_weight().shape[1]
+        norm = HeadRMSNorm(anatomy.num_heads, num_channels // anatomy.num_heads, **options)
+        # Lambdas are few and small steps matter to them, so they stay in float32 whatever the weights are in.
+        norm.to(projection.weight.device).train(projection.training)
+        projection.add_module(NAME, norm)
+        norm.handle = projection.register_forward_pre_hook(_normalise)
+        norms.append(norm)
+    setattr(model.config, CONFIG_KEY, options)
+    return norms
+
+
+def remove_head_norm(model: Part) -> None:
+    """Takes the norms out: the model computes what it did before they were put in, to the bit, if it was not
+    trained meanwhile."""
+    for layer in anatomy_of(model).layers:
+        norm = getattr(layer.output_projection, NAME, None)
+        if norm is None:
+            raise InputError(
+                expected="head-wise RMSNorm in every layer",
+                found=f"none in layer {layer.index}",
+                next_step="Call insert_head_norm(model) first",
+            )
+        norm.handle.remove()
+        delattr(layer.output_projection, NAME)
+    delattr(model.config, CONFIG_KEY)
+
+
+def load_head_norm(model: Part, folder: str | Path) -> None:
+    """Puts the norms of a saved model into one that from_pretrained has just made of the same folder; nothing to do
+    for a folder that has none."""
+    options = getattr(model.config, CONFIG_KEY, None)
+    if options is None:
+        return
+    insert_head_norm(model, **options)
+    values = _saved_values(Path(folder))
+    for name, parameter in model.named_parameters():
+        if f".{NAME}." not in name:
+            continue
+        if name not in values or values[name].shape != parameter.shape:
+            raise InputError(
+                expected=f"{name} with shape {list(parameter.shape)} in the weights",
+                found="none" if name not in values else f"shape {list(values[name].shape)}",
+                next_step="Save the model again with save_pretrained",
+            )
+        with torch.no_grad():
+            parameter.copy_(values[name])
+
+
+def _saved_values(folder: Path) -> dict[str, Tensor]:
+    values = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            values |= {name: tensors.get_tensor(name) for name in tensors.keys() if f".{NAME}." in name}  # noqa: SIM118
+    return values
+
+
+def _normalise(projection: Part, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    norm = projection.head_norm
+    return (norm(args[0].unflatten(-1, (norm.num_heads, norm.head_size))), *args[1:])

@@ -1,0 +1,71 @@
+"""Optimisers and the learning rate: AdamW, or Muon for the matrices of the blocks with AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from sinkscope.pretrain.training_config import TrainingConfig
+
+
+def build_optimisers(model: nn.Module, blocks: nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    """The optimisers of a model's parameters; weight decay acts on matrices alone, not on gains and biases.
+
+    Muon takes the matrices inside `blocks`, with an update scaled to the size of AdamW's, so that both share one
+    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied.
+    """
+    inside = {id(parameter) for parameter in blocks.parameters()}
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    by_muon = [p for p in matrices if config.optimiser == "muon" and id(p) in inside and p.ndim == 2]
+    taken = {id(p) for p in by_muon}
+    by_adamw = [p for p in matrices if id(p) not in taken]
+    groups = [
+        {"params": by_adamw, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimisers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
+    ]
+    if by_muon:
+        muon = torch.optim.Muon(
+            by_muon,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimisers.append(muon)
+    return optimisers
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """The learning rate of the update that follows `step` updates: a linear warm-up, then the schedule's fall.
+
+    cosine: from the peak to the final rate over all steps left. constant: at the peak until the last `decay_share` of
+    the steps, then a straight line to the final rate.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        first = config.warmup_steps
+        progress = (step - first) / max(1, config.steps - first)
+        remaining = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    else:
+        first = max(config.warmup_steps, round(config.steps * (1 - config.decay_share)))
+        remaining = 1 - max(0.0, min(1.0, (step - first) / max(1, config.steps - first)))
+    final = config.final_learning_rate_share
+    return config.learning_rate * (final + (1 - final) * remaining)
+
+
+def set_learning_rate(optimisers: list[torch.optim.Optimizer], rate: float) -> None:
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate

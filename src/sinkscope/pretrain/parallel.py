@@ -1,0 +1,137 @@
+"""The processes of a run: one, or those that torchrun started, with DDP or FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sinkscope.errors import InputError
+from sinkscope.runtime import resolve_device
+
+MODES = ("auto", "single", "ddp", "fsdp")
+Mode = Literal["single", "ddp", "fsdp"]
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT = timedelta(hours=1)
+"""How long a process waits for another: the first one tokenises text and writes checkpoints while the others wait."""
+TORCHRUN = "torchrun --nproc-per-node 2 -m sinkscope pretrain ..."
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """This process among all of a run."""
+
+    mode: Mode
+    rank: int
+    num_processes: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and speaks."""
+        return self.rank == 0
+
+    def from_first(self, value: T) -> T:
+        """The first process's value, in every process; all of them wait for it."""
+        if self.mode == "single":
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over processes, in every process."""
+        if self.mode != "single":
+            dist.all_reduce(values)
+        return values
+
+
+@contextlib.contextmanager
+def processes(mode: str = "auto", device: str = "auto") -> Iterator[Processes]:
+    """Joins the process group that torchrun describes, or stays alone without torchrun; leaves it at the end."""
+    if mode not in MODES:
+        raise InputError(
+            expected=f"one of {', '.join(MODES)}", found=repr(mode), next_step="Choose one with --parallel"
+        )
+    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    if mode == "single" or (mode == "auto" and not given):
+        yield Processes(mode="single", rank=0, num_processes=1, device=resolve_device(device))
+        return
+    if len(given) < len(TORCHRUN_VARIABLES):
+        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in given)
+        raise InputError(
+            expected=f"a process group as torchrun describes it, for --parallel {mode}",
+            found=f"no {missing} in the environment",
+            next_step=f"Start it with: {TORCHRUN}",
+        )
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        resolved = resolve_device(f"cuda:{local_rank}")
+        torch.cuda.set_device(resolved)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo", timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            expected=f"a process group at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            found=str(error).splitlines()[0],
+            next_step=f"Start it with: {TORCHRUN}",
+        ) from error
+    try:
+        yield Processes(
+            mode="fsdp" if mode == "fsdp" else "ddp",
+            rank=dist.get_rank(),
+            num_processes=dist.get_world_size(),
+            device=resolved,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(module: nn.Module, blocks: nn.ModuleList, group: Processes) -> nn.Module:
+    """The module as it is called in training: itself, its DDP, or itself sharded block by block.
+
+    With FSDP2 on CUDA, weights are gathered in bfloat16 and gradients summed in float32; optimisers hold float32.
+    """
+    if group.mode == "ddp":
+        on_cuda = group.device.type == "cuda"
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=[group.device] if on_cuda else None, gradient_as_bucket_view=True
+        )
+    if group.mode == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        low = torch.bfloat16 if group.device.type == "cuda" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        mesh = dist.device_mesh.init_device_mesh(group.device.type, (group.num_processes,))
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return module
+
+
+@contextlib.contextmanager
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Leaves gradients to their process until the last of an update's backward passes."""
+    if isinstance(module, nn.parallel.DistributedDataParallel) and not enabled:
+        with module.no_sync():
+            yield
+        return
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(enabled)  # type: ignore[operator]
+    yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor gathered from all processes where it is sharded, else itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

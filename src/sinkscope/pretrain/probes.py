@@ -1,0 +1,142 @@
+"""The six observables of the sink chain on fixed batches while a model trains, read by the tracing code.
+
+Everything is told about one position, the key that most heads count as their sink (position 0 while no head does), so
+that the links can be put in the order of their birth before any of them is strong enough to be called found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sinkscope.capture.findings import Findings
+from sinkscope.capture.reading import evaluation_mode, read_model
+from sinkscope.measures.super_neurons import channel_sparsity
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch, token_batch
+
+QUANTITIES = {
+    "variance_ratio": "1. variance of the value aggregation across sequences, position 0 over the later half",
+    "write_contrast": "2. largest write of a neuron at the sink over its median at other positions",
+    "top_share": "3. energy share of the top dimension in that neuron's output vector",
+    "dom_ratio": "4. largest over mean magnitude of the residual at the sink",
+    "dom_ratio_elsewhere": "   the same at positions that are no sink",
+    "effective_rank": "   effective rank of the residuals",
+    "cosine": "5. mean cosine of the sink's state over pairs of sequences",
+    "positive_queries": "   share of later queries that agree with the sink's key, over heads",
+    "sink_rate": "6. share of heads and sequences that count the position as a sink",
+    "attention": "   mean attention on the position",
+}
+"""What each quantity says; all are per layer."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One reading: numbers of the whole model and of each layer."""
+
+    whole: dict[str, float | None]
+    layers: dict[str, list[float | None]]
+
+    def row(self) -> dict[str, Any]:
+        return {"whole": self.whole, "layers": self.layers}
+
+
+def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = True) -> Probe:
+    """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights."""
+    loaded = loaded_model(model)
+    with _eager():
+        findings = Findings(read_model(loaded, batch, effective_rank=effective_rank).cpu())
+        with evaluation_mode(model):
+            layers = _layers(findings)
+            num_super_neurons = len(findings.super_neurons)
+    position, rate = findings.strongest
+    whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
+    whole["num_sinks"] = len(findings.sinks)
+    whole["num_massive_dimensions"] = len({entry.dimension for entry in findings.massive})
+    whole["num_super_neurons"] = num_super_neurons
+    return Probe(whole, {name: _numbers(values) for name, values in layers.items()})
+
+
+def random_batch(model: PreTrainedModel, *, length: int, num_sequences: int, seed: int = 0) -> TokenBatch:
+    """Uniformly random tokens, the same at every step."""
+    return token_batch(loaded_model(model), "random", length=length, num_sequences=num_sequences, seed=seed)
+
+
+def text_batch(windows_BT: Tensor, *, length: int) -> TokenBatch:
+    """The beginnings of some windows of held-out text."""
+    return TokenBatch(ids=windows_BT[:, :length].clone(), kind="text", source="validation")
+
+
+def loaded_model(model: PreTrainedModel) -> LoadedModel:
+    """A model in memory as tracing takes it; unlike `load`, it doesn't hash the weights, which change anyway."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        name="model in training",
+        source="given",
+        weight_hash="",
+        dtype=dtype,
+        trust_remote_code=False,
+    )
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Runs compiled functions eagerly: the probe's hooks must see every part, and must cause no recompilation."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _layers(findings: Findings) -> dict[str, Tensor | list[float]]:
+    reading, (position, _) = findings.reading, findings.strongest
+    write_LT = reading.by_position["largest_write"]
+    others = torch.arange(write_LT.shape[1]) != position
+    key = int((reading.keys == position).nonzero()[0])
+    layers: dict[str, Tensor | list[float]] = {
+        "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
+        "top_share": _top_shares(findings, reading.by_position["largest_write_unit"][:, position]),
+        "sink_rate": reading.head_sink_rate[:, :, key].float().mean(1),
+        "attention": reading.received[:, :, key].mean(1),
+        "positive_queries": _at_lock(findings, position),
+    }
+    layers["dom_ratio"], layers["dom_ratio_elsewhere"] = findings.dom_ratio_at(position)
+    if findings.variance_ratio is not None:
+        layers["variance_ratio"] = findings.variance_ratio
+    if "cosine" in reading.by_position:
+        layers["cosine"] = reading.by_position["cosine"][:, position]
+    if (ranks := findings.effective_ranks[0]) is not None:
+        layers["effective_rank"] = ranks
+    return {name: layers[name] for name in QUANTITIES if name in layers}
+
+
+def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
+    """[L] how channel-sparse the output vector of each layer's strongest writer is."""
+    layers = findings.reading.anatomy.layers
+    vectors = [layer.output_vectors(unit[None].cpu()) for layer, unit in zip(layers, units_L, strict=True)]
+    return [float(channel_sparsity(vector.cpu()).top_share) for vector in vectors]
+
+
+def _at_lock(findings: Findings, position: int) -> list[float]:
+    """[L] the share of later queries with q . k > 0, where the lock was read at the position; NaN elsewhere."""
+    positive_LHQ, _ = findings.lock
+    at_LQ = findings.reading.lock_positions == position
+    return [
+        float(positive_HQ[:, at_Q].mean()) if bool(at_Q.any()) else float("nan")
+        for positive_HQ, at_Q in zip(positive_LHQ, at_LQ, strict=True)
+    ]
+
+
+def _numbers(values: Tensor | list[float]) -> list[float | None]:
+    return [_number(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,212 @@
+"""From what was asked for to a finished run: the resolved configuration, the run folder, tokens, model, training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_shards
+from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
+from sinkscope.pretrain.trackers import check_tracker, tracker
+from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml
+from sinkscope.pretrain.training_run import Say, TrainingRun
+from sinkscope.results.run_folder import DISK_FULL, check_output, explained, run_folder
+from sinkscope.runtime import environment
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """What one training run was asked to do; written to config.yaml."""
+
+    data: list[str]
+    validation: list[str]
+    model: dict[str, Any]
+    """Fields of the decoder's configuration; `vocab_size` only where it was asked for, else the data decides."""
+    vocab_size: int
+    """Of the BPE that is trained where the data are texts."""
+    training: TrainingConfig
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration in the types that JSON and YAML have."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def resolve(
+    config: str,
+    *,
+    variant: str | None = None,
+    data: Sequence[str],
+    validation: Sequence[str] = (),
+    training: Mapping[str, Any],
+) -> PretrainConfig:
+    """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
+    is_file = config.endswith((".yaml", ".yml"))
+    file: dict[str, Any] = read_yaml(Path(config).expanduser()) if is_file else {"preset": config}
+    name = file.get("preset", DEFAULT_PRESET)
+    model = preset(name)
+    vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
+    model |= file.get("model", {})
+    settings = changed(TRAINING_PRESETS[name], file.get("training", {}), "training")
+    settings = changed(settings, {key: value for key, value in training.items() if value is not None}, "training")
+    if variant is not None:
+        model["attention_variant"] = variant
+    model.setdefault("seed", settings.seed)
+    vocab_size = model.get("vocab_size", vocab_size)
+    try:
+        for key, value in model.items():
+            if isinstance(getattr(DecoderConfig, key, None), bool) and not isinstance(value, bool):
+                raise TypeError(f"{key} {value!r}, neither true nor false")
+        model["max_position_embeddings"] = max(settings.sequence_length, model.get("max_position_embeddings", 0))
+        with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
+            Decoder(decoder_config(model | {"vocab_size": vocab_size}))
+    except TypeError as error:
+        raise InputError(
+            expected="values of the right type for the model",
+            found=str(error),
+            next_step="Correct it below model in --config",
+        ) from error
+    return PretrainConfig(
+        data=list(data), validation=list(validation), model=model, vocab_size=vocab_size, training=settings
+    )
+
+
+def pretrain(
+    config: PretrainConfig,
+    out: Path,
+    group: Processes,
+    *,
+    compile: bool | None = None,
+    overwrite: bool = False,
+    track: str | None = None,
+    say: Say,
+) -> dict[str, Any]:
+    """The summary of a run in the folder `out`, trained to its end; a run that was stopped goes on where it was.
+
+    Blocks are compiled on CUDA unless `compile` says otherwise. Every process of the group calls it.
+    """
+    say = say if group.is_first else lambda text: None
+    config.training.rows(group.rank, group.num_processes)
+    compile = group.device.type == "cuda" if compile is None else compile
+    if group.is_first:
+        check_tracker(track)
+        _open_run(config, out, overwrite, group, compile, say)
+    group.from_first(None)
+    shards = _shards(config, out)
+    if (out / "summary.json").is_file():
+        say(f"the run in {out} is complete; choose another folder with --out, or --overwrite it")
+        return json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    model = Decoder(_decoder_config(config, shards))
+    with tracker(track if group.is_first else None, out, config.plain()) as send:
+        run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
+        say(_opening(run, config, shards, compile))
+        with explained(out, only=DISK_FULL):
+            return run.train()
+
+
+def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
+    """Makes the run folder with all that training needs, or sees that the one there has the same configuration.
+
+    Texts are tokenized into it once. What cannot be trained is refused before the folder is there.
+    """
+    is_run = (out / "config.yaml").is_file()
+    if is_run and not overwrite:
+        found = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
+        if differences := _differences(found, config.plain()):
+            raise InputError(
+                expected=f"the configuration that the run in {out} began with",
+                found="; ".join(differences[:3]),
+                next_step="Choose another folder with --out, or replace the run with --overwrite",
+            )
+        _shards(config, out).verify()
+        return
+    check_output(out, overwrite)
+    with run_folder(out, overwrite) as folder:
+        folder.write_yaml("config.yaml", config.plain())
+        precision = "bfloat16 autocast" if group.device.type == "cuda" else "float32"
+        folder.write_json(
+            "environment.json",
+            environment(
+                device=group.device,
+                precision=precision,
+                compiled=compile,
+                parallel=group.mode,
+                num_processes=group.num_processes,
+            ),
+        )
+        if not _is_shards(config.data):
+            texts = TokenizeConfig(
+                data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
+            )
+            tokenize(texts, folder.path / "tokens", progress=say)
+        shards = _shards(config, folder.path)
+        shards.verify()
+        _decoder_config(config, shards)
+        settings = config.training
+        for split in SPLITS:
+            TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
+
+
+def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = [*expected, *(key for key in found if key not in expected)]
+        return [
+            line
+            for key in keys
+            for line in _differences(found.get(key), expected.get(key), f"{where}.{key}" if where else str(key))
+        ]
+    return [] if found == expected else [f"{where} {found!r} there, {expected!r} now"]
+
+
+def _shards(config: PretrainConfig, run: Path) -> TokenShards:
+    """The shards that the data are, or that were made of the texts."""
+    return open_shards(Path(config.data[0]).expanduser() if _is_shards(config.data) else run / "tokens")
+
+
+def _is_shards(data: Sequence[str]) -> bool:
+    folders = [source for source in data if (Path(source).expanduser() / MANIFEST).is_file()]
+    if folders and len(data) > 1:
+        raise InputError(
+            expected="one folder of token shards, or texts",
+            found=f"{len(data)} sources, {folders[0]} among them",
+            next_step="Give the folder alone to --data",
+        )
+    return bool(folders)
+
+
+def _decoder_config(config: PretrainConfig, shards: TokenShards) -> DecoderConfig:
+    vocab_size = config.model.get("vocab_size", shards.vocab_size)
+    if vocab_size < shards.vocab_size:
+        raise InputError(
+            expected=f"a vocabulary of at least {shards.vocab_size} tokens, those of the data",
+            found=f"vocab_size {vocab_size} in the model's configuration",
+            next_step="Leave vocab_size out of the model's configuration, or tokenize the data with a smaller one",
+        )
+    end = load_tokenizer(shards.path).eos_token_id
+    return decoder_config(config.model | {"vocab_size": vocab_size, "bos_token_id": end, "eos_token_id": end})
+
+
+def _opening(run: TrainingRun, config: PretrainConfig, shards: TokenShards, compile: bool) -> str:
+    settings, group = config.training, run.group
+    num_tokens, wanted = shards.num_tokens("train"), settings.steps * settings.batch_size * settings.sequence_length
+    return (
+        f"{config.model.get('attention_variant', 'softmax')}, {run.num_parameters / 1e6:,.1f} M parameters; "
+        f"{settings.steps} steps of {settings.batch_size} x {settings.sequence_length} tokens, "
+        f"{wanted / num_tokens:.2f} epochs of {num_tokens / 1e6:,.1f} M; "
+        f"{group.device.type} x {group.num_processes} ({group.mode}), "
+        f"{'bfloat16 autocast' if group.device.type == 'cuda' else 'float32'}, "
+        f"{'blocks compiled' if compile else 'eager'}, {settings.optimiser}"
+    )

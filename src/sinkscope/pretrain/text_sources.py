@@ -1,0 +1,169 @@
+"""Documents from text files, folders and Hugging Face datasets, one at a time, in an order that never changes.
+
+A plain text file holds documents separated by `<|endoftext|>`; a file without one is one document. A .jsonl file holds
+one object with a `text` a line. Either may be compressed (.gz, .xz).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from sinkscope.errors import InputError
+
+SEPARATOR = "<|endoftext|>"
+SUFFIXES = (".txt", ".md", ".jsonl")
+BLOCK_CHARACTERS = 1 << 20
+FORMS = "a text file, a folder of them, hf:NAME, hf:NAME:CONFIG or hf:FILE"
+HF_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+
+
+def documents(sources: Sequence[str]) -> Iterator[str]:
+    """Every document of the sources, in the order of the sources and, within a folder, of the sorted paths.
+
+    A source without any text is refused, as is a file that is not text.
+    """
+    for source in sources:
+        num_documents = 0
+        for document in _source_documents(source):
+            if document.strip():
+                num_documents += 1
+                yield document
+        if not num_documents:
+            raise InputError(expected="text", found=f"{source}, empty", next_step=f"Give {FORMS} to --data")
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Returns if every source is there, else raises InputError; nothing is read but names."""
+    if not sources:
+        raise InputError(expected="text to read", found="no source", next_step=f"Give {FORMS} to --data")
+    for source in sources:
+        if source.startswith("hf:"):
+            _datasets_package()
+        else:
+            _files(source)
+
+
+def _source_documents(source: str) -> Iterator[str]:
+    if source.startswith("hf:"):
+        yield from _hugging_face_documents(source)
+        return
+    for path in _files(source):
+        yield from _file_documents(path)
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise InputError(expected=FORMS, found=f"no {source!r}", next_step="Give a path that exists to --data")
+    found = sorted(file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
+    if not found:
+        raise InputError(
+            expected=f"files that end in {', '.join(SUFFIXES)} (or these with .gz, .xz)",
+            found=f"none in the folder {source}",
+            next_step="Give the files themselves to --data",
+        )
+    return found
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in (".gz", ".xz") else path.suffix
+
+
+def _file_documents(path: Path) -> Iterator[str]:
+    try:
+        with _opened(path) as file:
+            yield from _json_documents(file, path) if _suffix(path) == ".jsonl" else _separated_documents(file, path)
+    except UnicodeDecodeError as error:
+        raise _not_text(path, "bytes that are no UTF-8") from error
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise _not_text(path, str(error) or "a file that cannot be read") from error
+
+
+def _opened(path: Path) -> IO[str]:
+    # newline="" leaves line endings as they are.
+    openers = {".gz": gzip.open, ".xz": lzma.open}
+    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="")
+
+
+def _separated_documents(file: IO[str], path: Path) -> Iterator[str]:
+    """Reads block by block, so that a file larger than memory is no problem as long as its documents are not."""
+    pending: list[str] = []
+    tail = ""
+    while block := file.read(BLOCK_CHARACTERS):
+        if "\0" in block:
+            raise _not_text(path, "a zero byte")
+        first, *others = (tail + block).split(SEPARATOR)
+        for other in others:
+            yield "".join([*pending, first]).strip("\r\n")
+            pending, first = [], other
+        # A separator may lie across two blocks: its first part must wait for the second.
+        keep = len(SEPARATOR) - 1
+        pending.append(first[:-keep])
+        tail = first[-keep:]
+    yield "".join([*pending, tail]).strip("\r\n")
+
+
+def _json_documents(file: IO[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise _not_text(path, f"line {number}, which is no object with a 'text'")
+        yield text
+
+
+def _hugging_face_documents(source: str) -> Iterator[str]:
+    load_dataset = _datasets_package().load_dataset
+    name, _, config = source.removeprefix("hf:").partition(":")
+    path = Path(name).expanduser()
+    options = {"split": "train", "streaming": True}
+    if path.is_file() and path.suffix not in HF_BUILDERS:
+        raise InputError(
+            expected=f"a file that ends in {', '.join(HF_BUILDERS)}",
+            found=path.name,
+            next_step="Give it without hf:, or in another format",
+        )
+    try:
+        if path.is_file():
+            stream = load_dataset(HF_BUILDERS[path.suffix], data_files=str(path), **options)
+        else:
+            stream = load_dataset(name, config or None, **options)
+    except (OSError, ValueError) as error:  # among them the package's own "not found"
+        raise InputError(
+            expected=f"a dataset at {source}", found=str(error).splitlines()[0], next_step=f"Give {FORMS} to --data"
+        ) from error
+    for row in stream:
+        if not isinstance(row.get("text"), str):
+            raise InputError(
+                expected=f"a column 'text' in {source}", found=", ".join(row), next_step="Choose another dataset"
+            )
+        yield row["text"]
+
+
+def _datasets_package():
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise
+        raise InputError(
+            expected="the package datasets, to read hf: sources",
+            found="it is not installed",
+            next_step="Run: pip install 'sinkscope[train]'",
+        ) from error
+    return datasets
+
+
+def _not_text(path: Path, found: str) -> InputError:
+    return InputError(expected=f"text in UTF-8 in {path.name}", found=found, next_step=f"Give {FORMS} to --data")

@@ -1,0 +1,197 @@
+"""Text to token shards: trains a byte-level BPE on the training documents and encodes every document with it.
+
+Validation is held out by document: which documents are, depends on their text alone, so a document that stands twice
+in the data is never on both sides, and the tokenizer never sees one that is held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import looks_like_hub_name
+from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
+from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
+from sinkscope.results.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BPE_TRAINING_CHARACTERS = 1 << 26
+"""Characters of the training documents that the BPE is trained on: merges hardly change beyond that."""
+BATCH_CHARACTERS = 1 << 22
+"""Characters encoded in one call, which the tokenizer spreads over the cores."""
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """What one tokenisation was asked to do; written to config.yaml."""
+
+    data: tuple[str, ...]
+    validation: tuple[str, ...] = ()
+    """Sources held out as a whole; without any, a share of the documents is held out."""
+    validation_share: float = 0.01
+    vocab_size: int = 8192
+    tokenizer: str | None = None
+    """A folder or Hugging Face name to use in place of a new BPE."""
+    max_tokens: int | None = None
+    """Stop after so many training tokens: a streamed dataset may have no end."""
+    shard_tokens: int = 1 << 27
+
+    def check(self) -> None:
+        check_sources(self.data)
+        if self.validation:
+            check_sources(self.validation)
+        if not 0 < self.validation_share < 1:
+            raise _wrong("a share between 0 and 1", self.validation_share, "--validation-share 0.01")
+        if self.tokenizer is None and not SMALLEST_VOCABULARY <= self.vocab_size <= 1 << 24:
+            raise _wrong(f"a vocabulary of at least {SMALLEST_VOCABULARY}", self.vocab_size, "--vocab-size 8192")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise _wrong("at least 1 token", self.max_tokens, "--max-tokens 100000000")
+        if self.shard_tokens < 1:
+            raise _wrong("at least 1 token a shard", self.shard_tokens, "--shard-tokens 100000000")
+
+
+def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Progress) -> TokenShards:
+    """The shards written to `out`, with the tokenizer and a manifest of hashes; `out` appears whole or not at all."""
+    config.check()
+    with run_folder(out, overwrite) as folder:
+        if config.tokenizer is None:
+            progress(f"training a byte-level BPE of {config.vocab_size} tokens")
+            tokenizer = train_bpe((text for split, text in _split_documents(config) if split == "train"), config)
+        else:
+            tokenizer = load_tokenizer(config.tokenizer)
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise InputError(
+                expected="a tokenizer with an end-of-text token",
+                found=f"none in {config.tokenizer}",
+                next_step="Choose another with --tokenizer, or leave it out to train one",
+            )
+        writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
+        for batch in _batches(_split_documents(config)):
+            texts = [text for _, text in batch]
+            encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
+            for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
+                writer.add(split, [*ids, end])  # type: ignore[list-item]
+            progress(f"{writer.num_tokens['train'] / 1e6:.1f} M training tokens")
+            if config.max_tokens is not None and writer.num_tokens["train"] >= config.max_tokens:
+                break
+        for split in SPLITS:
+            if not writer.num_tokens[split]:
+                raise InputError(
+                    expected=f"at least one {split} document",
+                    found="none",
+                    next_step="Give more text, or text to hold out with --validation FILE",
+                )
+        tokenizer.save_pretrained(folder.path)
+        folder.write_yaml("config.yaml", config)
+        writer.finish(end_of_text=end)
+    return open_shards(out)
+
+
+def train_bpe(texts: Iterator[str], config: TokenizeConfig) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on the first `BPE_TRAINING_CHARACTERS` of the texts; it can encode any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_first_characters(texts, BPE_TRAINING_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SEPARATOR, eos_token=SEPARATOR)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder, or of a Hugging Face name."""
+    from transformers import AutoTokenizer
+
+    try:
+        if not Path(name).is_dir() and not looks_like_hub_name(str(name)):
+            raise ValueError("no such folder")
+        return AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            expected="a tokenizer's folder or Hugging Face name",
+            found=f"{name}: {str(error).splitlines()[0]}",
+            next_step="Give another with --tokenizer",
+        ) from error
+
+
+def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
+    if config.validation:
+        for text in documents(config.validation):
+            yield "validation", text
+        for text in documents(config.data):
+            yield "train", text
+        return
+    # The last document waits: where no other was held out, it is.
+    waiting: str | None = None
+    num_train = num_validation = 0
+    for text in documents(config.data):
+        if _held_out(text, config.validation_share):
+            num_validation += 1
+            yield "validation", text
+            continue
+        if waiting is not None:
+            num_train += 1
+            yield "train", waiting
+        waiting = text
+    if waiting is None:
+        return
+    if num_validation:
+        yield "train", waiting
+    elif num_train:
+        yield "validation", waiting
+    else:
+        # A single document is cut at a line end, since the other choice would be to refuse the one text there is.
+        cut = waiting.rfind("\n", 0, int(len(waiting) * (1 - config.validation_share))) + 1
+        if cut:
+            yield "train", waiting[:cut]
+            yield "validation", waiting[cut:]
+        else:
+            yield "train", waiting
+
+
+def _held_out(text: str, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < share * 2**64
+
+
+def _batches(split_documents: Iterator[tuple[Split, str]]) -> Iterator[list[tuple[Split, str]]]:
+    batch, size = [], 0
+    for document in split_documents:
+        batch.append(document)
+        size += len(document[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _first_characters(texts: Iterator[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        # Lines, since the trainer counts the words of one text at a time on one core.
+        yield from text[: limit - seen].splitlines(keepends=True)
+        seen += len(text)
+        if seen >= limit:
+            return
+
+
+def _wrong(expected: str, found: object, option: str) -> InputError:
+    return InputError(expected=expected, found=str(found), next_step=f"Give for example {option}")

@@ -1,0 +1,230 @@
+"""What a training run is asked to do: one frozen configuration, filled from a preset, a YAML file and options.
+
+A YAML file may hold three mappings, each of which leaves out what it doesn't change:
+
+    preset: 30m                     what the others change; tiny without it
+    model: {num_hidden_layers: 12}  the decoder's shape
+    training: {steps: 20000, learning_rate: 0.002}
+
+Unknown keys are refused. The whole configuration is written to the run folder, and a run is resumed only with an equal
+one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import LATER_QUERIES
+
+OPTIMISERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a decoder is trained. Counts of steps are counts of updates."""
+
+    steps: int
+    batch_size: int
+    """Sequences in an update, over all processes."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward pass of one process; None: all of its share, without accumulation."""
+    sequence_length: int
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+
+    learning_rate: float
+    schedule: str = "cosine"
+    warmup_steps: int
+    decay_share: float = 0.2
+    """The last part of the steps, in which the constant schedule falls."""
+    final_learning_rate_share: float = 0.1
+    optimiser: str = "adamw"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip: float = 1.0
+    """Largest norm of the gradient of all parameters together."""
+
+    evaluate_every: int
+    evaluation_sequences: int = 64
+    probe_every: int
+    """Steps between probes of the six observables; 0: none."""
+    probe_length: int = 64
+    probe_sequences: int = 32
+    checkpoint_every: int
+    keep_checkpoints: int = 2
+    """Complete checkpoints that are kept, newest first; two, so that one may be damaged."""
+    snapshots: tuple[int, ...] = ()
+    """Steps whose weights are kept for good, as models that can be loaded."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "snapshots", tuple(sorted(set(self.snapshots))))
+        for name in ("steps", "batch_size", "sequence_length", "evaluation_sequences", "keep_checkpoints"):
+            _at_least(self, name, 1)
+        for name in ("evaluate_every", "checkpoint_every", "probe_sequences"):
+            _at_least(self, name, 1)
+        for name in ("seed", "warmup_steps", "probe_every", "weight_decay"):
+            _at_least(self, name, 0)
+        for name in ("learning_rate", "clip", "epsilon"):
+            if getattr(self, name) <= 0:
+                raise _wrong(f"{name} above 0", getattr(self, name))
+        for name in ("beta1", "beta2", "decay_share", "final_learning_rate_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise _wrong(f"{name} between 0 and 1", getattr(self, name))
+        for name, choices in (("optimiser", OPTIMISERS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
+                raise _wrong(f"{name} as one of {', '.join(choices)}", repr(getattr(self, name)))
+        if self.micro_batch_size is not None:
+            _at_least(self, "micro_batch_size", 1)
+        length = min(self.probe_length, self.sequence_length)
+        if self.probe_every and length <= LATER_QUERIES:
+            raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or probe_every 0", length)
+        if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
+            raise _wrong(f"snapshots at steps from 0 to {self.steps}", outside[0])
+
+    def rows(self, rank: int, num_processes: int) -> list[slice]:
+        """The rows of each batch that a process works on, one slice for each of its forward passes."""
+        if self.batch_size % num_processes:
+            raise _wrong(f"batch_size divisible by the number of processes, {num_processes}", self.batch_size)
+        share = self.batch_size // num_processes
+        micro = min(self.micro_batch_size or share, share)
+        if share % micro:
+            raise _wrong(f"micro_batch_size that divides the {share} sequences of a process", micro)
+        return [slice(start, start + micro) for start in range(rank * share, (rank + 1) * share, micro)]
+
+
+def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
+    """A frozen configuration with some entries changed; an unknown key or a value of another type is refused."""
+    known = {field.name: getattr(base, field.name) for field in fields(base)}
+    # YAML reads 1e-3, without a point, as text.
+    changes = {key: _as_float(value) if isinstance(known.get(key), float) else value for key, value in changes.items()}
+    optional = {field.name for field in fields(base) if "None" in str(field.type)}
+    for key, value in changes.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            raise InputError(
+                expected=f"a key of the {what} configuration: {', '.join(known)}",
+                found=repr(key),
+                next_step=f"Write {near[0]}" if near else "Leave it out",
+            )
+        if not _same_kind(known[key], value) and not (value is None and key in optional):
+            raise InputError(
+                expected=f"{key} like {known[key]!r}", found=repr(value), next_step=f"Correct {key} in --config"
+            )
+    return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mappings of a configuration file; anything else is refused."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(
+            expected=f"YAML in {path.name}", found=str(error).splitlines()[0], next_step="Correct the file"
+        ) from error
+    value = {} if value is None else value
+    kinds = {"preset": str, "model": dict, "training": dict}
+    if not isinstance(value, dict) or not all(isinstance(value.get(key, kind()), kind) for key, kind in kinds.items()):
+        raise InputError(
+            expected="a preset's name and the mappings model and training",
+            found=f"other YAML in {path.name}",
+            next_step="Correct the file",
+        )
+    if unknown := sorted(map(str, value.keys() - {"preset", "model", "training"})):
+        raise InputError(
+            expected="the keys preset, model and training",
+            found=f"{', '.join(unknown)} in {path.name}",
+            next_step="Move it below model or training, or leave it out",
+        )
+    return value
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _same_kind(example: Any, value: Any) -> bool:
+    if isinstance(value, bool) or isinstance(example, bool):
+        return isinstance(value, bool) and isinstance(example, bool)
+    if example is None:
+        return isinstance(value, int)
+    if isinstance(example, tuple):
+        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if isinstance(example, int):
+        return isinstance(value, int)
+    return isinstance(value, type(example))
+
+
+def _at_least(config: TrainingConfig, name: str, least: int) -> None:
+    if getattr(config, name) < least:
+        raise _wrong(f"{name} of at least {least}", getattr(config, name))
+
+
+def _wrong(expected: str, found: object) -> InputError:
+    return InputError(expected=expected, found=str(found), next_step="Correct it in --config or with its option")
+
+
+# Learning rates are those usual for the size; batches hold 2^11, 2^16, 2^19 and 2^20 tokens.
+TRAINING_PRESETS: dict[str, TrainingConfig] = {
+    "tiny": TrainingConfig(
+        steps=200,
+        batch_size=16,
+        sequence_length=128,
+        learning_rate=3e-3,
+        warmup_steps=20,
+        evaluate_every=50,
+        evaluation_sequences=32,
+        probe_every=100,
+        probe_sequences=16,
+        checkpoint_every=100,
+    ),
+    "30m": TrainingConfig(
+        steps=4000,
+        batch_size=128,
+        sequence_length=512,
+        learning_rate=2e-3,
+        warmup_steps=200,
+        evaluate_every=250,
+        evaluation_sequences=256,
+        probe_every=200,
+        checkpoint_every=500,
+    ),
+    "152m": TrainingConfig(
+        steps=38000,
+        batch_size=512,
+        micro_batch_size=64,
+        sequence_length=1024,
+        learning_rate=1e-3,
+        warmup_steps=1000,
+        evaluate_every=500,
+        evaluation_sequences=512,
+        probe_every=250,
+        checkpoint_every=1000,
+    ),
+    "1b": TrainingConfig(
+        steps=20000,
+        batch_size=512,
+        micro_batch_size=8,
+        sequence_length=2048,
+        learning_rate=4e-4,
+        warmup_steps=1000,
+        evaluate_every=500,
+        evaluation_sequences=256,
+        probe_every=250,
+        checkpoint_every=500,
+    ),
+}

@@ -1,0 +1,104 @@
+"""One update of a decoder: forward and backward passes, clipping, optimisers; and the loss on held-out text.
+
+Compilation is regional: each block is compiled on its own, all of them with one graph, and so are the last norm and
+the loss. That starts several times sooner than compiling the whole model, at the same speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.optimisers import build_optimisers, learning_rate, set_learning_rate
+from sinkscope.pretrain.parallel import Processes, gradient_sync, spread, whole
+from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.pretrain.training_config import TrainingConfig
+from sinkscope.pretrain.vocabulary_loss import vocabulary_loss
+
+
+class LanguageModelLoss(nn.Module):
+    """The mean loss of a batch; one module, so that DDP and FSDP2 see every use of every weight."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        hidden_BTE = self.model.hidden_states(tokens_BT)
+        return vocabulary_loss(hidden_BTE.flatten(0, 1), self.model.lm_head_weight, targets_BT.flatten())
+
+
+class TrainingStep:
+    """A model with its optimisers, in this process's share of the work."""
+
+    def __init__(self, model: Decoder, config: TrainingConfig, group: Processes, *, compile: bool) -> None:
+        self.model = model
+        self.config = config
+        self.group = group
+        self.rows = config.rows(group.rank, group.num_processes)
+        model.to(group.device).train()  # type: ignore[arg-type]
+        if compile:
+            compile_blocks(model)
+        self.loss = spread(LanguageModelLoss(model), model.blocks, group)
+        # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
+        self.parameters = dict(model.named_parameters())
+        self.optimisers = build_optimisers(model, model.blocks, config)
+
+    def update(self, step: int, stream: TokenStream) -> tuple[Tensor, Tensor]:
+        """(mean loss over all processes, norm of the gradient before clipping) of the update that follows `step`
+        updates; both stay on the device, so that nothing waits for it."""
+        set_learning_rate(self.optimisers, learning_rate(step, self.config))
+        total = torch.zeros((), device=self.group.device)
+        for number, rows in enumerate(self.rows, 1):
+            tokens, targets = self._moved(*stream.batch(step, rows))
+            with gradient_sync(self.loss, number == len(self.rows)), self._autocast():
+                loss = self.loss(tokens, targets) / len(self.rows)
+                loss.backward()
+            total += loss.detach()
+        norm = whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip))
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return self.group.summed(total) / self.group.num_processes, norm
+
+    @torch.no_grad()
+    def evaluate(self, stream: TokenStream) -> float:
+        """The mean loss on the same held-out windows at every step."""
+        size, rank = self.rows[0].stop - self.rows[0].start, self.group.rank
+        round_size = size * self.group.num_processes
+        count = min(self.config.evaluation_sequences, stream.num_windows)
+        if count > round_size:
+            count -= count % round_size  # a smaller last batch would be compiled anew
+        sums = torch.zeros(2, dtype=torch.float64, device=self.group.device)
+        # Every process makes the same number of calls: with FSDP2 each of them gathers weights from all.
+        for start in range(0, count, round_size):
+            rows = slice(start + rank * size, min(start + (rank + 1) * size, count))
+            is_empty = rows.start >= count
+            tokens, targets = self._moved(*stream.evenly_spaced(count, slice(0, 1) if is_empty else rows))
+            with self._autocast():
+                loss = self.loss(tokens, targets)
+            if not is_empty:
+                sums += torch.stack([loss.double() * len(tokens), torch.full_like(loss, len(tokens)).double()])
+        total, number = self.group.summed(sums).tolist()
+        return total / number
+
+    def _moved(self, *tensors: Tensor) -> list[Tensor]:
+        if self.group.device.type == "cpu":
+            return list(tensors)
+        return [tensor.contiguous().pin_memory().to(self.group.device, non_blocking=True) for tensor in tensors]
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        on_cuda = self.group.device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext()
+
+
+def compile_blocks(model: Decoder) -> None:
+    """Compiles each block's forward, and the last norm's.
+
+    The forward and not the call: hooks, those of FSDP2 and of the probes among them, then stay outside.
+    """
+    for module in (*model.blocks, model.final_norm):
+        module.forward = torch.compile(module.forward, dynamic=False)

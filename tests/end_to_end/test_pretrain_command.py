@@ -1,0 +1,249 @@
+"""The real commands tokenize and pretrain: what they write, that training learns, and how they refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import sinkscope as package
+from sinkscope.attention.variants import VARIANTS
+from sinkscope.cli import main
+from sinkscope.pretrain.metrics_log import read_rows
+from sinkscope.pretrain.probes import QUANTITIES
+from sinkscope.pretrain.token_shards import open_shards
+
+SHORT = ("--steps", 12, "--warmup-steps", 2, "--batch-size", 8, "--sequence-length", 64, "--learning-rate", 1e-2)
+SHORT += ("--evaluate-every", 6, "--probe-every", 12, "--checkpoint-every", 12)
+
+
+@pytest.fixture
+def sinkscope(tmp_path, monkeypatch, capfd):
+    """Runs a command in this process, in an empty folder, through the entry point; gives code, out and err."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sinkscope", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as exit_info:
+                main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return SimpleNamespace(code=exit_info.value.code, **capfd.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Sentences of a small grammar: enough order for a tiny model to learn in a few steps."""
+    generator = np.random.default_rng(0)
+    words = [["the", "a", "every"], ["token", "head", "layer"], ["attends", "writes", "reads"], ["again", "first", "."]]
+    texts = ["\n".join(" ".join(generator.choice(kind) for kind in words * 3) for _ in range(30)) for _ in range(60)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokens(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("shards") / "tokens"
+    command = [sys.executable, "-m", "sinkscope", "tokenize", "--data", str(text), "--out", str(out)]
+    result = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    shards = open_shards(out)
+    assert f"{shards.num_tokens('train'):,} train tokens" in result.stdout
+    return out
+
+
+def test_tiny_trains_on_plain_text_and_its_model_is_loaded_without_the_package(sinkscope, text, tmp_path):
+    """The whole of the tiny preset, 200 steps; well under the 60 s that two free cores may take."""
+    started_at = time.process_time()
+    result = sinkscope("pretrain", "--config", "tiny", "--data", text, "--out", "run", "--keep", "0,100")
+    assert result.code == 0, result.err
+    assert time.process_time() - started_at < 60
+    run = tmp_path / "run"
+    metrics = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 201))
+    first, last = (np.mean([row["loss"] for row in part]) for part in (metrics[:5], metrics[-5:]))
+    assert last < first - 2
+    assert metrics[-1]["validation_loss"] < metrics[49]["validation_loss"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["probes_s"] < 0.05 * summary["elapsed_s"], "under 2 % on a free machine"
+    probes = read_rows(run / "probes.jsonl")
+    assert [(row["step"], row["batch"]) for row in probes] == [
+        (step, batch) for step in (0, 100, 200) for batch in ("random", "text")
+    ]
+    layers = probes[-1]["layers"]
+    assert set(layers) == set(QUANTITIES)
+    assert {len(values) for values in layers.values()} == {4}
+    for name in ("config.yaml", "environment.json", "metrics.parquet", "probes.parquet", "tokens/manifest.json"):
+        assert (run / name).stat().st_size > 0
+    # Another process, which never imports the package, loads the model and gets the held-out loss's neighbourhood.
+    program = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model, tokenizer = (A.from_pretrained(sys.argv[1]) for A in (AutoModelForCausalLM, AutoTokenizer))\n"
+        "ids = tokenizer('the token attends again a head writes first every layer reads', return_tensors='pt')\n"
+        "print(type(model).__name__, float(model(**ids, labels=ids['input_ids']).loss))\n"
+        "assert 'sinkscope' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", program, str(run / "model")]
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+    name, loss = loaded.stdout.split()
+    assert name == "LlamaForCausalLM"
+    assert float(loss) < first - 1
+    assert [path.name for path in sorted((run / "snapshots").iterdir())] == ["step-00000000", "step-00000100"]
+    traced = sinkscope("trace", "run/snapshots/step-00000100", "--num-sequences", 4, "--json", "--out", "trace")
+    assert traced.code == 0, traced.err
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_learns_is_probed_and_loads_again(sinkscope, tokens, tmp_path, variant):
+    result = sinkscope("pretrain", "--data", tokens, "--out", "run", "--variant", variant, *SHORT)
+    assert result.code == 0, result.err
+    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
+    probes = read_rows(tmp_path / "run" / "probes.jsonl")
+    assert [row["step"] for row in probes] == [0, 0, 12, 12]
+    for row in probes:
+        expected = set(QUANTITIES) - ({"effective_rank"} if row["batch"] == "random" else set())
+        assert set(row["layers"]) == expected
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ids = torch.tensor([tokenizer("the token attends again")["input_ids"]])
+    assert model(ids).logits.shape == (1, ids.shape[1], open_shards(tokens).vocab_size)
+
+
+def test_a_run_can_be_replaced(sinkscope, tokens):
+    assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 2).code == 0
+    refused = sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 3)
+    assert refused.code == 2
+    assert "training.steps 2 there, 3 now" in refused.err
+    assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 3, "--overwrite").code == 0
+
+
+BAD = {
+    "empty text": (["--data", "empty.txt"], "empty"),
+    "binary text": (["--data", "binary.txt"], "a zero byte"),
+    "no such file": (["--data", "nowhere.txt"], "no 'nowhere.txt'"),
+    "vocabulary": (["--data", "TOKENS", "--config", "vocabulary.yaml"], "a vocabulary of at least 300"),
+    "long sequence": (["--data", "TOKENS", "--sequence-length", "1000000"], "in the longest"),
+    "heads": (["--data", "TOKENS", "--config", "heads.yaml"], "heads"),
+    "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "an attention variant: softmax"),
+    "config": (["--data", "TOKENS", "--config", "13b"], "a preset: tiny"),
+    "model key": (["--data", "TOKENS", "--config", "model_key.yaml"], "num_layers"),
+    "training key": (["--data", "TOKENS", "--config", "training_key.yaml"], "Write learning_rate"),
+    "top key": (["--data", "TOKENS", "--config", "top_key.yaml"], "the keys preset, model and training"),
+    "type": (["--data", "TOKENS", "--config", "type.yaml"], "tie_word_embeddings 1, neither true nor false"),
+    "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "YAML"),
+    "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "torchrun": (["--data", "TOKENS", "--parallel", "ddp"], "torchrun"),
+    "mode": (["--data", "TOKENS", "--parallel", "tensor"], "auto, single, ddp, fsdp"),
+    "keep": (["--data", "TOKENS", "--keep", "0,ten"], "--keep 0,100,1000"),
+    "tracker": (["--data", "TOKENS", "--track", "paper"], "trackio, wandb, tensorboard"),
+    "device": (["--data", "TOKENS", "--device", "abacus"], "a device"),
+    "datasets": (["--data", "hf:some/name"], "pip install"),
+    "shards and text": (["--data", "TOKENS", "--data", "empty.txt"], "one folder of token shards"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path, monkeypatch, case):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"text\0" * 100)
+    (tmp_path / "vocabulary.yaml").write_text("model: {vocab_size: 299}")
+    (tmp_path / "heads.yaml").write_text("model: {num_attention_heads: 3}")
+    (tmp_path / "model_key.yaml").write_text("model: {num_layers: 3}")
+    (tmp_path / "training_key.yaml").write_text("training: {lerning_rate: 3}")
+    (tmp_path / "top_key.yaml").write_text("trainig: {steps: 3}")
+    (tmp_path / "type.yaml").write_text("model: {tie_word_embeddings: 1}")
+    (tmp_path / "broken.yaml").write_text("model: {")
+    arguments, message = BAD[case]
+    result = sinkscope("pretrain", "--out", "run", *(str(tokens) if a == "TOKENS" else a for a in arguments))
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vocab-size", 100], "a vocabulary of at least 257"),
+        (["--validation-share", 1.5], "a share between 0 and 1"),
+        (["--tokenizer", "./nowhere"], "a tokenizer's folder"),
+        (["--max-tokens", 0], "at least 1 token"),
+    ],
+)
+def test_tokenize_refuses_too(sinkscope, text, tmp_path, arguments, message):
+    result = sinkscope("tokenize", "--data", text, "--out", "tokens", *arguments)
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_a_lonely_process_of_torchrun_is_refused(sinkscope, tokens, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = sinkscope("pretrain", "--data", tokens, "--out", "run")
+    assert result.code == 2
+    assert "no LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in result.err
+
+
+def test_a_tracker_gets_the_numbers(sinkscope, tokens, monkeypatch):
+    seen = {}
+    fake = types.SimpleNamespace(
+        init=lambda **options: seen.update(options=options),
+        log=lambda numbers, step: seen.setdefault(step, {}).update(numbers),
+        finish=lambda: seen.update(finished=True),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--track", "wandb").code == 0
+    assert seen["finished"]
+    assert seen["options"]["name"] == "run"
+    assert {"loss", "tokens_per_second", "validation_loss", "text/sink_rate"} <= set(seen[12])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused = sinkscope("pretrain", "--data", tokens, "--out", "other", *SHORT, "--track", "wandb")
+    assert refused.code == 2
+    assert "pip install wandb" in refused.err
+
+
+def test_sink_probe_in_the_hugging_face_trainer(tmp_path):
+    model = tiny_model("llama")
+    ids = torch.randint(3, 90, (16, 32), generator=torch.Generator().manual_seed(0))
+    dataset = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train(model, callbacks):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+            save_strategy="no", logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=callbacks)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.state.log_history
+
+    plain, _ = train(tiny_model("llama"), [])
+    probe = package.SinkProbe(every=2, num_sequences=4)
+    losses, history = train(model, [probe])
+    assert losses == plain, "probing changes nothing"
+    assert [row["step"] for row in probe.rows] == [0, 2, 4]
+    assert read_rows(tmp_path / "out" / "probes.jsonl") == probe.rows
+    assert [entry["step"] for entry in history if "sink_rate" in entry] == [0, 2, 4]
+    assert set(probe.rows[0]["layers"]) == set(QUANTITIES)
+    assert probe.rows[0]["layers"] != probe.rows[2]["layers"]
+    with pytest.raises(package.InputError, match="at least 1 step"):
+        package.SinkProbe(every=0)
+    assert os.listdir(tmp_path / "out") == ["probes.jsonl"]

@@ -1,0 +1,162 @@
+"""Head-wise RMSNorm before the output projection of every family: what it computes, training, saving, taking it out."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import CONFIGURATIONS, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import sinkscope
+from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
+
+OPTIONS = dict(per_head=True, offset=True, initial_lambda=0.7)
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model) -> Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def shaken(model) -> None:
+    """Lambdas and offsets away from their initial values."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, HeadRMSNorm):
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["shared", "per head with offset"])
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_the_projection_reads_normalised_heads(family, options):
+    model, before, after = tiny_model(family), {}, {}
+    anatomy = anatomy_of(model)
+    for layer in anatomy.layers:  # this hook runs before the norm's, the next one sees what the projection got
+        layer.output_projection.register_forward_pre_hook(
+            lambda module, args, i=layer.index: before.update({i: args[0].double()})
+        )
+        layer.output_projection.register_forward_hook(
+            lambda module, args, output, i=layer.index: after.update({i: args[0].double()})
+        )
+    plain = logits(model)
+    for layer in anatomy.layers:
+        assert torch.equal(before[layer.index], after[layer.index])  # the control: without the norm nothing changes
+    norms = insert_head_norm(model, **options)
+    shaken(model)
+    assert (logits(model) - plain).abs().max() > 1e-3
+    for layer, norm in zip(anatomy.layers, norms, strict=True):
+        o = before[layer.index].unflatten(-1, (anatomy.num_heads, -1))
+        expected = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+        expected = expected if norm.offset is None else expected + norm.offset.double()
+        torch.testing.assert_close(after[layer.index], expected.flatten(-2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_taken_out_again_the_model_is_as_it_was(family):
+    model = tiny_model(family)
+    plain, names, config = logits(model), list(model.state_dict()), model.config.to_dict()
+    insert_head_norm(model)
+    assert not torch.equal(logits(model), plain)
+    remove_head_norm(model)
+    assert torch.equal(logits(model), plain)
+    assert list(model.state_dict()) == names
+    assert model.config.to_dict() == config
+    assert not any(isinstance(module, HeadRMSNorm) for module in model.modules())
+    assert not any(layer.output_projection._forward_pre_hooks for layer in anatomy_of(model).layers)
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_saves_and_loads(family, tmp_path):
+    model = tiny_model(family)
+    insert_head_norm(model, **OPTIONS)
+    shaken(model)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(sinkscope.load(tmp_path).model), logits(model), rtol=0, atol=0)
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert not torch.equal(logits(theirs), logits(model))  # the control: transformers alone leaves the norm out
+    load_head_norm(theirs, tmp_path)
+    assert torch.equal(logits(theirs), logits(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "deepseek_v3"])
+def test_can_be_traced(family):
+    model = tiny_model(family)
+    insert_head_norm(model)
+    trace = sinkscope.trace(model, tokens(), effective_rank=False)
+    second_LT = trace.reading.by_position["second_moment"]
+    torch.testing.assert_close(second_LT, torch.ones_like(second_LT), rtol=1e-2, atol=0)
+    remove_head_norm(model)
+    control_LT = sinkscope.trace(model, tokens(), effective_rank=False).reading.by_position["second_moment"]
+    assert (control_LT - 1).abs().max() > 0.1
+
+
+def test_trains_with_the_hugging_face_trainer(tmp_path):
+    model = tiny_model("llama", scale=1.0)
+    norms = insert_head_norm(model, initial_lambda=0.25)
+    data = [{"input_ids": row, "labels": row} for row in tokens().repeat(8, 1)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=30,
+        learning_rate=1e-2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all((norm.weight - 0.25).abs().max() > 1e-3 for norm in norms)
+    trainer.save_model(str(tmp_path / "saved"))
+    again = sinkscope.load(tmp_path / "saved").model
+    assert torch.equal(logits(again), logits(model.eval()))
+
+
+def test_a_copy_of_the_model_has_norms_of_its_own():
+    model = tiny_model("llama")
+    insert_head_norm(model)
+    other = copy.deepcopy(model)
+    remove_head_norm(other)
+    assert torch.equal(logits(other), logits(tiny_model("llama")))
+    assert not torch.equal(logits(model), logits(other))
+
+
+def test_compiles_into_one_graph():
+    model = tiny_model("llama")
+    insert_head_norm(model)
+    block, calls = model.model.layers[0].self_attn.o_proj, torch.randn(2, 5, 48)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(calls), block(calls))
+
+
+def test_lambdas_stay_in_float32():
+    norms = insert_head_norm(tiny_model("llama", dtype=torch.bfloat16))
+    assert norms[0].weight.dtype == torch.float32
+
+
+def test_refusals(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match="insert_head_norm"):
+        remove_head_norm(model)
+    insert_head_norm(model)
+    with pytest.raises(InputError, match="remove_head_norm"):
+        insert_head_norm(model)
+    model.save_pretrained(tmp_path)
+    model.config.sinkscope_head_norm = dict(OPTIONS)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"o_proj.head_norm.weight with shape \[4, 12\].*found shape \[12\]"):
+        sinkscope.load(tmp_path)

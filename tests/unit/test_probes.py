@@ -1,0 +1,122 @@
+"""A probe's numbers against plain definitions in float64, and that probing leaves no trace in the model."""
+
+import itertools
+
+import pytest
+import torch
+
+from sinkscope.measures.dimension_disparity import effective_rank
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.pretrain.probes import QUANTITIES, probe, random_batch
+
+LENGTH, NUM_SEQUENCES = 20, 6
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A decoder with queries and keys so large that attention is far from even: on a short text, heads have sinks."""
+    model = Decoder(decoder_config(preset("tiny"))).double()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.self_attn.q_proj.weight *= 20
+            block.self_attn.k_proj.weight *= 20
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    return random_batch(model, length=LENGTH, num_sequences=NUM_SEQUENCES, seed=1)
+
+
+def activations(model, ids):
+    """By layer: attention [B, H, T, S], states, aggregation, neurons and residual [B, T, ...]."""
+    kept, handles = [{} for _ in model.blocks], []
+
+    def keep_input(entry, name):
+        return lambda module, args: entry.__setitem__(name, args[0])
+
+    def keep_output(entry, name, part):
+        return lambda module, args, output: entry.__setitem__(name, output if part is None else output[part])
+
+    for entry, block in zip(kept, model.blocks, strict=True):
+        inputs = {"state": block.self_attn, "aggregation": block.self_attn.o_proj, "neurons": block.mlp.down_proj}
+        handles += [part.register_forward_pre_hook(keep_input(entry, name)) for name, part in inputs.items()]
+        handles.append(block.self_attn.register_forward_hook(keep_output(entry, "attention", 1)))
+        handles.append(block.register_forward_hook(keep_output(entry, "residual", None)))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()
+    return kept
+
+
+def expected_layers(model, ids):
+    """(the strongest key, every quantity by layer) by the definitions, with attention held whole."""
+    kept = activations(model, ids)
+    queries = torch.arange(LENGTH)
+    alpha = torch.stack(
+        [torch.stack([entry["attention"][:, :, key:, key].mean(-1) for key in range(LENGTH)], -1) for entry in kept]
+    )  # [L, B, H, S]
+    rate = (alpha > 0.3).double().mean((0, 1, 2))
+    position = int(torch.where(queries < LENGTH - 16, rate, -1.0).argmax())
+    result: dict[str, list] = {name: [] for name in QUANTITIES}
+    pairs = list(itertools.combinations(range(NUM_SEQUENCES), 2))
+    sinks = {key for key in range(LENGTH - 16) if rate[key] >= 0.05} | {position}
+    others = [t for t in range(LENGTH) if t not in sinks]
+    for layer, entry in enumerate(kept):
+        variance = entry["aggregation"].var(0, correction=1).mean(-1)
+        result["variance_ratio"].append(variance[0] / variance[LENGTH // 2 :].mean())
+        weight = model.blocks[layer].mlp.down_proj.weight
+        write = (entry["neurons"].abs() * weight.norm(dim=0)).amax(0)  # [T, F], over sequences
+        largest = write.amax(-1)
+        result["write_contrast"].append(largest[position] / largest[queries != position].median())
+        vector = weight[:, write[position].argmax()]
+        result["top_share"].append(vector.square().max() / vector.square().sum())
+        ratio = (entry["residual"].abs().amax(-1) / entry["residual"].abs().mean(-1)).mean(0)
+        result["dom_ratio"].append(ratio[position])
+        result["dom_ratio_elsewhere"].append(ratio[others].mean())
+        result["effective_rank"].append(torch.tensor(effective_rank(entry["residual"].flatten(0, 1)[:1024])))
+        states = torch.nn.functional.normalize(entry["state"][:, position], dim=-1)
+        result["cosine"].append(torch.stack([states[i] @ states[j] for i, j in pairs]).mean())
+        result["sink_rate"].append((alpha[layer, :, :, position] > 0.3).double().mean())
+        result["attention"].append(alpha[layer, :, :, position].mean())
+    return position, rate, {name: torch.stack(values).tolist() if values else [] for name, values in result.items()}
+
+
+def test_every_quantity_is_its_definition(model, batch):
+    position, rate, expected = expected_layers(model, batch.ids)
+    found = probe(model, batch)
+    assert found.whole["sink_position"] == position
+    assert found.whole["sink_rate"] == pytest.approx(float(rate[position]))
+    assert found.whole["sink_rate"] > 0, "the control: there is something to find"
+    assert set(found.layers) == set(QUANTITIES)
+    for name, values in expected.items():
+        if name == "positive_queries":  # read at few positions, by code that has tests of its own
+            continue
+        assert found.layers[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+
+
+def test_control_another_batch_has_other_numbers(model, batch):
+    _, _, expected = expected_layers(model, batch.ids.flip(0).roll(1, dims=1))
+    found = probe(model, batch)
+    assert found.layers["dom_ratio"] != pytest.approx(expected["dom_ratio"], rel=1e-4)
+
+
+def test_a_probe_leaves_the_model_as_it_was(model, batch):
+    def state():
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        modes = [module.training for module in model.modules()]
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        return hooks, modes, model.config._attn_implementation, torch.get_rng_state().tolist(), weights
+
+    *before, weights_before = state()
+    probe(model, batch)
+    *after, weights_after = state()
+    assert after == before
+    assert all(torch.equal(a, b) for a, b in zip(weights_before, weights_after, strict=True))

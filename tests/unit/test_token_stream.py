@@ -1,0 +1,281 @@
+"""Text becomes shards whose every token is accounted for, and batches whose order depends on seed and step alone."""
+
+import gzip
+import json
+import lzma
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain import text_sources, tokenizing
+from sinkscope.pretrain.text_sources import check_sources, documents
+from sinkscope.pretrain.token_shards import ShardWriter, open_shards
+from sinkscope.pretrain.token_stream import TokenStream, permuted
+from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
+from sinkscope.results.run_folder import run_folder
+
+TEXTS = [f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\nIt ends here." for n in range(40)]
+
+
+def silent(text):
+    pass
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(TEXTS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """1,000 training tokens that count up, over three shards, and 100 validation tokens."""
+    with run_folder(tmp_path / "counting") as folder:
+        writer = ShardWriter(folder, 2000, shard_tokens=300)
+        for start in range(0, 1000, 100):
+            writer.add("train", range(start, start + 100))
+        writer.add("validation", range(1000, 1100))
+        writer.finish()
+    return open_shards(tmp_path / "counting")
+
+
+# Documents
+
+
+def test_documents_are_what_lies_between_separators(text_file):
+    assert list(documents([str(text_file)])) == TEXTS
+
+
+@pytest.mark.parametrize("block", [1, 7, 12, 13, 14, 100])
+def test_a_separator_across_blocks_is_seen(text_file, monkeypatch, block):
+    monkeypatch.setattr(text_sources, "BLOCK_CHARACTERS", block)
+    assert list(documents([str(text_file)])) == TEXTS
+
+
+def test_folders_json_lines_and_compressed_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("two")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("zero", "one")))
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
+        file.write("three")
+    with lzma.open(tmp_path / "d.md.xz", "wt") as file:
+        file.write("four")
+    (tmp_path / "picture.png").write_bytes(b"\0\1\2")
+    assert list(documents([str(tmp_path)])) == ["zero", "one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("empty.txt", b"", "empty"),
+        ("blank.txt", b" \n\n<|endoftext|>\n", "empty"),
+        ("zeros.txt", b"text\0text", "a zero byte"),
+        ("latin.txt", b"caf\xe9", "no UTF-8"),
+        ("rows.jsonl", b'{"title": "x"}\n', "line 1"),
+        ("cut.txt.gz", gzip.compress(b"text" * 1000)[:20], "end-of-stream"),
+    ],
+)
+def test_a_file_without_text_is_refused(tmp_path, name, content, found):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=found):
+        list(documents([str(tmp_path / name)]))
+
+
+def test_missing_sources_are_refused_before_any_reading(tmp_path):
+    with pytest.raises(InputError, match="no source"):
+        check_sources([])
+    with pytest.raises(InputError, match=r"no '.*nowhere\.txt'"):
+        check_sources([str(tmp_path / "nowhere.txt")])
+    with pytest.raises(InputError, match="none in the folder"):
+        check_sources([str(tmp_path)])
+
+
+def test_hugging_face_datasets_are_asked_for_only_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install 'sinkscope\\[train\\]'"):
+        check_sources(["hf:some/name"])
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return iter([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert list(documents(["hf:some/name:config"])) == ["one", "two"]
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    assert list(documents([f"hf:{tmp_path / 'rows.parquet'}"])) == ["one", "two"]
+    streaming = {"split": "train", "streaming": True}
+    assert calls == [
+        (("some/name", "config"), streaming),
+        (("parquet",), streaming | {"data_files": str(tmp_path / "rows.parquet")}),
+    ]
+
+
+# Shards
+
+
+def test_every_document_is_in_one_split_and_comes_back_as_it_was(text_file, tmp_path):
+    config = TokenizeConfig(data=(str(text_file),), vocab_size=400, validation_share=0.2, shard_tokens=150)
+    shards = tokenize(config, tmp_path / "tokens", progress=silent)
+    shards.verify()
+    tokenizer = load_tokenizer(shards.path)
+    found = {}
+    for split in ("train", "validation"):
+        tokens = np.concatenate(shards.tokens(split)).astype(np.int64)
+        assert len(tokens) == shards.num_tokens(split)
+        assert tokens.max() < shards.vocab_size <= 400
+        ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+        pieces = np.split(tokens, ends + 1)
+        found[split] = [tokenizer.decode(piece[:-1]) for piece in pieces[:-1]]
+        assert len(pieces[-1]) == 0, "the last document ends with the end-of-text token too"
+    assert sorted(found["train"] + found["validation"]) == sorted(TEXTS)
+    assert 2 <= len(found["validation"]) <= 16, "about a fifth of 40 documents"
+    assert len(shards.tokens("train")) > 1, "the control: several shards were in play"
+
+
+def test_the_split_depends_on_the_document_alone(text_file, tmp_path):
+    """Reversed and repeated, the same documents are held out."""
+    other = tmp_path / "other.txt"
+    other.write_text("<|endoftext|>".join([*reversed(TEXTS), *TEXTS]), encoding="utf-8")
+
+    def held_out(path):
+        config = TokenizeConfig(data=(str(path),), validation_share=0.2)
+        pairs = list(tokenizing._split_documents(config))
+        train, validation = ({text for split, text in pairs if split == name} for name in ("train", "validation"))
+        assert not train & validation
+        return validation
+
+    assert held_out(text_file) == held_out(other) != set()
+
+
+def test_few_documents_still_leave_one_to_hold_out(tmp_path):
+    path = tmp_path / "text.txt"
+
+    def splits(text):
+        path.write_text(text)
+        return list(tokenizing._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
+
+    assert splits("one<|endoftext|>two") == [("train", "one"), ("validation", "two")]
+    lines = [f"line {number}\n" for number in range(100)]
+    (train, first), (validation, second) = splits("".join(lines))
+    assert (train, validation) == ("train", "validation")
+    assert first + second == "".join(lines).rstrip("\n")
+    assert first.endswith("\n"), "cut at a line end"
+
+
+def test_validation_can_be_given(text_file, tmp_path):
+    (tmp_path / "held.txt").write_text("held out")
+    config = TokenizeConfig(data=(str(text_file),), validation=(str(tmp_path / "held.txt"),), vocab_size=300)
+    pairs = list(tokenizing._split_documents(config))
+    assert [text for split, text in pairs if split == "validation"] == ["held out"]
+    assert [text for split, text in pairs if split == "train"] == TEXTS
+
+
+def test_the_tokenizer_never_sees_what_is_held_out(tmp_path):
+    """A word that stands in the held-out text alone is no token; in the training text it becomes one."""
+    word = "zyzzyva"
+    (tmp_path / "train.txt").write_text("some other words " * 50)
+    (tmp_path / "held.txt").write_text(f"{word} " * 50)
+    vocabularies = []
+    for name in ("train", "held"):
+        rest = "held" if name == "train" else "train"
+        config = TokenizeConfig(
+            data=(str(tmp_path / f"{name}.txt"),), validation=(str(tmp_path / f"{rest}.txt"),), vocab_size=300
+        )
+        shards = tokenize(config, tmp_path / f"tokens-{name}", progress=silent)
+        vocabularies.append(load_tokenizer(shards.path).get_vocab())
+    assert not any(word in token for token in vocabularies[0])
+    assert any(word in token for token in vocabularies[1])
+
+
+def test_wide_tokens_for_a_large_vocabulary(tmp_path):
+    for vocab_size, width in ((1 << 16, 2), ((1 << 16) + 1, 4)):
+        with run_folder(tmp_path / str(vocab_size)) as folder:
+            writer = ShardWriter(folder, vocab_size, 1000)
+            writer.add("train", [0, vocab_size - 1])
+            with pytest.raises(InputError, match="token ids below"):
+                writer.add("train", [vocab_size])
+            writer.finish()
+        (tokens,) = open_shards(tmp_path / str(vocab_size)).tokens("train")
+        assert tokens.itemsize == width
+        assert tokens.tolist() == [0, vocab_size - 1]
+
+
+def test_damaged_shards_are_named(shards):
+    file = shards.path / shards.shards[1].file
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    open_shards(shards.path)  # the size is right: only the hash can tell
+    with pytest.raises(InputError, match=f"other bytes in {file.name}"):
+        shards.verify()
+    file.write_bytes(content[:-1])
+    with pytest.raises(InputError, match="cut short"):
+        open_shards(shards.path)
+    (shards.path / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        open_shards(shards.path)
+
+
+# Order
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
+def test_an_epoch_is_a_permutation(size):
+    assert sorted(permuted(np.arange(size), size, (0, 0))) == list(range(size))
+
+
+def test_permutations_look_random_and_differ_by_seed_and_epoch():
+    size = 10_000
+    orders = [permuted(np.arange(size), size, key) for key in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        # Two independent orders have |r| below 5 / sqrt(n) all but always; a shifted range would have r near 1.
+        assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.05
+        assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+    assert not any((a == b).mean() > 0.01 for a, b in zip(orders, orders[1:] + orders[:1], strict=True))
+
+
+def test_an_epoch_visits_every_window_once_and_targets_follow_tokens(shards):
+    stream = TokenStream(shards, "train", length=9, batch_size=5, seed=3)
+    assert stream.num_windows == sum((len(array) - 1) // 9 for array in shards.tokens("train"))
+    firsts = []
+    for step in range(-(-stream.num_windows // 5)):
+        tokens, targets = stream.batch(step)
+        assert torch.equal(targets, tokens + 1), "the tokens count up"
+        firsts += tokens[:, 0].tolist()
+    epoch = firsts[: stream.num_windows]
+    assert len(set(epoch)) == stream.num_windows
+    assert epoch != sorted(epoch)
+
+
+def test_batches_depend_on_seed_and_step_alone(shards):
+    def stream(seed=3):
+        return TokenStream(shards, "train", length=9, batch_size=6, seed=seed)
+
+    later = stream()
+    for step in (40, 7, 0):
+        later.batch(step)
+    for step in (0, 7, 40):  # 40 is in the third epoch
+        assert torch.equal(later.batch(step)[0], stream().batch(step)[0])
+        assert not torch.equal(later.batch(step)[0], stream(seed=4).batch(step)[0])
+    rows = torch.cat([later.batch(7, slice(start, start + 2))[0] for start in (0, 2, 4)])
+    assert torch.equal(rows, later.batch(7)[0]), "processes and micro-batches see the rows of the one batch"
+
+
+def test_a_sequence_longer_than_every_shard_is_refused(shards):
+    with pytest.raises(InputError, match="a train shard of at least 301 tokens"):
+        TokenStream(shards, "train", length=300, batch_size=1, seed=0)
+    TokenStream(shards, "train", length=299, batch_size=1, seed=0)
+
+
+def test_held_out_windows_are_the_same_at_every_call(shards):
+    stream = TokenStream(shards, "validation", length=9, batch_size=2, seed=0)
+    tokens, targets = stream.evenly_spaced(4)
+    assert tokens[:, 0].tolist() == [1000, 1027, 1063, 1090]
+    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(stream.evenly_spaced(4, slice(1, 3))[0], tokens[1:3])
+    assert len(stream.evenly_spaced(100)[0]) == 11

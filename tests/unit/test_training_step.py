@@ -1,0 +1,217 @@
+"""The parts of an update against plain definitions: the loss and its gradients, schedules, optimisers, counting."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain import vocabulary_loss as loss_module
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.model_flops import flops_per_token
+from sinkscope.pretrain.optimisers import build_optimisers, learning_rate
+from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.pretrain.run_setup import resolve
+from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed
+from sinkscope.pretrain.training_step import TrainingStep
+from sinkscope.pretrain.vocabulary_loss import vocabulary_loss
+
+TINY = TRAINING_PRESETS["tiny"]
+ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))
+
+
+def problem(dtype, num_tokens=37, width=16, vocab_size=101):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab_size, width, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plain(hidden, weight, targets):
+    """(loss, gradients) in float64, by the definition."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    loss = functional.cross_entropy(hidden @ weight.T, targets)
+    return loss, *torch.autograd.grad(3 * loss, (hidden, weight))
+
+
+def relative_error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+# float64 to rounding; float32 sums some hundred products; bfloat16 keeps 8 bits of each logit and gradient.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("chunk", [1, 10, 37, 1000])
+def test_the_loss_and_its_gradients(monkeypatch, dtype, tolerance, chunk):
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk)
+    hidden, weight, targets = problem(dtype)
+    expected = plain(hidden, weight, targets)
+    loss = vocabulary_loss(hidden, weight, targets)
+    found = loss, *torch.autograd.grad(3 * loss, (hidden, weight))
+    assert [x.dtype for x in found[1:]] == [dtype, dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < tolerance
+
+
+def test_control_other_targets_are_another_loss():
+    hidden, weight, targets = problem(torch.float32)
+    assert relative_error(vocabulary_loss(hidden, weight, targets.roll(1)), plain(hidden, weight, targets)[0]) > 1e-2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_logits_of_all_tokens_are_never_held(monkeypatch, whole):
+    """With whole=True, the control, the plain definition is watched instead, and is seen."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 10)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            largest.extend(x.numel() for x in [result] if isinstance(x, torch.Tensor))
+            return result
+
+    hidden, weight, targets = problem(torch.float32, num_tokens=80)
+    with Watch():
+        if whole:
+            functional.cross_entropy(hidden @ weight.T, targets).backward()
+        else:
+            vocabulary_loss(hidden, weight, targets).backward()
+    padded = 128
+    assert (max(largest) <= 10 * padded + weight.numel()) is not whole
+
+
+class Fixed:
+    """A stream whose batches are given."""
+
+    def __init__(self, vocab_size, batch_size, length):
+        self.num_windows = batch_size
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(vocab_size, (batch_size, length + 1), generator=generator)
+
+    def batch(self, step, rows=slice(None)):
+        return self.tokens[rows, :-1], self.tokens[rows, 1:]
+
+    def evenly_spaced(self, count, rows=slice(None)):
+        return self.batch(0, rows)
+
+
+def tiny_step(**changes):
+    config = changed(TINY, {"batch_size": 8, "sequence_length": 32, "evaluation_sequences": 8, **changes}, "training")
+    return TrainingStep(Decoder(decoder_config(preset("tiny"))), config, ALONE, compile=False)
+
+
+def test_accumulation_is_the_whole_batch():
+    stream = Fixed(512, 8, 32)
+    whole, parts = tiny_step(), tiny_step(micro_batch_size=2)
+    assert len(parts.rows) == 4
+    for step in range(3):
+        for ours, theirs in zip(parts.update(step, stream), whole.update(step, stream), strict=True):
+            assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_the_held_out_loss_is_the_models_own():
+    stream, step = Fixed(512, 8, 32), tiny_step(micro_batch_size=4)
+    tokens, targets = stream.batch(0)
+    with torch.no_grad():
+        logits = step.model(tokens).logits
+    expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert step.evaluate(stream) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_gradient_is_clipped_and_its_norm_reported():
+    stream, step = Fixed(512, 8, 32), tiny_step(clip=1e-3)
+    seen = []
+    step.optimisers[0].step = lambda: seen.append([p.grad.norm() for p in step.parameters.values()])
+    _, norm = step.update(0, stream)
+    assert float(norm) > 1e-2
+    assert float(torch.stack(seen[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_schedules_by_hand():
+    base = {**asdict(TINY), "steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_learning_rate_share": 0.1}
+    cosine = TrainingConfig(**base)
+    assert [learning_rate(step, cosine) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert learning_rate(55, cosine) == pytest.approx(0.55)
+    assert learning_rate(100, cosine) == pytest.approx(0.1)
+    constant = TrainingConfig(**base | {"schedule": "constant", "decay_share": 0.2})
+    assert [learning_rate(step, constant) for step in (5, 50, 80, 90, 100)] == pytest.approx([0.6, 1, 1, 0.55, 0.1])
+
+
+def test_weight_decay_acts_on_matrices_and_muon_on_those_of_the_blocks():
+    model = Decoder(decoder_config(preset("tiny") | {"attention_variant": "head_norm"}))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    (adamw,) = build_optimisers(model, model.blocks, TINY)
+    decayed, plain_group = ([names[p] for p in group["params"]] for group in adamw.param_groups)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [TINY.weight_decay, 0.0]
+    assert all("norm" in name for name in plain_group)
+    assert not any("norm" in name for name in decayed)
+    adamw, muon = build_optimisers(model, model.blocks, changed(TINY, {"optimiser": "muon"}, "training"))
+    by_muon = [names[p] for group in muon.param_groups for p in group["params"]]
+    by_adamw = [names[p] for group in adamw.param_groups for p in group["params"]]
+    assert sorted(by_muon + by_adamw) == sorted(names.values())
+    assert len(by_muon) == 7 * len(model.blocks)
+    assert "model.embed_tokens.weight" in by_adamw
+
+
+def test_muon_learns():
+    stream, step = Fixed(512, 8, 32), tiny_step(optimiser="muon", warmup_steps=0)
+    losses = [float(step.update(number, stream)[0]) for number in range(10)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_flops_by_hand():
+    with torch.device("meta"):
+        model = Decoder(decoder_config(preset("152m")))
+        untied = Decoder(decoder_config(preset("152m") | {"tie_word_embeddings": False}))
+    blocks = 12 * (4 * 768**2 + 3 * 768 * 3072 + 2 * 768) + 768
+    expected = 6 * (blocks + 50257 * 768) + 6 * 12 * 1024 * 768
+    assert flops_per_token(model, 1024) == flops_per_token(untied, 1024) == expected
+
+
+def test_processes_share_each_batch():
+    config = changed(TINY, {"batch_size": 12, "micro_batch_size": 2}, "training")
+    rows = [range(12)[part] for rank in range(3) for part in config.rows(rank, 3)]
+    assert [list(part) for part in rows] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    with pytest.raises(InputError, match="divisible by the number of processes, 5"):
+        config.rows(0, 5)
+    with pytest.raises(InputError, match="divides the 3 sequences"):
+        config.rows(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps of at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate above 0"),
+        ({"optimiser": "sgd"}, "adamw, muon"),
+        ({"schedule": "linear"}, "cosine, constant"),
+        ({"steps": "many"}, "steps like 200"),
+        ({"lerning_rate": 1.0}, "Write learning_rate"),
+        ({"snapshots": [0, 300]}, "steps from 0 to 200"),
+        ({"micro_batch_size": True}, "micro_batch_size like"),
+        ({"sequence_length": 16}, "more than 16 tokens to probe"),
+        ({"learning_rate": "fast"}, "learning_rate like 0.003"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        changed(TINY, changes, "training")
+
+
+def test_a_yaml_file_changes_a_preset(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "preset: tiny\n"
+        "model: {num_hidden_layers: 3, variant_options: {initial_lambda: 0.5}}\n"
+        "training: {steps: 7, learning_rate: 1, weight_decay: 1e-3, micro_batch_size: null, snapshots: [3, 1]}\n"
+    )
+    config = resolve(str(path), variant="head_norm", data=["x"], training={"seed": 5})
+    assert config.model["num_hidden_layers"] == 3
+    assert config.model["attention_variant"] == "head_norm"
+    assert (config.model["seed"], config.training.seed) == (5, 5)
+    assert (config.training.steps, config.training.learning_rate, config.training.snapshots) == (7, 1.0, (1, 3))
+    assert config.training.weight_decay == 1e-3, "which YAML reads as text"
+    assert config.training.batch_size == TINY.batch_size
