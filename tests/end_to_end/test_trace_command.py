@@ -1,50 +1,19 @@
 """The real command: what it prints, what it writes, and how it refuses."""
 
 import json
-import re
 import resource
-import signal
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
+from command_line import assert_refused, in_a_process
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-from sinkscope.cli import main
 from sinkscope.results.tables import read_table
 
 TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
-
-
-@pytest.fixture
-def sinkscope(tmp_path, monkeypatch, capfd):
-    """Runs a command in this process, in an empty folder, through the entry point; gives code, out and err."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sinkscope", *map(str, arguments)])
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            with pytest.raises(SystemExit) as exit_info:
-                main()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        return SimpleNamespace(code=exit_info.value.code, **capfd.readouterr()._asdict())
-
-    return run
-
-
-def in_a_process(*arguments, cwd, before=""):
-    """Runs a command in a process of its own, after some lines of Python."""
-    code = f"{before}\nfrom sinkscope.cli import main\nmain()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
-    )
 
 
 @pytest.fixture(scope="session")
@@ -196,15 +165,6 @@ def test_refused_options(options, message, sinkscope, model_folder, tmp_path, mo
     model = () if not options[0].startswith("--") else (model_folder,)
     assert_refused(sinkscope("trace", *model, *options), message, tmp_path)
     assert (tmp_path / "taken" / "notes.txt").read_text() == "mine"
-
-
-def assert_refused(result, message, cwd):
-    assert result.code == 2, result.out + result.err
-    assert "Traceback" not in result.err
-    assert result.out == ""
-    assert re.search(r"sinkscope: expected .+; found .+", result.err, re.DOTALL)
-    assert message in result.err
-    assert not (cwd / "runs").exists() or list((cwd / "runs").iterdir()) == []
 
 
 def test_a_refusal_in_a_process_of_its_own_has_exit_code_2(tmp_path):

@@ -28,7 +28,7 @@ from sinkscope.interventions.intervention import (
     indices,
 )
 from sinkscope.interventions.neuron_edit import ClampNeurons
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, given_batch
 
@@ -57,12 +57,7 @@ class ResidualEdit(Intervention):
                 items=None if dimensions is None else frozenset(dimensions),
             ),
         )
-        if wrong := [dimension for dimension in self.dimensions if not 0 <= dimension < self.anatomy.width]:
-            raise InputError(
-                expected=f"dimensions from 0 to {self.anatomy.width - 1}",
-                found=", ".join(map(str, wrong)),
-                next_step="Choose dimensions of this model; 'sinkscope trace' lists the massive ones",
-            )
+        _check_dimensions(self.anatomy, self.dimensions)
 
     @abstractmethod
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
@@ -201,7 +196,9 @@ def clamp(
     if not isinstance(untouched, ConditionReading):
         batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched)
         owner = model.model if isinstance(model, LoadedModel) else model
-        untouched = read_condition(None, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
+        anatomy = anatomy_of(owner)
+        _check_dimensions(anatomy, dimensions)
+        untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
     held: list[Intervention] = []
     if neurons:
         held.append(ClampNeurons(model, neurons, untouched, **where))
@@ -226,3 +223,12 @@ class Clamp(contextlib.ExitStack):
                 stack.enter_context(intervention)
             self.push(stack.pop_all())
         return super().__enter__()
+
+
+def _check_dimensions(anatomy: Anatomy, dimensions: Sequence[int]) -> None:
+    if wrong := [dimension for dimension in dimensions if not 0 <= dimension < anatomy.width]:
+        raise InputError(
+            expected=f"dimensions from 0 to {anatomy.width - 1}",
+            found=", ".join(map(str, wrong)),
+            next_step="Choose dimensions of this model; 'sinkscope trace' lists the massive ones",
+        )

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sinkscope.capture.condition_reading import ConditionReading, Replay
+from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import AggregationEdit
 from sinkscope.interventions.dimension_edit import ClampDimensions, set_dimensions
 from sinkscope.interventions.intervention import Intervention, together
@@ -204,4 +206,16 @@ class Conditions:
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         means = {name: mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
-            return replace(reduced(self.replay.read(first_layer, loss=loss), self.plan), means=means)
+            reading = self.replay.read(first_layer, loss=loss)
+        check_finite(reading.received_LBS, condition.key, self.loaded.dtype)
+        return replace(reduced(reading, self.plan), means=means)
+
+
+def check_finite(received: Tensor, condition: str, dtype: str) -> None:
+    """Refuses a reading of numbers that overflowed: not-a-number is above no threshold, and would pass for no sink."""
+    if not received.isfinite().all():
+        raise InputError(
+            expected=f"finite attention under {condition}",
+            found=f"numbers that {dtype} cannot hold",
+            next_step="Choose a smaller factor, or a wider type such as --dtype float32",
+        )

@@ -18,6 +18,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema
+from sinkscope.studies.conditions import check_finite
 from sinkscope.studies.plan import make_plan
 from sinkscope.studies.requests import Request, Setting
 
@@ -99,6 +100,8 @@ def intervene(
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under what stands in for them as a control."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
+    if num_sequences < 1:
+        raise InputError(expected="at least 1 sequence", found=str(num_sequences), next_step="Raise --num-sequences")
     sizes = [num_sequences, MIN_CALIBRATION]
     whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
     batch, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(sizes))
@@ -125,4 +128,5 @@ def intervene(
             interventions = [each for request in requests for each in request.make(setting, control=control)]
         with together(interventions):
             arms.append(trace(loaded, batch, effective_rank=False))
+        check_finite(arms[-1].reading.received, "the control" if control else "the interventions", loaded.dtype)
     return Intervened(before, *arms, positions=tuple(positions))

@@ -7,7 +7,7 @@ of the kind exists, the control is the untouched model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,17 @@ AGGREGATION = {
     "random_direction": "random_direction",
     "equalise": "equalise_variance",
 }
+MASKS = ("mask_to_self", "block", "allow")
+BY_LAYER, BY_HEAD = (*MASKS, *AGGREGATION, "zero_dimension"), (*MASKS, *AGGREGATION)
+"""What --layers and --heads choose for."""
 ABLATION = {"ablate": "zero", "ablate_mean": "mean", "ablate_resample": "resample"}
 FORMS = {
     "mask_to_self": "POSITION, such as 10",
     "block": "QUERY:KEYS, such as 10:0-4",
     "allow": "QUERY:KEYS, such as 0:0-63",
-    **dict.fromkeys(("amplify", "scale_norm", "shift_mean", "swap_deviation", "random_direction"), "POSITION:FACTOR"),
+    **dict.fromkeys(
+        ("amplify", "scale_norm", "shift_mean", "swap_deviation", "random_direction"), "POSITION:FACTOR, such as 10:4"
+    ),
     "equalise": "POSITION, such as 0",
     **dict.fromkeys((*ABLATION, "densify"), "LAYER:NEURON or LAYER:EXPERT:NEURON, such as 2:90"),
     "transplant": "LAYER:NEURON@SOURCE:TARGET, such as 2:90@0:10",
@@ -70,7 +75,7 @@ class Request:
 
     def positions(self) -> list[int]:
         """The positions that it acts on."""
-        if self.kind in ("mask_to_self", "block", "allow", *AGGREGATION):
+        if self.kind in BY_HEAD:
             return [value[0] for value in self.values]
         if self.kind == "transplant":
             return [target for _, _, target in self.values]
@@ -79,7 +84,7 @@ class Request:
     def make(self, setting: Setting, *, control: bool) -> list[Any]:
         """The interventions, or what stands in for them."""
         model = setting.loaded
-        if self.kind in ("mask_to_self", "block", "allow"):
+        if self.kind in MASKS:
             return [edit for value in self.values if (edit := self._mask(model, value, control)) is not None]
         if self.kind in AGGREGATION:
             return [self._aggregation(setting, value, control) for value in self.values]
@@ -126,6 +131,8 @@ class Request:
 
     def _units(self, setting: Setting, control: bool) -> list[Intervention]:
         units = [value[0] for value in self.values]
+        if self.kind != "transplant":
+            units = list(dict.fromkeys(units))  # named twice is removed once, and so is its control
         if control:
             units = matched_units(setting.anatomy, units, setting.excluded, seed=0)
         if self.kind == "transplant":
@@ -147,8 +154,15 @@ def parsed(asked: Mapping[str, Sequence[str]], *, layers: str | None, heads: str
             found="none",
             next_step="Give one, such as --mask-to-self 10; 'sinkscope intervene --help' lists them",
         )
-    chosen_layers = None if layers is None else tuple(_read(layers, "layers", "0-2", _range))
-    chosen_heads = None if heads is None else tuple(_read(heads, "heads", "0,3", _range))
+    for option, chosen, kinds in (("layers", layers, BY_LAYER), ("heads", heads, BY_HEAD)):
+        if chosen is not None and not set(kinds) & set(asked):
+            raise InputError(
+                expected=f"an intervention that --{option} can choose {option} for: {_options(kinds)}",
+                found=_options(asked),
+                next_step=f"Leave --{option} out",
+            )
+    chosen_layers = None if layers is None else tuple(_read(layers, "layers", "numbers such as 0-2", _range))
+    chosen_heads = None if heads is None else tuple(_read(heads, "heads", "numbers such as 0,3", _range))
     return [
         Request(
             kind=kind,
@@ -165,7 +179,7 @@ def _read(text: str, option: str, form: str, reader: Any) -> Any:
         return reader(text)
     except ValueError:
         raise InputError(
-            expected=f"--{option.replace('_', '-')} as {form}",
+            expected=f"{_options([option])} as {form}",
             found=f"'{text}'",
             next_step="Write it in that form; 'sinkscope intervene --help' shows all of them",
         ) from None
@@ -202,5 +216,12 @@ def _range(text: str) -> list[int]:
     numbers: list[int] = []
     for item in text.split(","):
         first, dash, last = item.partition("-")
-        numbers += range(int(first), int(last) + 1) if dash and first else [int(item)]
+        found = range(int(first), int(last) + 1) if dash and first else [int(item)]
+        if not found:
+            raise ValueError("an empty range")
+        numbers += found
     return numbers
+
+
+def _options(kinds: Iterable[str]) -> str:
+    return ", ".join(f"--{kind.replace('_', '-')}" for kind in kinds)

@@ -1,0 +1,22 @@
+"""What tests of the command line share."""
+
+import re
+import subprocess
+import sys
+
+
+def in_a_process(*arguments, cwd, before=""):
+    """Runs a command in a process of its own, after some lines of Python."""
+    code = f"{before}\nfrom sinkscope.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
+    )
+
+
+def assert_refused(result, message, cwd):
+    assert result.code == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    assert re.search(r"sinkscope: expected .+; found .+", result.err, re.DOTALL)
+    assert message in result.err
+    assert not (cwd / "runs").exists() or list((cwd / "runs").iterdir()) == []
