@@ -200,11 +200,15 @@ class _Run:
     def _outcomes(self, conditions: Conditions, sink_varies: bool) -> dict[str, Outcome]:
         outcomes = {}
         wanted = conditions.all(sink_varies=sink_varies)
+        # Over a large vocabulary the loss costs more than all layers: it is read where the first target is acted on.
+        with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
             arrays = self.parts.load(condition.key)
             if arrays is None:
-                outcome = conditions.run(condition, loss=condition.name != "random_set")
+                outcome = conditions.run(
+                    condition, loss=condition.name != "random_set" and condition.target in with_loss
+                )
                 self.parts.save(condition.key, outcome.tensors())
             else:
                 outcome = Outcome.of_tensors(arrays)
