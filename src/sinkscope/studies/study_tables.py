@@ -14,12 +14,13 @@ from sinkscope.results.study_schemas import STUDY_TABLES as STUDY_TABLES
 from sinkscope.statistics import bootstrap_mean_interval
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import DOSE, NUM_RANDOM_SETS, QUANTITIES, Outcome
-from sinkscope.studies.plan import Plan
 from sinkscope.studies.study_result import StudyResult
 
 NUM_BINS = 24
 NUM_RANKS = 64
 SHOWN_UNITS = 4
+LEADING = ("untouched", "mask_to_self", "amplify_variance")
+"""Conditions whose histograms come first."""
 SHOWN_SEQUENCES = 4
 RULES = {
     "at least": "low >= threshold",
@@ -192,7 +193,9 @@ def _minimal_set(study: StudyResult) -> _Rows:
 
 def _histograms(study: StudyResult) -> _Rows:
     rows, plan = _Rows(), study.plan
-    shown = [entry for entry in _conditions(study) if _is_shown(entry, plan)]
+    acted_on = (None, plan.sink, *plan.targets[:1])
+    shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
+    shown.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
     for number, unit in enumerate(plan.super_neurons[:SHOWN_UNITS]):
         values = [outcome.units_BTn[..., number] for *_, outcome in shown]
         edges = np.linspace(min(v.min() for v in values), max(v.max() for v in values), NUM_BINS + 1)
@@ -217,14 +220,6 @@ def _histograms(study: StudyResult) -> _Rows:
                         count=int(count),
                     )
     return rows
-
-
-def _is_shown(entry: tuple[str, int | None, float | None, Outcome], plan: Plan) -> bool:
-    name, target, factor, _ = entry
-    first = plan.targets[0] if plan.targets else None
-    return name == "untouched" or (
-        target == first and (name == "mask_to_self" or (name, factor) == ("amplify_variance", DOSE))
-    )
 
 
 def _output_energy(study: StudyResult) -> _Rows:
