@@ -43,9 +43,7 @@ def bootstrap_mean_interval(
     origin_C = np.where(finite_C, columns_CN[:, 0], 0.0)
     offsets_CN = np.where(finite_C[:, None], columns_CN - origin_C[:, None], 0.0)
 
-    random = np.random.default_rng(seed)
-    weights_RN = random.multinomial(num_samples, np.full(num_samples, 1 / num_samples), size=num_resamples)
-    weights_NR = weights_RN.T / num_samples
+    weights_NR = resample_weights(num_samples, num_resamples, seed).T
 
     tail = (1 - confidence) / 2
     interval_2C = np.empty((2, len(columns_CN)))

@@ -2,12 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import types
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,31 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import sinkscope as package
 from sinkscope.attention.variants import VARIANTS
-from sinkscope.cli import main
 from sinkscope.pretrain.metrics_log import read_rows
 from sinkscope.pretrain.probes import QUANTITIES
 from sinkscope.pretrain.token_shards import open_shards
 
 SHORT = ("--steps", 12, "--warmup-steps", 2, "--batch-size", 8, "--sequence-length", 64, "--learning-rate", 1e-2)
 SHORT += ("--evaluate-every", 6, "--probe-every", 12, "--checkpoint-every", 12)
-
-
-@pytest.fixture
-def sinkscope(tmp_path, monkeypatch, capfd):
-    """Runs a command in this process, in an empty folder, through the entry point; gives code, out and err."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sinkscope", *map(str, arguments)])
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            with pytest.raises(SystemExit) as exit_info:
-                main()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        return SimpleNamespace(code=exit_info.value.code, **capfd.readouterr()._asdict())
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 LAYERS = {
     "errors": 0,
     "runtime": 0,
+    "number_lists": 0,
     "statistics": 0,
     "results": 0,
     "measures": 0,

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from sinkscope.errors import InputError
 from sinkscope.models import loading
-from sinkscope.models.checkpoint_checks import read_gguf_header
+from sinkscope.models.gguf_header import read_gguf_header
 from sinkscope.models.loading import DEFAULT_MODEL, bos_id, load, weight_hash
 
 LLAMA = {

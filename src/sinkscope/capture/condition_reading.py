@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
+from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.edits import suspend
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.reading import evaluation_mode, input_device
@@ -25,7 +26,7 @@ from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import bare_model
 
 LOSS_TOKENS = 1024
 """Tokens whose logits are held at once."""
@@ -114,7 +115,7 @@ class Replay:
 
     def _keep_call(self, layer: int):
         def hook(module, args, kwargs) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = entering(args, kwargs)
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             self._calls[layer] = (args[1:], rest)
             if layer in self.restarts:
@@ -133,7 +134,7 @@ class Replay:
                 for layer in layers:
                     args, kwargs = self._calls[layer.index]
                     output = layer.block(hidden_BTE, *args, **kwargs)
-                    hidden_BTE = output[0] if isinstance(output, tuple) else output
+                    hidden_BTE = leaving(output)
         self.num_layer_passes += len(layers)
         loss_B = next_token_loss(self.anatomy, self.model, reader.hidden_BTE, self.ids_BT) if loss else None
         prefix = None if start is None else self.untouched
@@ -184,8 +185,8 @@ class _LayerReader:
 
     def _block(self, layer: int, units: LayerUnits, experts: list[int | None]):
         def hook(module, args, output) -> None:
-            hidden_BTE = (output[0] if isinstance(output, tuple) else output).float()
-            self.hidden_BTE = output[0] if isinstance(output, tuple) else output
+            self.hidden_BTE = leaving(output)
+            hidden_BTE = self.hidden_BTE.float()
             self.rows["residual_norm_LBT"][layer] = torch.linalg.vector_norm(hidden_BTE, dim=-1)
             self.rows["dom_ratio_LBT"][layer] = dom_ratio(hidden_BTE)
             self.rows["dimensions_LBTM"][layer] = hidden_BTE[..., list(self.dimensions)]
@@ -226,7 +227,7 @@ def read_condition(
     dimensions: tuple[int, ...] = (),
 ) -> ConditionReading:
     """An untouched reading of a batch, whatever interventions are on."""
-    owner = model.model if isinstance(model, LoadedModel) else model
+    owner = bare_model(model)
     with suspend():
         return Replay(anatomy or anatomy_of(owner), owner, ids_BT, units, dimensions).untouched
 

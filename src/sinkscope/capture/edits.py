@@ -91,27 +91,20 @@ def suspend() -> Iterator[None]:
         _suspended.reset(token)
 
 
-@contextlib.contextmanager
-def editing_rows(edits: dict[int, RowEdit]) -> Iterator[None]:
-    """Adds one edit to each attention named by its id."""
-    with _adding(_row_edits, edits):
-        yield
+def editing_rows(edits: dict[int, list[RowEdit]]) -> contextlib.AbstractContextManager:
+    """Adds edits to each attention named by its id."""
+    return _adding(_row_edits, edits)
 
 
-@contextlib.contextmanager
-def editing_experts(edits: dict[int, list[ExpertEdit]]) -> Iterator[None]:
+def editing_experts(edits: dict[int, list[ExpertEdit]]) -> contextlib.AbstractContextManager:
     """Adds edits to each module of experts named by its id."""
-    with contextlib.ExitStack() as stack:
-        for key, some in edits.items():
-            for edit in some:
-                stack.enter_context(_adding(_expert_edits, {key: edit}))
-        yield
+    return _adding(_expert_edits, edits)
 
 
 @contextlib.contextmanager
-def _adding(variable: ContextVar, edits: dict) -> Iterator[None]:
+def _adding(variable: ContextVar, edits: dict[int, list]) -> Iterator[None]:
     before = variable.get() or {}
-    token = variable.set(before | {key: (*before.get(key, ()), edit) for key, edit in edits.items()})
+    token = variable.set(before | {key: (*before.get(key, ()), *added) for key, added in edits.items()})
     try:
         yield
     finally:

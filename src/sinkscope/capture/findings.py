@@ -306,8 +306,7 @@ class Findings:
                 written, square = ("unit_written", "unit_written_square")
             written_U, square_U = (_at_position(statistics, name, position, reading) for name in (written, square))
             activation_U = _at_position(statistics, "unit_activation", position, reading)
-            output_MU = torch.cat([weight[dimensions_M].float() for _, weight in layer.down_weights()], dim=1).cpu()
-            output_MU = output_MU * layer.write_gain().cpu()[dimensions_M, None]
+            output_MU = layer.written_rows(dimensions_M).cpu()
             write_MU = output_MU * written_U
             moved_M = write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]
             stands_M = massive_LM[layer.index] | massive_LM[layer.index + 1]

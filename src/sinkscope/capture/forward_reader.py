@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
+from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.layer_statistics import (
     Moments,
     Statistics,
@@ -122,13 +123,13 @@ class ForwardReader:
             yield
 
     def _enter_first_block(self, module, args, kwargs) -> None:
-        hidden_BTE = args[0] if args else kwargs["hidden_states"]
+        hidden_BTE = entering(args, kwargs)
         self._on(hidden_BTE.device, "keys", self._key_positions)  # while the device has little else to do
         self._read_residual(-1, hidden_BTE)
 
     def _enter_attention(self, layer: int):
         def hook(module, args, kwargs) -> None:
-            state_BTE = args[0] if args else kwargs["hidden_states"]
+            state_BTE = entering(args, kwargs)
             if self.across_sequences:
                 direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
                 self._kept["direction"][layer] = direction
@@ -208,7 +209,7 @@ class ForwardReader:
 
     def _leave_block(self, layer: int, units: LayerUnits):
         def hook(module, args, output) -> None:
-            hidden_BTE = output[0] if isinstance(output, tuple) else output
+            hidden_BTE = leaving(output)
             with self._side.beside(hidden_BTE, *units.tensors()):
                 self._read_residual(layer, hidden_BTE)
                 self._read_units(layer, units)

@@ -63,7 +63,7 @@ def trace(
     `keys` reads chosen key positions only, `effective_rank=False` leaves out the one part that needs a decomposition,
     and batches of more than `chunk_tokens` tokens are read in chunks whose statistics merge exactly.
     """
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     batch = batch if isinstance(batch, TokenBatch) else given_batch(batch, model=loaded.model)
     result = Trace(
         read_model(

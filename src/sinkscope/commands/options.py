@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from sinkscope.errors import InputError
+from sinkscope.number_lists import whole_numbers
 
 if TYPE_CHECKING:
+    from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
+    from sinkscope.results.run_folder import RunFolder
 
 Model = Annotated[
     str | None,
@@ -95,14 +99,22 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     return path
 
 
+def write_pictures(folder: RunFolder, trace: Trace) -> None:
+    """Writes the picture and the page of a run whose tables are written, as far as what draws them is installed."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        from sinkscope.report.figures import chain_figure
+
+        chain_figure(trace.tables, trace.summary, folder.path / "chain.png")
+    if importlib.util.find_spec("plotly") is not None:
+        from sinkscope.report.page import write_study_page
+
+        write_study_page(folder.path, folder.path / "report.html")
+
+
 def integers(text: str, option: str, example: str) -> list[int]:
     """Integers separated by commas, with ranges such as 0-3."""
     try:
-        numbers: list[int] = []
-        for item in text.split(","):
-            first, dash, last = item.partition("-")
-            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
-        return numbers
+        return whole_numbers(text)
     except ValueError:
         raise InputError(
             expected="whole numbers separated by commas", found=f"'{text}'", next_step=f"Give {option} {example}"

@@ -24,16 +24,16 @@ class StudyConfig:
     """What one study was asked to do; written to config.yaml."""
 
     model: str | None
-    revision: str | None
-    dtype: str
-    device: str
-    device_map: str | None
-    trust_remote_code: bool
-    tokens: str
-    bos: str
-    length: int
-    num_sequences: int
-    seed: int
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    tokens: str = "random"
+    bos: str = "auto"
+    length: int = 64
+    num_sequences: int = 32
+    seed: int = 0
 
 
 BOS = {"auto": None, "yes": True, "no": False}
@@ -41,18 +41,20 @@ BOS = {"auto": None, "yes": True, "no": False}
 
 def study_command(
     model: options.Model = None,
-    tokens: options.Tokens = "random",
+    tokens: options.Tokens = StudyConfig.tokens,
     bos: Annotated[
         str, typer.Option(help="A BOS token at position 0: yes, no, both (two studies side by side) or auto.")
-    ] = "auto",
-    length: options.Length = 64,
-    num_sequences: Annotated[int, typer.Option(help="Sequences that judge; 96 others choose and calibrate.")] = 32,
-    seed: options.Seed = 0,
-    revision: options.Revision = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    device_map: options.DeviceMap = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    ] = StudyConfig.bos,
+    length: options.Length = StudyConfig.length,
+    num_sequences: Annotated[
+        int, typer.Option(help="Sequences that judge; 96 others choose and calibrate.")
+    ] = StudyConfig.num_sequences,
+    seed: options.Seed = StudyConfig.seed,
+    revision: options.Revision = StudyConfig.revision,
+    dtype: options.Dtype = StudyConfig.dtype,
+    device: options.Device = StudyConfig.device,
+    device_map: options.DeviceMap = StudyConfig.device_map,
+    trust_remote_code: options.TrustRemoteCode = StudyConfig.trust_remote_code,
     out: options.Out = None,
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
@@ -108,19 +110,7 @@ def _both(config: StudyConfig, path: Path, overwrite: bool) -> tuple[dict[Path, 
 
 def study_run(model: str) -> Path:
     """The run folder of a study of a model with every option at its default, made now."""
-    config = StudyConfig(
-        model=model,
-        revision=None,
-        dtype="auto",
-        device="auto",
-        device_map=None,
-        trust_remote_code=False,
-        tokens="random",
-        bos="auto",
-        length=64,
-        num_sequences=32,
-        seed=0,
-    )
+    config = StudyConfig(model=model)
     path = options.run_path(None, model, overwrite=False)
     _study({path: config}, None, options.load_model(config), overwrite=False, quiet=False)
     return path
@@ -174,11 +164,4 @@ def _write(path: Path, config: StudyConfig, result: Study, overwrite: bool) -> N
         path_of_attention = result.trace.reading.attention_path
         folder.write_json("environment.json", options.run_environment(result.loaded, attention_path=path_of_attention))
         result.write(folder)
-        if importlib.util.find_spec("matplotlib") is not None:
-            from sinkscope.report.figures import chain_figure
-
-            chain_figure(result.trace.tables, result.trace.summary, folder.path / "chain.png")
-        if importlib.util.find_spec("plotly") is not None:
-            from sinkscope.report.page import write_study_page
-
-            write_study_page(folder.path, folder.path / "report.html")
+        options.write_pictures(folder, result.trace)

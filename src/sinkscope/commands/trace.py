@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -90,14 +89,7 @@ def trace_command(
         )
         folder.write_json("environment.json", environment)
         result.write(folder)
-        if importlib.util.find_spec("matplotlib") is not None:
-            from sinkscope.report.figures import chain_figure
-
-            chain_figure(result.tables, result.summary, folder.path / "chain.png")
-        if importlib.util.find_spec("plotly") is not None:
-            from sinkscope.report.page import write_study_page
-
-            write_study_page(folder.path, folder.path / "report.html")
+        options.write_pictures(folder, result)
     if as_json:
         print((path / "summary.json").read_text(encoding="utf-8"), end="")
     else:

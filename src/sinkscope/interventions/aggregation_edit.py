@@ -41,7 +41,7 @@ from sinkscope.interventions.intervention import (
     is_on,
 )
 from sinkscope.models.anatomy import Layer
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import LoadedModel, bare_model
 from sinkscope.models.token_batches import TokenBatch
 
 MIN_CALIBRATION = 64
@@ -170,7 +170,7 @@ class AggregationEdit(Intervention):
             ),
         )
         self.calibrated: dict[int, LayerCalibration] = {}
-        self._calibrate(model.model if isinstance(model, LoadedModel) else model, calibration)
+        self._calibrate(bare_model(model), calibration)
 
     @property
     def by_sequence(self) -> bool:

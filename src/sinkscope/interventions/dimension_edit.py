@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sinkscope.capture.block_calls import leaving
 from sinkscope.capture.condition_reading import ConditionReading, read_condition
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
@@ -29,7 +30,7 @@ from sinkscope.interventions.intervention import (
 )
 from sinkscope.interventions.neuron_edit import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch, given_batch
 
 
@@ -71,7 +72,7 @@ class ResidualEdit(Intervention):
         def hook(module, args, output):
             if not acting():
                 return None
-            hidden_BTE = output[0] if isinstance(output, tuple) else output
+            hidden_BTE = leaving(output)
             num_batch, length, _ = hidden_BTE.shape
             check_text(self.place, num_batch, length)
             device = hidden_BTE.device
@@ -195,7 +196,7 @@ def clamp(
         raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
     if not isinstance(untouched, ConditionReading):
         batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched)
-        owner = model.model if isinstance(model, LoadedModel) else model
+        owner = bare_model(model)
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
         untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))

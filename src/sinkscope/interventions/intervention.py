@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.capture.block_calls import entering
 from sinkscope.capture.edits import going_by_sequence, suspended
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import bare_model
 
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
@@ -56,7 +57,7 @@ class Intervention(contextlib.AbstractContextManager):
     name = "intervention"
 
     def __init__(self, model: Any, place: Place) -> None:
-        self.anatomy: Anatomy = anatomy_of(model.model if isinstance(model, LoadedModel) else model)
+        self.anatomy: Anatomy = anatomy_of(bare_model(model))
         layers = _checked_layers(self.anatomy, place.layers)
         chosen = (place.positions, place.heads, place.sequences, place.items)
         # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
@@ -124,7 +125,8 @@ class BatchShape:
         stack.callback(layer.block.register_forward_pre_hook(self._note, with_kwargs=True).remove)
 
     def _note(self, module, args, kwargs) -> None:
-        self.value = tuple((args[0] if args else kwargs["hidden_states"]).shape[:2])
+        num_batch, length, _ = entering(args, kwargs).shape
+        self.value = (num_batch, length)
 
     def unflatten(self, x: Tensor, place: Place) -> Tensor:
         """[B, T, ...] view; checks that the place lies within the text."""
@@ -181,7 +183,7 @@ def all_layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The chosen layers, or all of them."""
     if layers is not None:
         return tuple(layers)
-    return tuple(range(len(anatomy_of(model.model if isinstance(model, LoadedModel) else model).layers)))
+    return tuple(range(len(anatomy_of(bare_model(model)).layers)))
 
 
 def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Indices, Intervention, Place, all_layers, as_indices
+from sinkscope.interventions.intervention import Intervention, Place, all_layers, as_indices
 
 
 class MaskEdit(Intervention):
@@ -23,23 +23,30 @@ class MaskEdit(Intervention):
         self,
         model: Any,
         name: str,
-        queries: tuple[int, ...],
+        queries: int | Sequence[int],
         mode: Literal["only", "allow", "block"],
-        keys: tuple[int, ...],
+        keys: int | Sequence[int],
         *,
-        layers: tuple[int, ...],
-        heads: Indices,
-        sequences: Indices,
+        layers: Sequence[int] | None = None,
+        heads: int | Sequence[int] | None = None,
+        sequences: int | Sequence[int] | None = None,
     ) -> None:
         self.name = name
         if mode not in ("only", "allow", "block"):
             raise InputError(
                 expected="a mode of only, allow or block", found=repr(mode), next_step="Choose one of them"
             )
-        if not keys and mode != "only":
-            layers = ()
-        super().__init__(model, Place(on="mask", layers=layers, positions=queries, heads=heads, sequences=sequences))
-        self.edit = RowEdit(queries=queries, mode=mode, keys=keys, heads=heads, sequences=sequences)
+        rows, columns = as_indices(queries) or (), as_indices(keys) or ()
+        acts = bool(columns) or mode == "only"
+        place = Place(
+            on="mask",
+            layers=all_layers(model, layers) if acts else (),
+            positions=rows,
+            heads=as_indices(heads),
+            sequences=as_indices(sequences),
+        )
+        super().__init__(model, place)
+        self.edit = RowEdit(queries=rows, mode=mode, keys=columns, heads=place.heads, sequences=place.sequences)
 
     def opening(self, stack: contextlib.ExitStack) -> None:
         if not self.place.layers:
@@ -47,28 +54,12 @@ class MaskEdit(Intervention):
         # With no key to read this is attention and nothing else: the model may be called as its owner calls it.
         # A trace inside opens a tap of its own.
         stack.enter_context(attention_tap(self.anatomy, _attend))
-        stack.enter_context(editing_rows({id(layer.attention): self.edit for layer in self.layers()}))
+        stack.enter_context(editing_rows({id(layer.attention): [self.edit] for layer in self.layers()}))
 
 
-def mask_to_self(
-    model: Any,
-    position: int,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    sequences: int | Sequence[int] | None = None,
-) -> MaskEdit:
-    """The token at `position` may attend only to itself."""
-    return MaskEdit(
-        model,
-        "mask_to_self",
-        (position,),
-        "only",
-        (position,),
-        layers=all_layers(model, layers),
-        heads=as_indices(heads),
-        sequences=as_indices(sequences),
-    )
+def mask_to_self(model: Any, position: int, **where: Any) -> MaskEdit:
+    """The token at `position` may attend only to itself; `where` takes layers, heads and sequences."""
+    return MaskEdit(model, "mask_to_self", position, "only", position, **where)
 
 
 def edit_mask(
@@ -76,22 +67,13 @@ def edit_mask(
     queries: int | Sequence[int],
     mode: Literal["only", "allow", "block"],
     keys: int | Sequence[int],
-    *,
-    layers: Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    sequences: int | Sequence[int] | None = None,
+    **where: Any,
 ) -> MaskEdit:
-    """The queries may attend to these keys `only`, to these too (`allow`, also later ones), or no more (`block`)."""
-    return MaskEdit(
-        model,
-        "edit_mask",
-        as_indices(queries) or (),
-        mode,
-        as_indices(keys) or (),
-        layers=all_layers(model, layers),
-        heads=as_indices(heads),
-        sequences=as_indices(sequences),
-    )
+    """The queries may attend to these keys `only`, to these too (`allow`, also later ones), or no more (`block`).
+
+    `where` takes layers, heads and sequences.
+    """
+    return MaskEdit(model, "edit_mask", queries, mode, keys, **where)
 
 
 def _attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:

@@ -30,7 +30,7 @@ from sinkscope.interventions.intervention import (
     indices,
 )
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of, checked_units
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
 Group = tuple[int, int | None]
@@ -51,7 +51,7 @@ class NeuronEdit(Intervention):
     ) -> None:
         self.name = name
         units = [Unit(*unit) for unit in units]
-        self.groups = checked_units(anatomy_of(model.model if isinstance(model, LoadedModel) else model), units)
+        self.groups = checked_units(anatomy_of(bare_model(model)), units)
         super().__init__(
             model,
             Place(
@@ -196,7 +196,7 @@ class DensifyNeurons(Intervention):
 
     def __init__(self, model: Any, units: Iterable[Unit], *, seed: int = 0) -> None:
         units = [Unit(*unit) for unit in units]
-        self.groups = checked_units(anatomy_of(model.model if isinstance(model, LoadedModel) else model), units)
+        self.groups = checked_units(anatomy_of(bare_model(model)), units)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
         super().__init__(model, place)
         self.change: dict[Group, Tensor] = {}

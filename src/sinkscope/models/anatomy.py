@@ -211,6 +211,15 @@ class Layer:
             )
         return groups[expert]
 
+    def written_vectors(self, expert: int | None) -> Tensor:
+        """[E, F] float32: what each unit of a group writes per unit of activation, post-norm gain included."""
+        return self.group_weight(expert).float() * self.write_gain()[:, None]
+
+    def written_rows(self, dimensions_M: Tensor) -> Tensor:
+        """[M, U] float32: what every unit writes into some dimensions per unit of activation."""
+        rows = [weight[dimensions_M].float() for _, weight in self.down_weights()]
+        return torch.cat(rows, dim=1) * self.write_gain()[dimensions_M, None]
+
     def locate_unit(self, unit: int) -> tuple[int | None, int]:
         """(expert or None, neuron) of a unit's number within the layer."""
         expert, neuron = self.unit_places(torch.tensor([unit]))

@@ -17,21 +17,19 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import (
-    GgufHeader,
     check_causal,
     check_code,
     check_loading_info,
     check_safetensors,
     check_weight_names,
     check_weights,
-    copy_without_vocabulary,
     each_weight,
     first_line,
     looks_like_hub_name,
     read_config,
-    read_gguf_header,
     refuse_path,
 )
+from sinkscope.models.gguf_header import GgufHeader, copy_without_vocabulary, read_gguf_header
 from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.runtime import resolve_device, resolve_dtype
 
@@ -61,6 +59,11 @@ class LoadedModel:
     weight_hash: str
     dtype: str
     trust_remote_code: bool
+
+
+def bare_model(model: Any) -> Any:
+    """The model itself, of a loaded model or of one that its owner made."""
+    return model.model if isinstance(model, LoadedModel) else model
 
 
 def load(

@@ -15,7 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel, bos_id, text_config
+from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
 
 FORMS = "random, text:FILE or repeat:ID"
 
@@ -103,7 +103,7 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
 
     One sequence may come without its batch axis. With a model, ids and length are checked against it.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = bare_model(model)
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
             raise InputError(

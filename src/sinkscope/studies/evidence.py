@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
 from sinkscope.capture.attention_tap import attention_tap
+from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.reading import evaluation_mode, input_device
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
@@ -98,7 +99,7 @@ class _EvidenceReader:
 
     def _state(self, layer: int):
         def hook(module, args, kwargs) -> None:
-            unit_BTE = nn.functional.normalize((args[0] if args else kwargs["hidden_states"]).float(), dim=-1)
+            unit_BTE = nn.functional.normalize(entering(args, kwargs).float(), dim=-1)
             count = self.num_sequences
             others_BT = ((unit_BTE * unit_BTE.sum(0)).sum(-1) - 1) / (count - 1)
             # Each pair of sequences stands in two of these means: a pseudo-value counts its sequence twice.
@@ -108,22 +109,18 @@ class _EvidenceReader:
 
     def _units(self, layer: Layer, units: LayerUnits, chosen: list[Unit]):
         def hook(module, args, output) -> None:
+            dimensions_M = torch.tensor(self.plan.dimensions)
             sink_tokens = torch.arange(self.num_sequences) * self.length + self.plan.sink
-            here_BU = units.at(sink_tokens.to(output[0].device)).cpu()
-            gain_E = layer.write_gain().cpu()
-            squares = []
-            for _, weight_EF in layer.down_weights():
-                rows = weight_EF[list(self.plan.dimensions)].float().cpu() * gain_E[list(self.plan.dimensions), None]
-                squares.append(rows.square().sum(0))
-            scale_N = torch.ones(1) if units.write_scale_N is None else units.write_scale_N.cpu()
-            here_scale = scale_N[sink_tokens] if len(scale_N) > 1 else scale_N
-            every_write_B = (here_BU * here_scale[:, None]).square() @ torch.cat(squares)
+            here_BU = units.at(sink_tokens.to(leaving(output).device)).cpu()
+            num_tokens = self.num_sequences * self.length
+            scale_N = torch.ones(num_tokens) if units.write_scale_N is None else units.write_scale_N.cpu()
+            written_U = layer.written_rows(dimensions_M).square().sum(0).cpu()
+            every_write_B = (here_BU * scale_N[sink_tokens, None]).square() @ written_U
             write_BT = torch.zeros(self.num_sequences, self.length)
-            groups = [expert for expert, _ in layer.down_weights()]
             for unit in chosen:
                 values_N = units.values(unit.expert, torch.tensor([unit.neuron])).flatten().cpu() * scale_N
-                written = values_N.square() * squares[groups.index(unit.expert)][unit.neuron]
-                write_BT += written.view_as(write_BT)
+                vector_E = layer.written_vectors(unit.expert)[:, unit.neuron].cpu()
+                write_BT += (values_N.square() * vector_E[dimensions_M].square().sum()).view_as(write_BT)
             here_B = write_BT[:, self.plan.sink]
             elsewhere_B = (write_BT.sum(1) - here_B) / (self.length - 1)
             self.writes.append((here_B, every_write_B, elsewhere_B))

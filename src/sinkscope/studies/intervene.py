@@ -99,7 +99,7 @@ def intervene(
     seed: int = 0,
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under what stands in for them as a control."""
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     if num_sequences < 1:
         raise InputError(expected="at least 1 sequence", found=str(num_sequences), next_step="Raise --num-sequences")
     sizes = [num_sequences, MIN_CALIBRATION]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from sinkscope.capture.condition_reading import ConditionReading
-from sinkscope.measures.super_neurons import channel_sparsity
+from sinkscope.measures.dimension_disparity import top_energy_share
+from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies import claims as rules
 from sinkscope.studies.claims import Claim, Part
@@ -77,11 +79,10 @@ def _variance_claims(plan: Plan, evidence: Evidence, sink_varies: bool) -> list[
     num_layers, num_sequences, length = evidence.squared_deviation_LBT.shape
     variance_BLT = evidence.squared_deviation_LBT.transpose(1, 0, 2).reshape(num_sequences, -1)
     law_BLT = evidence.averaging_law_LBT.transpose(1, 0, 2).reshape(num_sequences, -1)
-    later = slice(length - length // 2, None)
 
     def ratio(means: np.ndarray) -> np.ndarray:
-        variance = means.reshape(*means.shape[:-1], num_layers, length)
-        return (variance[..., 0] / variance[..., later].mean(-1)).mean(-1)
+        variance = torch.from_numpy(means.reshape(*means.shape[:-1], num_layers, length))
+        return variance_ratio(variance).mean(-1).numpy()
 
     shuffled = np.roll(law_BLT.reshape(num_sequences, num_layers, length), length // 2, axis=-1)
     control = float(_r_squared(variance_BLT.mean(0).reshape(num_layers, length), shuffled.mean(0)))
@@ -114,11 +115,8 @@ def _law_r_squared(means: np.ndarray, num_layers: int, length: int) -> np.ndarra
 
 
 def _r_squared(variance_LT: np.ndarray, law_LT: np.ndarray) -> np.ndarray:
-    """log R^2 with nothing fitted, mean over layers; as measures.value_variance.log_r_squared, on numpy arrays."""
-    observed, predicted = np.log(variance_LT), np.log(law_LT)
-    residual = np.square(observed - predicted).sum(-1)
-    total = np.square(observed - observed.mean(-1, keepdims=True)).sum(-1)
-    return (1 - residual / total).mean(-1)
+    """log R^2 of the law, mean over layers."""
+    return log_r_squared(torch.from_numpy(variance_LT), torch.from_numpy(law_LT)).mean(-1).numpy()
 
 
 def _later_ratio(variance_LT: np.ndarray) -> np.ndarray:
@@ -170,8 +168,7 @@ def top_shares(anatomy: Anatomy, units: Sequence[Unit]) -> tuple[float, float]:
     shares, medians = [], []
     for unit in units:
         layer = anatomy.layers[unit.layer]
-        weight_EF = layer.group_weight(unit.expert).float() * layer.write_gain()[:, None]
-        top_F = channel_sparsity(weight_EF).top_share
+        top_F = top_energy_share(layer.written_vectors(unit.expert).T)
         shares.append(float(top_F[unit.neuron]))
         medians.append(float(top_F.median()))
     return float(np.mean(shares)), float(np.mean(medians))

@@ -20,6 +20,7 @@ from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons,
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.number_lists import whole_numbers
 from sinkscope.studies.minimal_set import matched_units
 
 AGGREGATION = {
@@ -161,8 +162,8 @@ def parsed(asked: Mapping[str, Sequence[str]], *, layers: str | None, heads: str
                 found=_options(asked),
                 next_step=f"Leave --{option} out",
             )
-    chosen_layers = None if layers is None else tuple(_read(layers, "layers", "numbers such as 0-2", _range))
-    chosen_heads = None if heads is None else tuple(_read(heads, "heads", "numbers such as 0,3", _range))
+    chosen_layers = None if layers is None else tuple(_read(layers, "layers", "numbers such as 0-2", whole_numbers))
+    chosen_heads = None if heads is None else tuple(_read(heads, "heads", "numbers such as 0,3", whole_numbers))
     return [
         Request(
             kind=kind,
@@ -190,7 +191,7 @@ def _value(kind: str, text: str) -> tuple:
         return (int(text),)
     if kind in ("block", "allow"):
         query, keys = text.split(":")
-        return int(query), _range(keys)
+        return int(query), whole_numbers(keys)
     if kind in AGGREGATION:
         position, factor = text.split(":")
         return int(position), float(factor)
@@ -210,17 +211,6 @@ def _unit(text: str) -> Unit:
         return Unit(numbers[0], None, numbers[1])
     layer, expert, neuron = numbers
     return Unit(layer, expert, neuron)
-
-
-def _range(text: str) -> list[int]:
-    numbers: list[int] = []
-    for item in text.split(","):
-        first, dash, last = item.partition("-")
-        found = range(int(first), int(last) + 1) if dash and first else [int(item)]
-        if not found:
-            raise ValueError("an empty range")
-        numbers += found
-    return numbers
 
 
 def _options(kinds: Iterable[str]) -> str:

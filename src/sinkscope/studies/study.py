@@ -112,7 +112,7 @@ def study(
     progress: Progress | None = None,
 ) -> Study:
     """The study of a model on batches of tokens; `parts` keeps finished conditions for a run that is interrupted."""
-    loaded = model if isinstance(model, LoadedModel) else load(model)
+    loaded = load(model)
     _check(length, num_sequences)
     sizes = (num_sequences, NUM_CHOOSING, MIN_CALIBRATION)
     whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)

@@ -227,7 +227,7 @@ def _output_energy(study: StudyResult) -> _Rows:
     anatomy = study.trace.reading.anatomy
     for unit in study.plan.super_neurons[:SHOWN_UNITS]:
         layer = anatomy.layers[unit.layer]
-        weight_EF = (layer.group_weight(unit.expert).float() * layer.write_gain()[:, None]).cpu()
+        weight_EF = layer.written_vectors(unit.expert).cpu()
         energy_EF = weight_EF.square() / weight_EF.square().sum(0)
         median = int(energy_EF.amax(0).argsort()[energy_EF.shape[1] // 2])
         for kind, neuron in (("super", unit.neuron), ("median", median)):
