@@ -10,11 +10,14 @@ from torch import nn
 from sinkscope.pretrain.training_config import TrainingConfig
 
 
-def build_optimisers(model: nn.Module, blocks: nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+def build_optimisers(
+    model: nn.Module, blocks: nn.Module, config: TrainingConfig, *, capturable: bool = False
+) -> list[torch.optim.Optimizer]:
     """The optimisers of a model's parameters; weight decay acts on matrices alone, not on gains and biases.
 
     Muon takes the matrices inside `blocks`, with an update scaled to the size of AdamW's, so that both share one
-    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied.
+    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied. A capturable
+    AdamW reads its learning rate on the device, so that a graph of its step can be launched with another one.
     """
     inside = {id(parameter) for parameter in blocks.parameters()}
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
@@ -26,13 +29,15 @@ def build_optimisers(model: nn.Module, blocks: nn.Module, config: TrainingConfig
         {"params": by_adamw, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    rate = torch.tensor(config.learning_rate, device=matrices[0].device) if capturable else config.learning_rate
     optimisers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=config.learning_rate,
+            lr=rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
             fused=True,
+            capturable=capturable,
         )
     ]
     if by_muon:
@@ -68,4 +73,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 def set_learning_rate(optimisers: list[torch.optim.Optimizer], rate: float) -> None:
     for optimiser in optimisers:
         for group in optimiser.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

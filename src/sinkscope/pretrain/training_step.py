@@ -1,12 +1,14 @@
 """One update of a decoder: forward and backward passes, clipping, optimisers; and the loss on held-out text.
 
 Compilation is regional: each block is compiled on its own, all of them with one graph, and so are the last norm and
-the loss. That starts several times sooner than compiling the whole model, at the same speed.
+the loss. That starts several times sooner than compiling the whole model, at the same speed. A compiled model that one
+process trains with AdamW is recorded as a CUDA graph besides.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate, set_learning_rate
 from sinkscope.pretrain.parallel import Processes, gradient_sync, spread, whole
+from sinkscope.pretrain.step_graph import WARM_UP_UPDATES, Batch, Numbers, StepGraph
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.training_config import TrainingConfig
 from sinkscope.pretrain.vocabulary_loss import vocabulary_loss
@@ -45,17 +48,31 @@ class TrainingStep:
         self.loss = spread(LanguageModelLoss(model), model.blocks, group)
         # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
         self.parameters = dict(model.named_parameters())
-        self.optimisers = build_optimisers(model, model.blocks, config)
+        # Muon's step reads its learning rate on the host, and collectives belong to all processes at once.
+        self._is_recorded = (
+            compile and group.device.type == "cuda" and group.mode == "single" and config.optimiser == "adamw"
+        )
+        self._graph: StepGraph | None = None
+        self._launched = 0
+        self.optimisers = build_optimisers(model, model.blocks, config, capturable=self._is_recorded)
 
-    def update(self, step: int, stream: TokenStream) -> tuple[Tensor, Tensor]:
+    def update(self, step: int, stream: TokenStream) -> Numbers:
         """(mean loss over all processes, norm of the gradient before clipping) of the update that follows `step`
-        updates; both stay on the device, so that nothing waits for it."""
+        updates; both stay on the device, so that nothing waits for it, until the next update."""
         set_learning_rate(self.optimisers, learning_rate(step, self.config))
+        batches = [stream.batch(step, rows) for rows in self.rows]
+        if self._is_recorded and self._graph is None and self._launched == WARM_UP_UPDATES:
+            self._graph = StepGraph(self._update, batches, self.group.device)
+        if self._graph is not None:
+            return self._graph.update(batches)
+        self._launched += 1
+        return self._update([(self._moved(tokens), self._moved(targets)) for tokens, targets in batches])
+
+    def _update(self, batches: Sequence[Batch]) -> Numbers:
         total = torch.zeros((), device=self.group.device)
-        for number, rows in enumerate(self.rows, 1):
-            tokens, targets = self._moved(*stream.batch(step, rows))
-            with gradient_sync(self.loss, number == len(self.rows)), self._autocast():
-                loss = self.loss(tokens, targets) / len(self.rows)
+        for number, (tokens, targets) in enumerate(batches, 1):
+            with gradient_sync(self.loss, number == len(batches)), self._autocast():
+                loss = self.loss(tokens, targets) / len(batches)
                 loss.backward()
             total += loss.detach()
         norm = whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip))
@@ -77,18 +94,18 @@ class TrainingStep:
         for start in range(0, count, round_size):
             rows = slice(start + rank * size, min(start + (rank + 1) * size, count))
             is_empty = rows.start >= count
-            tokens, targets = self._moved(*stream.evenly_spaced(count, slice(0, 1) if is_empty else rows))
+            tokens, targets = stream.evenly_spaced(count, slice(0, 1) if is_empty else rows)
             with self._autocast():
-                loss = self.loss(tokens, targets)
+                loss = self.loss(self._moved(tokens), self._moved(targets))
             if not is_empty:
                 sums += torch.stack([loss.double() * len(tokens), torch.full_like(loss, len(tokens)).double()])
         total, number = self.group.summed(sums).tolist()
         return total / number
 
-    def _moved(self, *tensors: Tensor) -> list[Tensor]:
+    def _moved(self, tensor: Tensor) -> Tensor:
         if self.group.device.type == "cpu":
-            return list(tensors)
-        return [tensor.contiguous().pin_memory().to(self.group.device, non_blocking=True) for tensor in tensors]
+            return tensor
+        return tensor.contiguous().pin_memory().to(self.group.device, non_blocking=True)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         on_cuda = self.group.device.type == "cuda"
