@@ -27,27 +27,24 @@ from sinkscope.capture.layer_statistics import (
     Moments,
     Statistics,
     joined,
-    largest_and_total,
     largest_over_sequences,
-    point_at,
     stacked,
-    wide,
 )
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.side_stream import SideStream
 from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, distances, sampled_queries
+from sinkscope.kernels.standout import add_received, candidates, joined_candidates
+from sinkscope.kernels.token_means import token_dom_ratio, token_mean_square
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions
 from sinkscope.models.anatomy import Anatomy
 
-NUM_FIRST = 4
-"""First positions, kept in full in every layer: where nothing stands out, they are what a reader looks for."""
 NUM_LOCK_POSITIONS = 4
 """Positions of the largest DomRatio before a layer at which its lock is read."""
 LAYER_NAMES = (
-    *("received", "by_distance", "entropy", "mixing", "weighted_mixing", "aggregation_norm"),
-    *("state_largest", "state_total", "write", "write_unit"),
+    *("received", "by_distance", "entropy", "mixing", "weighted_mixing", "second_moment"),
+    *("state_ratio", "write", "write_unit"),
 )
 RESIDUAL_NAMES = (
     *("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"),
@@ -92,7 +89,6 @@ class ForwardReader:
         self.rank_index = rank_index
         """Tokens of this chunk that the effective rank is taken over."""
         self.attention_path = ""
-        self.aggregation_channels = 0
         self._received_T: Tensor | None = None
         """Attention received so far, summed over layers, heads and sequences."""
         self._sink_heads_BS: Tensor | None = None
@@ -124,7 +120,7 @@ class ForwardReader:
 
     def _enter_first_block(self, module, args, kwargs) -> None:
         hidden_BTE = entering(args, kwargs)
-        self._on(hidden_BTE.device, "keys", self._key_positions)  # while the device has little else to do
+        self._on(hidden_BTE.device, "keys", self._keys)  # while the device has little else to do
         self._read_residual(-1, hidden_BTE)
 
     def _enter_attention(self, layer: int):
@@ -134,8 +130,7 @@ class ForwardReader:
                 direction = Moments.of(nn.functional.normalize(state_BTE.float(), dim=-1), keep_mean=self.chunked)
                 self._kept["direction"][layer] = direction
             with self._side.beside(state_BTE):
-                largest_BT, total_BT = largest_and_total(state_BTE)
-            self._kept["state_largest"][layer], self._kept["state_total"][layer] = largest_BT, total_BT
+                self._kept["state_ratio"][layer] = token_dom_ratio(state_BTE.flatten(0, 1))
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             self._calls[layer] = (state_BTE, (args[1:], rest))
 
@@ -144,7 +139,7 @@ class ForwardReader:
     def _on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         request = self.request
         if self.keys is not None:
-            request = replace(request, keys=self._on(key.device, "keys", self._key_positions))
+            request = replace(request, keys=self._on(key.device, "keys", self._keys))
         if self.across_sequences:
             moments = Moments.of(value, keep_mean=self.chunked)
             self._kept["value"][layer] = moments
@@ -162,25 +157,21 @@ class ForwardReader:
 
     def _add_received(self, received_BHS: Tensor) -> None:
         """Adds to the attention received so far, as a mean over queries and only where a key has enough of them."""
-        weight_S = self._on(received_BHS.device, "weight", self._received_weight)
+        device = received_BHS.device
         before = received_BHS.new_zeros(self.length) if self._received_T is None else self._received_T
-        self._received_T = before.to(received_BHS.device)
-        total_S = received_BHS.sum((0, 1))
-        if self.keys is None:
-            self._received_T.addcmul_(total_S, weight_S)
-        else:
-            keys_S = self._on(received_BHS.device, "keys", self._key_positions)
-            self._received_T.index_add_(0, keys_S, total_S * weight_S)
+        self._received_T = before.to(device)
+        weight_S, keys_S = self._on(device, "weight", self._received_weight), self._on(device, "keys", self._keys)
+        add_received(self._received_T, received_BHS, weight_S, keys_S)
 
     def _keep_lock_rows(self, layer: int, query_BHTD: Tensor, key_BKSD: Tensor) -> None:
         if layer not in self._calls:
             stray = min(set(range(len(self.anatomy.layers))) - self._kept["lock"].keys(), default=layer)
             raise RuntimeError(f"layer {stray} attends outside the module named for it: {self._blame()}")
-        if layer - 1 not in self._kept["pointed_at"]:
+        if layer - 1 not in self._kept["candidates"]:
             raise RuntimeError(f"the block of layer {layer - 1} reported nothing: {self._blame()}")
         state_BTE, call = self._calls.pop(layer)
         some = slice(LOCK_SEQUENCES)
-        positions_Q = self._kept["pointed_at"][layer - 1][0, :NUM_LOCK_POSITIONS].to(key_BKSD.device)
+        positions_Q = self._kept["candidates"][layer - 1][:NUM_LOCK_POSITIONS].to(key_BKSD.device)
         queries_n = sampled_queries(self.length, key_BKSD.device)
         self._kept["lock"][layer] = LockInput(
             positions_Q=positions_Q,
@@ -195,13 +186,11 @@ class ForwardReader:
 
     def _leave_output_projection(self, layer: int):
         def hook(module, args, output) -> None:
-            aggregation_BTC = args[0].view(self.num_sequences, self.length, -1)
-            with self._side.beside(aggregation_BTC):
-                norm_BT = torch.linalg.vector_norm(aggregation_BTC, dim=-1, dtype=wide(output))
-            self._kept["aggregation_norm"][layer] = norm_BT
-            self.aggregation_channels = aggregation_BTC.shape[-1]
+            aggregation_NC = args[0].flatten(0, -2)
+            with self._side.beside(aggregation_NC):
+                self._kept["second_moment"][layer] = token_mean_square(aggregation_NC)
             if self.across_sequences:
-                output_BTE = output.view(self.num_sequences, self.length, -1)
+                aggregation_BTC, output_BTE = (x.view(self.num_sequences, self.length, -1) for x in (args[0], output))
                 for name, x in (("aggregation", aggregation_BTC), ("projected", output_BTE)):
                     self._kept[name][layer] = Moments.of(x, keep_mean=self.chunked)
 
@@ -224,10 +213,7 @@ class ForwardReader:
         tokens = token_statistics(hidden_BTE.flatten(0, 1))
         for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
             kept[name][layer] = getattr(tokens, name)
-        kept["pointed_at"][layer] = self._point_at(layer, tokens.largest, kept["mean_abs"][layer])
-        first_Q = self._on(hidden_BTE.device, "first", lambda device: torch.arange(NUM_FIRST, device=device))
-        before_2Q = kept["pointed_at"][max(layer - 1, -1)].to(hidden_BTE.device)
-        kept["candidates"][layer] = torch.cat([kept["pointed_at"][layer].flatten(), before_2Q[0], first_Q])
+        kept["candidates"][layer] = self._candidates(layer, tokens.largest, kept["mean_abs"][layer])
         kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
         rows_BQE = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_LOCK_POSITIONS]
         # Of many sequences a copy, since a view would keep the rows of all of them alive.
@@ -237,13 +223,14 @@ class ForwardReader:
         if layer < 0 and self.num_sequences > 1:
             self._reduce_residual(layer)
 
-    def _point_at(self, layer: int, largest_N: Tensor, mean_abs_N: Tensor) -> Tensor:
-        """[2, Q] the positions of the largest DomRatio behind the layer, and of the most attention received so far."""
+    def _candidates(self, layer: int, largest_N: Tensor, mean_abs_N: Tensor) -> Tensor:
+        """[P] the positions of the layer that are kept in full."""
+        before_P = None if layer < 0 else self._kept["candidates"][layer - 1].to(largest_N.device)
         if self.frozen is not None:
-            return self.frozen.pointed_at_2Q[layer + 1]
-        ratio_T = self._total((largest_N / mean_abs_N).view(self.num_sequences, self.length))
-        received_T = ratio_T if self._received_T is None else self._received_T.to(ratio_T.device)
-        return point_at(ratio_T, received_T)
+            return joined_candidates(self.frozen.pointed_at_2Q[layer + 1].to(largest_N.device), before_P)
+        received_T = None if self._received_T is None else self._received_T.to(largest_N.device)
+        shape = (self.num_sequences, self.length)
+        return candidates(largest_N.view(shape), mean_abs_N.view(shape), received_T, before_P)
 
     def _read_units(self, layer: int, units: LayerUnits) -> None:
         if not units.complete:
@@ -303,9 +290,8 @@ class ForwardReader:
         if "weighted_mixing" in raw:
             sums["averaging_law"] = self._total(raw["weighted_mixing"], 1).mean(1)
         sums["by_distance"] = self._total(raw["by_distance"], 1)
-        sums["second_moment"] = self._total(raw["aggregation_norm"].square(), 1) / self.aggregation_channels
-        ratio_lBT = raw["state_largest"].to(raw["state_total"].dtype) / raw["state_total"]
-        sums["dom_ratio_normed"] = self._total(ratio_lBT, 1) * self.anatomy.width
+        sums["second_moment"] = self._total(raw["second_moment"].view(shape), 1)
+        sums["dom_ratio_normed"] = self._total(raw["state_ratio"].view(shape), 1)
         write = largest_over_sequences(raw["write"].view(shape), raw["write_unit"].view(shape))
         sums["largest_write"], sums["largest_write_unit"] = write
         return sums
@@ -363,7 +349,7 @@ class ForwardReader:
         """A part that stayed silent in some layer must not pass unseen: later layers would slide into its place."""
         parts = {
             "lock": "attention",
-            "aggregation_norm": "output projection",
+            "second_moment": "output projection",
             "candidates": "block",
             "unit_rows": "neurons",
         }
@@ -378,19 +364,19 @@ class ForwardReader:
         """Sum over sequences; of one sequence it is a view, since a launch costs as much as a short text's reading."""
         return values.select(dim, 0) if self.num_sequences == 1 else values.sum(dim)
 
-    def _key_positions(self, device: torch.device) -> Tensor:
+    def _keys(self, device: torch.device) -> Tensor:
         return torch.arange(self.length, device=device) if self.keys is None else self.keys.to(device)
 
     def _num_queries(self, device: torch.device) -> Tensor:
         """[S] how many queries see each key that is read."""
-        return self.length - self._on(device, "keys", self._key_positions)
+        return self.length - self._on(device, "keys", self._keys)
 
     def _first_tokens(self, device: torch.device) -> Tensor:
         return torch.arange(self.num_sequences, device=device)[:, None] * self.length
 
     def _received_weight(self, device: torch.device) -> Tensor:
         """[S] what makes a sum over queries a mean, and 0 for keys with too few of them."""
-        keys_S = self._on(device, "keys", self._key_positions)
+        keys_S = self._on(device, "keys", self._keys)
         return eligible_positions(self.length, device)[keys_S] / self._on(device, "num queries", self._num_queries)
 
     def _on(self, device: torch.device, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from sinkscope.capture.lock import LockInput
 
-NUM_POINTED_AT = 8
-"""Positions that each signal points at in each layer, to be kept in full."""
-
 
 @dataclass
 class Moments:
@@ -129,24 +126,10 @@ def wide(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
-    """[2, Q] the positions of the largest values of each."""
-    return torch.stack([dom_ratio_T, received_T]).topk(NUM_POINTED_AT, dim=1).indices
-
-
 def largest_over_sequences(values_lBT: Tensor, index_lBT: Tensor) -> tuple[Tensor, Tensor]:
     """([l, T] largest value of any sequence, [l, T] the index that belongs to it)."""
     largest_lT, sequence_lT = values_lBT.max(1)
     return largest_lT, index_lBT.gather(1, sequence_lT[:, None]).squeeze(1)
-
-
-def largest_and_total(state_BTE: Tensor) -> tuple[Tensor, Tensor]:
-    """max |x| and sum |x| of each token."""
-    if state_BTE.is_cuda:
-        total_BT = torch.linalg.vector_norm(state_BTE, ord=1, dim=-1, dtype=wide(state_BTE))
-        return torch.linalg.vector_norm(state_BTE, ord=torch.inf, dim=-1), total_BT
-    magnitude_BTE = state_BTE.abs()  # on a CPU ten times faster than those norms
-    return magnitude_BTE.amax(-1), magnitude_BTE.sum(-1, dtype=wide(state_BTE))
 
 
 def joined(sums_by_layer: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.forward_reader import ForwardReader, Frozen
-from sinkscope.capture.layer_statistics import Statistics, point_at, stacked
+from sinkscope.capture.layer_statistics import Statistics, stacked
 from sinkscope.capture.lock import LockInput
 from sinkscope.capture.tiled_attention import distances
 from sinkscope.errors import InputError
+from sinkscope.kernels.standout import point_at
 from sinkscope.measures.dimension_disparity import effective_rank
 from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions
 from sinkscope.models.anatomy import Anatomy, anatomy_of

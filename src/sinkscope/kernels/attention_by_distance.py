@@ -6,13 +6,15 @@ One launch in place of a dozen small operations: on a short text those cost as m
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # the definition below must import without it
+from sinkscope.kernels.launch import launch
+
+HAS_TRITON = find_spec("triton") is not None  # the definition below must import without it
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
@@ -30,14 +32,19 @@ def attention_by_distance(
 ) -> Tensor:
     """[B, H, R] float32: mean over the chosen queries t >= d of the attention of t on t - d."""
     batch, num_heads, length, head_size = query_BHTD.shape
-    result_BHR = torch.empty(batch, num_heads, len(distances_R), dtype=torch.float32, device=query_BHTD.device)
-    with torch.cuda.device_of(query_BHTD):
-        _by_distance_kernel[(batch * num_heads, len(distances_R))](
-            query_BHTD, key_BKTD, log_sum_exp_BHT.contiguous(), queries_n, distances_R, result_BHR,
-            *query_BHTD.stride()[:3], *key_BKTD.stride()[:3],
-            num_heads, num_heads // key_BKTD.shape[1], length, len(queries_n), window or length, scaling,
-            D=head_size, BLOCK_D=triton.next_power_of_2(head_size), BLOCK_N=64, num_warps=4,
-        )  # fmt: skip
+    num_distances = distances_R.shape[0]
+    result_BHR = query_BHTD.new_empty(batch, num_heads, num_distances, dtype=torch.float32)
+    launch(
+        _by_distance_kernel,
+        (batch * num_heads, num_distances, 1),
+        (query_BHTD, key_BKTD, log_sum_exp_BHT.contiguous(), queries_n, distances_R, result_BHR),
+        (
+            *query_BHTD.stride()[:3], *key_BKTD.stride()[:3], num_heads, num_heads // key_BKTD.shape[1],
+            length, queries_n.shape[0], window or length, float(scaling),
+        ),
+        (head_size, 1 << (head_size - 1).bit_length(), 64),
+        num_warps=4,
+    )  # fmt: skip
     return result_BHR
 
 

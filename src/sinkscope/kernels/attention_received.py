@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.kernels.launch import is_interpreted, launch
 
 HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
@@ -84,16 +85,21 @@ def attention_received(
     weights = received_BHS if key_weights_BHS is None else key_weights_BHS
     weight_strides = (0, 0, 0) if key_weights_BHS is None else key_weights_BHS.stride()
     entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
-    with torch.cuda.device_of(query_BHTD):
-        _received_kernel[(num_key_blocks * batch * num_heads,)](
-            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted,
+    launch(
+        _received_kernel,
+        (num_key_blocks * batch * num_heads, 1, 1),
+        (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted),
+        (
             *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides,
             num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
-            *_scales(scaling, softcap), D=head_size, BLOCK_D=_padded(head_size), BLOCK_T=blocks.block_t,
-            BLOCK_S=blocks.block_s, SOFTCAP=softcap is not None, ROWS=rows, WEIGHTS=key_weights_BHS is not None,
-            INTERPRETED=_interpreted(), num_warps=blocks.num_warps, num_stages=blocks.num_stages,
-            maxnreg=blocks.max_registers,
-        )  # fmt: skip
+            *_scales(scaling, softcap),
+        ),
+        (
+            head_size, _padded(head_size), blocks.block_t, blocks.block_s,
+            softcap is not None, rows, key_weights_BHS is not None, is_interpreted(_received_kernel),
+        ),
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages, maxnreg=blocks.max_registers,
+    )  # fmt: skip
     return results
 
 
@@ -126,15 +132,20 @@ def received_by_keys(
     # tl.dot wants at least 16 columns; the idle ones cost nothing because reading q is the bottleneck.
     block_p = min(64, _padded(num_keys))
     wide = query_BHTD.element_size() == 4 or head_size > 128
-    with torch.cuda.device_of(query_BHTD):
-        _by_keys_kernel[(num_strips * batch * num_heads, -(-num_keys // block_p))](
-            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN,
-            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3],
-            num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_keys, num_strips,
-            *_scales(scaling, softcap), D=head_size, BLOCK_D=_padded(head_size), BLOCK_T=64 if wide else 128,
-            BLOCK_P=block_p, STRIP=QUERIES_PER_STRIP, SOFTCAP=softcap is not None, INTERPRETED=_interpreted(),
-            num_warps=4, num_stages=2 if wide else 3,
-        )  # fmt: skip
+    launch(
+        _by_keys_kernel,
+        (num_strips * batch * num_heads, -(-num_keys // block_p), 1),
+        (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN),
+        (
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1],
+            length, min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap),
+        ),
+        (
+            head_size, _padded(head_size), 64 if wide else 128, block_p,
+            QUERIES_PER_STRIP, softcap is not None, is_interpreted(_by_keys_kernel),
+        ),
+        num_warps=4, num_stages=2 if wide else 3,
+    )  # fmt: skip
     return partial_BHPN.sum(-1)
 
 
@@ -172,7 +183,7 @@ def reason_not_to_run(query: Tensor) -> str | None:
     """Why the kernels cannot run on this tensor, or None when they can."""
     if not HAS_TRITON:
         return "triton is not installed"
-    if not query.is_cuda and not _interpreted():
+    if not query.is_cuda and not is_interpreted(_received_kernel):
         return f"the tensor is on {query.device}, and Triton was imported without TRITON_INTERPRET=1"
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{query.dtype} has no kernel (float32, bfloat16 and float16 have)"
@@ -214,10 +225,6 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, windo
             next_step="Pass None where the model has no window or softcap, and a wider head to the tiled torch path",
         )
     return query.shape
-
-
-def _interpreted() -> bool:
-    return not isinstance(_received_kernel, triton.JITFunction)
 
 
 def _padded(size: int) -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.kernels.launch import is_interpreted, launch
 
 HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
@@ -74,7 +75,7 @@ def token_statistics(
         path = "triton" if x_NC.is_cuda and HAS_TRITON and x_NC.element_size() <= 4 else "torch"
     if path == "torch":
         return _torch_statistics(x_NC, weight_C, moments)
-    interpreted = HAS_TRITON and not isinstance(_statistics_kernel, triton.JITFunction)
+    interpreted = HAS_TRITON and is_interpreted(_statistics_kernel)
     if not HAS_TRITON or x_NC.element_size() > 4 or not (x_NC.is_cuda or interpreted):
         raise InputError(
             expected="Triton, and activations of at most 32 bits on a CUDA device (or TRITON_INTERPRET=1 at import)",
@@ -200,13 +201,14 @@ def _triton_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> 
     argmax_N = x_NC.new_empty(num_tokens, dtype=torch.int64)
     column_RC = x_NC.new_empty(num_programs, num_channels, dtype=torch.float32)
     if num_tokens > 0:
-        with torch.cuda.device_of(x_NC):
-            _statistics_kernel[(num_programs,)](
-                x_NC, x_NC if weight_C is None else weight_C.detach().contiguous(), stats_SN, argmax_N, column_RC,
-                x_NC.stride(0), num_tokens, num_rows, C=num_channels, BLOCK_C=block_c,
-                BLOCK_N=min(8, max(1, WARP_CHANNELS // block_c)), WEIGHT=weight_C is not None, MOMENTS=moments,
-                num_warps=num_warps,
-            )  # fmt: skip
+        launch(
+            _statistics_kernel,
+            (num_programs, 1, 1),
+            (x_NC, x_NC if weight_C is None else weight_C.detach().contiguous(), stats_SN, argmax_N, column_RC),
+            (x_NC.stride(0), num_tokens, num_rows),
+            (num_channels, block_c, min(8, max(1, WARP_CHANNELS // block_c)), weight_C is not None, moments),
+            num_warps=num_warps,
+        )
     column_C = column_RC.sum(0)
     if not moments:
         return TokenStatistics(stats_SN[0], argmax_N, None, None, None, None, None, column_C)
