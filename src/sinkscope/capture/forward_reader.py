@@ -170,16 +170,17 @@ class ForwardReader:
         if layer - 1 not in self._kept["candidates"]:
             raise RuntimeError(f"the block of layer {layer - 1} reported nothing: {self._blame()}")
         state_BTE, call = self._calls.pop(layer)
-        some = slice(LOCK_SEQUENCES)
+        if self.num_sequences > LOCK_SEQUENCES:
+            state_BTE, query_BHTD, key_BKSD = (x[:LOCK_SEQUENCES] for x in (state_BTE, query_BHTD, key_BKSD))
         positions_Q = self._kept["candidates"][layer - 1][:NUM_LOCK_POSITIONS].to(key_BKSD.device)
         queries_n = sampled_queries(self.length, key_BKSD.device)
         self._kept["lock"][layer] = LockInput(
             positions_Q=positions_Q,
             queries_n=queries_n,
             residual_BQE=self._kept["lock_residual"].pop(layer - 1),
-            state_BQE=state_BTE[some, positions_Q],
-            query_BHnD=query_BHTD[some, :, queries_n],
-            key_BKQD=key_BKSD[some, :, positions_Q],
+            state_BQE=state_BTE.index_select(1, positions_Q),
+            query_BHnD=query_BHTD.index_select(2, queries_n),
+            key_BKQD=key_BKSD.index_select(2, positions_Q),
             length=self.length,
             call=call,
         )
@@ -214,10 +215,11 @@ class ForwardReader:
         for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
             kept[name][layer] = getattr(tokens, name)
         kept["candidates"][layer] = self._candidates(layer, tokens.largest, kept["mean_abs"][layer])
-        kept["candidate_rows"][layer] = hidden_BTE[:, kept["candidates"][layer]]
-        rows_BQE = kept["candidate_rows"][layer][:LOCK_SEQUENCES, :NUM_LOCK_POSITIONS]
+        kept["candidate_rows"][layer] = hidden_BTE.index_select(1, kept["candidates"][layer])
+        rows_BQE = kept["candidate_rows"][layer][:, :NUM_LOCK_POSITIONS]
         # Of many sequences a copy, since a view would keep the rows of all of them alive.
-        kept["lock_residual"][layer] = rows_BQE.clone() if self.num_sequences > LOCK_SEQUENCES else rows_BQE
+        few = self.num_sequences <= LOCK_SEQUENCES
+        kept["lock_residual"][layer] = rows_BQE if few else rows_BQE[:LOCK_SEQUENCES].clone()
         if len(self.rank_index):
             kept["rank_tokens"][layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
         if layer < 0 and self.num_sequences > 1:
@@ -271,8 +273,9 @@ class ForwardReader:
             written_lBPU = rows_lBPU * raw["unit_scale"].view(*rows_lBPU.shape[:3], 1)
             sums["unit_written"] = self._total(written_lBPU, 1)
             sums["unit_written_square"] = self._total(written_lBPU.square(), 1)
+        by_layer = {name: values.unbind() for name, values in sums.items()}
         for number, layer in enumerate(layers):
-            kept["units"][layer] = {name: values[number] for name, values in sums.items()}
+            kept["units"][layer] = {name: values[number] for name, values in by_layer.items()}
 
     def _layer_sums(self, raw: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over sequences of some layers, from what was kept of them, [l, B, ...] by name."""

@@ -114,7 +114,7 @@ class LayerUnits:
     def at(self, tokens_n: Tensor) -> Tensor:
         """[n, U] every unit's activation at the chosen tokens."""
         if self.dense_NF is not None:
-            return self.dense_NF[tokens_n]
+            return self.dense_NF.index_select(0, tokens_n)
         assert self.routed is not None
         groups = []
         for expert, weight in self.layer.down_weights():

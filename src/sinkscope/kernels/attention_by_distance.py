@@ -6,15 +6,13 @@ One launch in place of a dozen small operations: on a short text those cost as m
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sinkscope.kernels.launch import launch
+from sinkscope.kernels.launch import HAS_TRITON, launch
 
-HAS_TRITON = find_spec("triton") is not None  # the definition below must import without it
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl

@@ -12,16 +12,14 @@ A query t sees the keys t - window < s <= t. A learned sink is already inside ls
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.kernels.launch import is_interpreted, launch
+from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
 
-HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
@@ -76,7 +74,7 @@ def attention_received(
     received_BHS = query_BHTD.new_empty(batch, num_heads, length, dtype=torch.float32)
     num_rows = (3 if key_weights_BHS is not None else 2) if rows else 0
     rows_NBHT = query_BHTD.new_zeros(num_rows, batch, num_heads, length, dtype=torch.float32)
-    results = AttentionReductions(received_BHS, *rows_NBHT, *[None] * (3 - num_rows))
+    results = AttentionReductions(received_BHS, *rows_NBHT.unbind(), *[None] * (3 - num_rows))
     if received_BHS.numel() == 0:
         return results
     blocks = _blocks or _blocks_for(head_size, query_BHTD.element_size(), weighted=key_weights_BHS is not None)

@@ -6,15 +6,13 @@ On CUDA each function is one launch: the half dozen small operations that it sta
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sinkscope.kernels.launch import launch
+from sinkscope.kernels.launch import HAS_TRITON, launch
 
-HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
@@ -107,7 +105,7 @@ def _add_received_kernel(so_far, received, weight, keys, num_rows, num_keys, BLO
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     exists = s < num_keys
     total = tl.zeros([BLOCK_S], tl.float32)
-    for row in tl.range(0, num_rows):
+    for row in range(0, num_rows):
         total += tl.load(received + tl.cast(row, tl.int64) * num_keys + s, mask=exists, other=0.0)
     place = so_far + tl.load(keys + s, mask=exists, other=0)
     before = tl.load(place, mask=exists, other=0.0)
@@ -129,13 +127,13 @@ def _candidates_kernel(
         num_rows = tl.where(signal == 1, 0, batch)
     last_value = float("inf")
     last_t = -1
-    for number in tl.static_range(Q):
+    for number in range(Q):
         top = tl.full([BLOCK_T], float("-inf"), tl.float32)
         top_t = tl.full([BLOCK_T], 2147483647, tl.int32)
-        for start in tl.range(0, length, BLOCK_T):
+        for start in range(0, length, BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
             value = tl.load(received + t, mask=(t < length) & (num_rows == 0), other=0.0)
-            for b in tl.range(0, num_rows):
+            for b in range(0, num_rows):
                 n = tl.cast(b, tl.int64) * length + t
                 ratio = tl.load(largest + n, mask=t < length, other=0.0)
                 value += ratio / tl.load(mean_abs + n, mask=t < length, other=1.0)

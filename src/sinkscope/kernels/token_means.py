@@ -5,15 +5,13 @@ Axes: N token, C channel. dom_ratio = max |x| / mean |x|, mean_square = mean of 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sinkscope.kernels.launch import launch
+from sinkscope.kernels.launch import HAS_TRITON, launch
 
-HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl

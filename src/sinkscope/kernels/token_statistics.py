@@ -13,7 +13,6 @@ wanted is not computed.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.kernels.launch import is_interpreted, launch
+from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
 
-HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definitions must still import
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -368,12 +369,12 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
             found=type(experts).__name__,
             next_step="Use a transformers version that keeps experts as 3-D parameters (5.17 or newer)",
         )
-    down_projection = None if experts is not None else block.get_submodule(family.down_projection)
+    down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
     return Layer(
         index=index,
         block=block,
-        attention=block.get_submodule(family.attention),
-        output_projection=block.get_submodule(family.output_projection),
+        attention=attrgetter(family.attention)(block),
+        output_projection=attrgetter(family.output_projection)(block),
         down_projection=down_projection,
         experts=experts,
         shared_down_projection=_part(block, family.shared_down_projection) if experts is not None else None,
