@@ -19,6 +19,9 @@ from sinkscope.capture.layer_statistics import wide
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
 
+NORM_ROWS = 96
+"""Rows of a weight whose squares are added up together: those of 1,536 neurons take half a megabyte."""
+
 
 @dataclass(frozen=True)
 class UnitReading:
@@ -141,7 +144,11 @@ class LayerUnits:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
         if weight_EF.is_cuda:
             return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
-        return weight_EF.to(wide(weight_EF)).square().sum(0).sqrt()  # several times faster than the norm on a CPU
+        # On a CPU several times faster than the norm, and squares that are added up in the cache are never written out.
+        squares_eF = weight_EF.new_zeros(NORM_ROWS, weight_EF.shape[1], dtype=wide(weight_EF))
+        for rows_eF in weight_EF.split(NORM_ROWS):
+            squares_eF[: len(rows_eF)].addcmul_(rows_eF, rows_eF)
+        return squares_eF.sum(0).sqrt()
 
     def values(self, expert: int | None, neurons: Tensor) -> Tensor:
         """[N, n] float32 activations of some units of one group at every token."""

@@ -132,9 +132,12 @@ def tiled_attention(
     queries_per_tile = min(TILE_QUERIES, num_queries, 1 << (fitting.bit_length() - 1))
     size = num_groups * queries_per_tile * keys_per_tile
     buffers = torch.empty(2, min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
+    queries_n = sampled_queries(num_queries, query_BHTD.device)
+    weights_NGnR = torch.empty(num_pairs, num_groups, len(queries_n), len(request.distances), **kind)
+    places = _places_by_distance(num_queries, queries_per_tile, rule.window, request.distances, query_BHTD.device)
     future = torch.full((queries_per_tile, queries_per_tile), HIDDEN, **kind).triu_(1)
 
-    for start in range(0, num_queries, queries_per_tile):
+    for start, (sampled, places_nR) in zip(range(0, num_queries, queries_per_tile), places, strict=True):
         stop = min(start + queries_per_tile, num_queries)
         low = 0 if rule.window is None else max(0, start - rule.window + 1)
         edges = [slice(start - low, None)] if rule.window is None else [slice(start - low, None), slice(stop - start)]
@@ -170,6 +173,11 @@ def tiled_attention(
 
             aggregation = torch.bmm(tile.flatten(1, 2), value_NSD[pairs, low:stop]).view(*shape[:3], -1)
             torch.mul(aggregation, inverse.unsqueeze(-1), out=output_NGTD[here])
+            if places_nR.numel() > 0:
+                chosen = tile.view(-1, shape[2] * shape[3]).index_select(
+                    1, places_nR.flatten()
+                )  # quick in 2 dimensions
+                weights_NGnR[pairs, :, sampled] = chosen.view(*shape[:2], *places_nR.shape)
             if keys_P is not None:
                 received_NGS[pairs] += _at_keys(tile, inverse, keys_P, low, stop)
                 continue
@@ -186,11 +194,11 @@ def tiled_attention(
 
     every_key = keys_P is None
     log_whole_NGT = whole_NGT.log()
-    lse_NGT = largest_NGT + log_whole_NGT
+    weights_NGnR /= whole_NGT.index_select(2, queries_n).unsqueeze(-1)
     return AttentionReading(
         output=by_head(output_NGTD).transpose(1, 2),
         received=by_head(received_NGS),
-        by_distance=by_head(_by_distance(query_NGTD, key_NSD, lse_NGT, rule, request.distances)),
+        by_distance=by_head(_mean_by_distance(weights_NGnR, queries_n, rule.window, request.distances)),
         # -sum a log a with log a = score - largest - log whole; a row may add up to less than 1 (learned sinks).
         entropy=by_head((total_NGT * log_whole_NGT - dots_NGT) / whole_NGT) if every_key else None,
         mixing=by_head((norm_NGT / whole_NGT).square()) if every_key else None,
@@ -213,25 +221,32 @@ def _mask(scores_NGnS: Tensor, future_nn: Tensor, start: int, low: int, window: 
         scores_NGnS[..., :edge].masked_fill_(keys <= rows - window, HIDDEN)
 
 
-def _by_distance(
-    query_NGTD: Tensor, key_NSD: Tensor, lse_NGT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
+@lru_cache(maxsize=64)
+def _places_by_distance(
+    length: int, queries_per_tile: int, window: int | None, distances: tuple[int, ...], device: torch.device
+) -> list[tuple[slice, Tensor]]:
+    """By tile of queries: which of the sampled queries lie in it, and [n, R] where in the tile, laid out flat, the
+    weight on the key each distance back stands; anywhere inside for a key that the tile does not hold."""
+    queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
+    starts = range(0, length, queries_per_tile)
+    ends = torch.searchsorted(queries_n, torch.tensor([*starts, length], device=device)).tolist()
+    places = []
+    for start, first, last in zip(starts, ends[:-1], ends[1:], strict=True):
+        low = 0 if window is None else max(0, start - window + 1)
+        width = min(start + queries_per_tile, length) - low
+        keys_nR = (queries_n[first:last, None] - distances_R - low).clamp(min=0)
+        places.append((slice(first, last), (queries_n[first:last, None] - start) * width + keys_nR))
+    return places
+
+
+def _mean_by_distance(
+    weights_NGnR: Tensor, queries_n: Tensor, window: int | None, distances: tuple[int, ...]
 ) -> Tensor:
     """[N, G, R] attention on the key each distance back, mean over the sampled queries that have one."""
-    queries_n = sampled_queries(query_NGTD.shape[2], query_NGTD.device)
-    distances_R = distance_tensor(distances, query_NGTD.device)
-    back_nR = queries_n[:, None] - distances_R
-    has_key_nR = back_nR >= 0
-    seen_nR = has_key_nR if rule.window is None else has_key_nR & (distances_R < rule.window)
-    queries_NnGD = query_NGTD.index_select(2, queries_n).transpose(1, 2)
-    # Selecting whole rows is many times faster on a CPU than indexing with a matrix.
-    keys_NnRD = key_NSD.index_select(1, back_nR.clamp(min=0).flatten()).unflatten(1, back_nR.shape)
-    scores_NnGR = torch.matmul(queries_NnGD, keys_NnRD.mT) * rule.scaling
-    if rule.softcap is not None:
-        scores_NnGR = scores_NnGR.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    if rule.sigmoid_bias is not None:
-        scores_NnGR = logsigmoid(scores_NnGR + rule.sigmoid_bias)
-    weights = torch.exp(scores_NnGR - lse_NGT[:, :, queries_n].transpose(1, 2).unsqueeze(-1))
-    return torch.where(seen_nR[None, :, None, :], weights, 0).sum(1) / has_key_nR.sum(0)
+    distances_R = distance_tensor(distances, queries_n.device)
+    has_key_nR = queries_n[:, None] >= distances_R
+    seen_nR = has_key_nR if window is None else has_key_nR & (distances_R < window)
+    return torch.where(seen_nR, weights_NGnR, 0).sum(2) / has_key_nR.sum(0)
 
 
 def _at_keys(tile_NGnS: Tensor, inverse_NGn: Tensor, keys_P: Tensor, low: int, stop: int) -> Tensor:
