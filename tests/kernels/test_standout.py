@@ -25,16 +25,17 @@ def test_candidates_are_the_positions_of_the_largest_values(find, batch, length,
     ratio = by_sorting((largest_BT / mean_abs_BT).sum(0).tolist())
     received = by_sorting(received_T.tolist())
     before_P = torch.arange(28, device=device) + 1
-    found = find(largest_BT, mean_abs_BT, received_T, before_P)
+    tokens = largest_BT.flatten(), mean_abs_BT.flatten(), length
+    found = find(*tokens, received_T, before_P)
     assert found.tolist() == [*ratio, *received, *range(1, 9), 0, 1, 2, 3]
-    assert find(largest_BT, mean_abs_BT, None, None).tolist() == [*ratio, *ratio, *ratio, 0, 1, 2, 3]
+    assert find(*tokens, None, None).tolist() == [*ratio, *ratio, *ratio, 0, 1, 2, 3]
     assert ratio != received  # or the two signals could have been exchanged unseen
 
 
 def test_of_equal_values_the_first_position_is_taken(device):
-    largest_BT = torch.ones(1, 40, device=device)
-    largest_BT[0, [9, 30]] = 5.0
-    found = triton_candidates(largest_BT, torch.ones_like(largest_BT), torch.zeros(40, device=device), None)
+    largest_N = torch.ones(40, device=device)
+    largest_N[[9, 30]] = 5.0
+    found = triton_candidates(largest_N, torch.ones_like(largest_N), 40, torch.zeros(40, device=device), None)
     assert found[:16].tolist() == [9, 30, 0, 1, 2, 3, 4, 5, *range(8)]
 
 
@@ -42,7 +43,7 @@ def test_of_equal_values_the_first_position_is_taken(device):
 def test_nan_counts_as_the_largest(find, device):
     largest_BT, mean_abs_BT, received_T = signals(1, 50, device)
     largest_BT[0, 20] = mean_abs_BT[0, 20] = 0.0
-    assert find(largest_BT, mean_abs_BT, received_T, None)[0].item() == 20
+    assert find(largest_BT[0], mean_abs_BT[0], 50, received_T, None)[0].item() == 20
 
 
 @pytest.mark.parametrize("keys", [None, [0, 10, 130]])

@@ -29,6 +29,7 @@ from sinkscope.capture.layer_statistics import (
     joined,
     largest_over_sequences,
     stacked,
+    stacked_together,
 )
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
@@ -50,6 +51,11 @@ RESIDUAL_NAMES = (
     *("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"),
     "candidate_rows",
 )
+TOKEN_NAMES = (
+    *("largest", "energy", "mean_abs", "kurtosis", "participation_ratio", "state_ratio", "second_moment", "write"),
+    *("argmax", "write_unit"),
+)
+"""Those of both that hold one number a token."""
 UNIT_NAMES = ("unit_energy", "unit_rows", "unit_scale")
 
 
@@ -231,8 +237,7 @@ class ForwardReader:
         if self.frozen is not None:
             return joined_candidates(self.frozen.pointed_at_2Q[layer + 1].to(largest_N.device), before_P)
         received_T = None if self._received_T is None else self._received_T.to(largest_N.device)
-        shape = (self.num_sequences, self.length)
-        return candidates(largest_N.view(shape), mean_abs_N.view(shape), received_T, before_P)
+        return candidates(largest_N, mean_abs_N, self.length, received_T, before_P)
 
     def _read_units(self, layer: int, units: LayerUnits) -> None:
         if not units.complete:
@@ -326,8 +331,10 @@ class ForwardReader:
             layer_sums, residual_sums = (joined(self._kept[name]) for name in ("layer_sums", "residual_sums"))
         else:
             self._check_complete(layers)
-            layer_sums = self._layer_sums({n: stacked(self._kept.pop(n)) for n in LAYER_NAMES if n in self._kept})
-            residual_sums = self._residual_sums({name: stacked(self._kept.pop(name)) for name in RESIDUAL_NAMES})
+            raw = stacked_together({name: self._kept.pop(name) for name in TOKEN_NAMES})
+            rest = [name for name in (*LAYER_NAMES, *RESIDUAL_NAMES) if name in self._kept]
+            raw |= {name: stacked(self._kept.pop(name)) for name in rest}
+            layer_sums, residual_sums = self._layer_sums(raw), self._residual_sums(raw)
             alike = len({rows.shape for rows in self._kept["unit_rows"].values()}) == 1
             for together in [layers] if alike else [[layer] for layer in layers]:
                 self._reduce_units(together)

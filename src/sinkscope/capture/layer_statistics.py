@@ -114,9 +114,25 @@ class Statistics:
         return total if self.num_sequences == 1 and total.is_floating_point() else total / self.num_sequences
 
 
+def stacked_together(by_name: dict[str, dict[int, Tensor]]) -> dict[str, Tensor]:
+    """All layers in one tensor by name; those of one dtype are copied by one operation, so they must be of one
+    shape."""
+    groups: dict[torch.dtype, list[str]] = {}
+    for name, by_layer in by_name.items():
+        groups.setdefault(next(iter(by_layer.values())).dtype, []).append(name)
+    together = {}
+    for names in groups.values():
+        whole = _stacked([values for name in names for values in by_name[name].values()])
+        together |= zip(names, whole.split([len(by_name[name]) for name in names]), strict=True)
+    return together
+
+
 def stacked(by_layer: dict[int, Tensor]) -> Tensor:
     """All layers in one tensor, on the CPU where a model is spread over several devices."""
-    values = list(by_layer.values())
+    return _stacked(list(by_layer.values()))
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
     devices = {value.device for value in values}
     return torch.stack(values if len(devices) == 1 else [value.cpu() for value in values])
 

@@ -207,9 +207,10 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off while reading; each module's own mode is put back."""
-    modules = [model]
+    modules: list[nn.Module] = [model]
     for module in modules:  # several times faster than model.modules(), which makes each one's name
-        modules.extend(child for child in module._modules.values() if child is not None)
+        if module._modules:
+            modules += [child for child in module._modules.values() if child is not None]
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False

@@ -1,6 +1,7 @@
 """Which positions stand out: by the DomRatio of their residual and by the attention that they have received so far.
 
-Axes: B sequences, H heads, T positions, S keys read, Q positions that one signal points at, P = 3 Q + F candidates.
+Axes: B sequences, H heads, T positions, N = B * T tokens, S keys read, Q positions that one signal points at, F first
+positions, P = 3 Q + F candidates.
 On CUDA each function is one launch: the half dozen small operations that it stands for cost more than they compute.
 """
 
@@ -31,14 +32,16 @@ def add_received(so_far_T: Tensor, received_BHS: Tensor, weight_S: Tensor, keys_
         so_far_T.index_add_(0, keys_S, received_BHS.sum((0, 1)) * weight_S)
 
 
-def candidates(largest_BT: Tensor, mean_abs_BT: Tensor, received_T: Tensor | None, before_P: Tensor | None) -> Tensor:
+def candidates(
+    largest_N: Tensor, mean_abs_N: Tensor, length: int, received_T: Tensor | None, before_P: Tensor | None
+) -> Tensor:
     """[P] what DomRatio and attention received point at, what DomRatio pointed at a layer before, the first positions.
 
     Where nothing was received yet, or no layer stands before, DomRatio speaks for both.
     """
-    if _has_kernel(largest_BT):
-        return triton_candidates(largest_BT, mean_abs_BT, received_T, before_P)
-    ratio_T = (largest_BT / mean_abs_BT).sum(0)
+    if _has_kernel(largest_N):
+        return triton_candidates(largest_N, mean_abs_N, length, received_T, before_P)
+    ratio_T = (largest_N / mean_abs_N).view(-1, length).sum(0)
     return joined_candidates(point_at(ratio_T, ratio_T if received_T is None else received_T), before_P)
 
 
@@ -71,22 +74,21 @@ def triton_add_received(so_far_T: Tensor, received_BHS: Tensor, weight_S: Tensor
 
 
 def triton_candidates(
-    largest_BT: Tensor, mean_abs_BT: Tensor, received_T: Tensor | None, before_P: Tensor | None
+    largest_N: Tensor, mean_abs_N: Tensor, length: int, received_T: Tensor | None, before_P: Tensor | None
 ) -> Tensor:
     """Of equal values the first position is taken, and nan counts as the largest value."""
-    batch, length = largest_BT.shape
-    candidates_P = largest_BT.new_empty(3 * NUM_POINTED_AT + NUM_FIRST, dtype=torch.int64)
+    candidates_P = largest_N.new_empty(3 * NUM_POINTED_AT + NUM_FIRST, dtype=torch.int64)
     launch(
         _candidates_kernel,
         (2, 1, 1),
         (
-            largest_BT.contiguous(),
-            mean_abs_BT.contiguous(),
-            largest_BT if received_T is None else received_T,
+            largest_N.contiguous(),
+            mean_abs_N.contiguous(),
+            largest_N if received_T is None else received_T,
             candidates_P if before_P is None else before_P,
             candidates_P,
         ),
-        (batch, length),
+        (largest_N.shape[0] // length, length),
         (received_T is not None, before_P is not None, NUM_POINTED_AT, NUM_FIRST, 4096),
         num_warps=16,
     )
