@@ -39,6 +39,8 @@ from sinkscope.kernels.attention_received import (  # noqa: E402
     attention_received_plain,
     received_by_keys,
 )
+from sinkscope.kernels.standout import joined_candidates, point_at, triton_add_received, triton_candidates  # noqa: E402
+from sinkscope.kernels.token_means import triton_means  # noqa: E402
 from sinkscope.kernels.token_statistics import token_statistics, token_statistics_plain  # noqa: E402
 
 DEVICE = torch.device("cpu" if arguments.dry_run else "cuda")
@@ -116,9 +118,9 @@ def checks() -> Iterator[tuple[str, dict[str, float], float]]:
         plain = attention_received_plain(*qkl, key_weights_BHS=weights, **options)
         if case[3] != 64 or case[4] != "bf16":  # another kernel to compile for each head size and dtype
             weights = None
-        errors = errors_of(attention_received(*qkl, key_weights_BHS=weights, **options), plain)
+        errors = errors_of(launched(attention_received, *qkl, key_weights_BHS=weights, **options), plain)
         positions = torch.tensor([0, length - 1, length // 2], device=DEVICE)
-        chosen = received_by_keys(*qkl, positions, **options)
+        chosen = launched(received_by_keys, *qkl, positions, **options)
         errors["chosen_keys"] = relative_error(chosen, plain.received_sum[..., positions])
         if case[5:] == (None, None, False, True):
             errors["columns_alone"] = errors_of(attention_received(*qkl, rows=False, **options), plain)["received_sum"]
@@ -132,9 +134,40 @@ def checks() -> Iterator[tuple[str, dict[str, float], float]]:
         weight = torch.randn(num_channels, device=DEVICE) if weighted else None
         plain = token_statistics_plain(x, weight)
         for moments in (True, False):
-            errors = errors_of(token_statistics(x, weight, moments=moments, path="triton"), plain)
+            errors = errors_of(launched(token_statistics, x, weight, moments=moments, path="triton"), plain)
             name = f"N{num_tokens} C{num_channels} {dtype} weighted={weighted} moments={moments}"
             yield name, errors, STATISTICS_TOLERANCE
+        if not weighted:
+            ratio, square = (launched(triton_means, x, square=square) for square in (False, True))
+            errors = {"dom_ratio": relative_error(ratio, plain.largest / plain.mean_abs)}
+            errors["mean_square"] = relative_error(square, plain.energy / num_channels)
+            yield f"N{num_tokens} C{num_channels} {dtype} means", errors, STATISTICS_TOLERANCE
+    yield from standout_checks()
+
+
+def standout_checks() -> Iterator[tuple[str, dict[str, float], float]]:
+    """Positions must be the same ones; random values have no ties."""
+    for batch, length in ((1, 17), (3, 1000), (1, 20000)):
+        if arguments.dry_run and length > 1000:
+            continue
+        largest, mean_abs = torch.rand(2, batch * length, device=DEVICE) + 0.1
+        received, before = torch.rand(length, device=DEVICE), torch.arange(28, device=DEVICE)
+        ratio = (largest / mean_abs).view(batch, length).sum(0)
+        found = launched(triton_candidates, largest, mean_abs, length, received, before)
+        errors = {"candidates": relative_error(found, joined_candidates(point_at(ratio, received), before))}
+        first = launched(triton_candidates, largest, mean_abs, length, None, None)
+        errors["first_layer"] = relative_error(first, joined_candidates(point_at(ratio, ratio), None))
+        sums, keys = torch.rand(batch, 4, length, device=DEVICE), torch.arange(length, device=DEVICE)
+        so_far = received.clone()
+        launched(triton_add_received, so_far, sums, received, keys)
+        errors["received"] = relative_error(so_far, received + 2 * sums.double().sum((0, 1)) * received)
+        yield f"standing out B{batch} T{length}", errors, STATISTICS_TOLERANCE
+
+
+def launched(function: Callable, *inputs, **options):
+    """The result of the second of two calls: the first binds the kernel, the second takes the kept launcher."""
+    function(*inputs, **options)
+    return function(*inputs, **options)
 
 
 def controls() -> Iterator[tuple[str, float]]:

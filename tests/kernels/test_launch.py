@@ -1,4 +1,8 @@
-"""A kept launcher must only ever run the kernel that Triton would choose: checked with a stand-in for Triton's."""
+"""A kept launcher must only ever run the kernel that Triton would choose, with the arguments that Triton would pass."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,3 +73,51 @@ def test_what_is_kept_is_bounded(kernel, monkeypatch):
     for length in range(10):
         module.launch(kernel, (1, 1, 1), (x,), (length,), ())
     assert len(module._launchers) <= 3
+
+
+def test_triton_hands_its_launcher_the_same_both_ways():
+    """Triton's own code with a driver that notes what reaches the C launcher, so that no GPU is needed."""
+    program = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+seen = []
+
+class Launcher:
+    def __init__(self, source, metadata):
+        self.noted = (source.fn.__name__, metadata.num_warps)
+
+    def __call__(self, *args):
+        seen.append((self.noted, id(self), args))
+
+class Utils:
+    def load_binary(self, name, binary, shared, device):
+        return 1, 2, 32, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 200_000}
+
+class Driver:
+    launcher_cls, utils = Launcher, Utils()
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 77)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+driver.set_active(Driver())
+from sinkscope.kernels.token_means import _means_kernel, triton_means
+
+x = torch.randn(5, 40)
+for _ in range(3):
+    triton_means(x, square=True)
+names, places, args = zip(*seen)
+assert set(names) == {("_means_kernel", 1)} and len(set(places)) == 1, seen
+grid_stream_function = [call[:5] for call in args]
+assert grid_stream_function == [(5, 1, 1, 77, 2)] * 3, grid_stream_function
+assert all(call[-6] is x and call[-4:] == (40, 40, 64, True) for call in args), args
+triton_means(torch.randn(201)[1:].view(5, 40), square=True)  # control: not aligned to 16 bytes
+assert seen[-1][1] != places[0]
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
