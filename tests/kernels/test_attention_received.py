@@ -241,18 +241,22 @@ def test_says_why_it_cannot_run(device: torch.device) -> None:
     assert "float64" in (module.reason_not_to_run(torch.zeros(1, dtype=torch.float64, device=device)) or "")
 
 
-def test_both_kernel_files_import_without_triton() -> None:
+def test_the_kernel_files_import_without_triton() -> None:
     program = """
 import sys
 sys.modules["triton"] = None
 import torch
 from sinkscope.errors import InputError
 from sinkscope.kernels.attention_received import attention_received, attention_received_plain, reason_not_to_run
+from sinkscope.kernels.standout import candidates
+from sinkscope.kernels.token_means import token_dom_ratio
 from sinkscope.kernels.token_statistics import token_statistics
 x = torch.ones(1, 1, 2, 4)
 assert reason_not_to_run(x) == "triton is not installed"
 attention_received_plain(x, x, x[..., 0], scaling=1.0)
 token_statistics(x[0, 0])
+token_dom_ratio(x[0, 0])
+candidates(torch.ones(20), torch.ones(20), 20, None, None)
 received = lambda: attention_received(x, x, x[..., 0], scaling=1.0)
 for call in (received, lambda: token_statistics(x[0, 0], path="triton")):
     try:

@@ -84,18 +84,12 @@ def attention_received(
     weight_strides = (0, 0, 0) if key_weights_BHS is None else key_weights_BHS.stride()
     entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
     launch(
-        _received_kernel,
-        (num_key_blocks * batch * num_heads, 1, 1),
+        _received_kernel, (num_key_blocks * batch * num_heads, 1, 1),
         (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted),
-        (
-            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides,
-            num_heads, num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
-            *_scales(scaling, softcap),
-        ),
-        (
-            head_size, _padded(head_size), blocks.block_t, blocks.block_s,
-            softcap is not None, rows, key_weights_BHS is not None, is_interpreted(_received_kernel),
-        ),
+        (*query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides, num_heads, num_heads // key_BKSD.shape[1],
+         length, min(window or length, length), num_key_blocks, *_scales(scaling, softcap)),
+        (head_size, _padded(head_size), blocks.block_t, blocks.block_s, softcap is not None, rows,
+         key_weights_BHS is not None, is_interpreted(_received_kernel)),
         num_warps=blocks.num_warps, num_stages=blocks.num_stages, maxnreg=blocks.max_registers,
     )  # fmt: skip
     return results
@@ -131,17 +125,12 @@ def received_by_keys(
     block_p = min(64, _padded(num_keys))
     wide = query_BHTD.element_size() == 4 or head_size > 128
     launch(
-        _by_keys_kernel,
-        (num_strips * batch * num_heads, -(-num_keys // block_p), 1),
+        _by_keys_kernel, (num_strips * batch * num_heads, -(-num_keys // block_p), 1),
         (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN),
-        (
-            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1],
-            length, min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap),
-        ),
-        (
-            head_size, _padded(head_size), 64 if wide else 128, block_p,
-            QUERIES_PER_STRIP, softcap is not None, is_interpreted(_by_keys_kernel),
-        ),
+        (*query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1], length,
+         min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap)),
+        (head_size, _padded(head_size), 64 if wide else 128, block_p, QUERIES_PER_STRIP, softcap is not None,
+         is_interpreted(_by_keys_kernel)),
         num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
     return partial_BHPN.sum(-1)
