@@ -33,7 +33,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.attention.variants import RMSNorm, build_variant
-from sinkscope.models.anatomy import Anatomy, Family, describe
+from sinkscope.models.anatomy import Anatomy, describe
+from sinkscope.models.families import Family
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.feed_forward import build_feed_forward
 
