@@ -73,6 +73,27 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.sum(signs_x * signs_y) / scale) if scale > 0 else float("nan")
 
 
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's rho of two samples of equal length, ties sharing their mean rank; NaN where one is constant."""
+    centred = [_mean_ranks(np.asarray(values)) for values in (x, y)]
+    centred = [ranks - ranks.mean() for ranks in centred]
+    scale = np.sqrt(np.prod([np.sum(ranks**2) for ranks in centred]))
+    return float(np.sum(centred[0] * centred[1]) / scale) if scale > 0 else float("nan")
+
+
+def _mean_ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def share_interval(share: float, num_samples: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of independent samples, which is honest where it is 0 or 1 too."""
+    z = NormalDist().inv_cdf(0.975)
+    middle = (share + z**2 / (2 * num_samples)) / (1 + z**2 / num_samples)
+    half = z / (1 + z**2 / num_samples) * math.sqrt(share * (1 - share) / num_samples + (z / (2 * num_samples)) ** 2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 @lru_cache(maxsize=2)
 def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 0) -> np.ndarray:
     """[R, N] weights of bootstrap resamples, each adding up to 1: times the samples they give resampled means."""

@@ -40,6 +40,12 @@ def compare(
 def write_comparison_page(folders: Sequence[Path], destination: Path) -> None:
     """Writes one page with the runs in these folders side by side."""
     runs = [(_letter(index), read_run(Path(folder))) for index, folder in enumerate(folders)]
+    if biases := [run.path.name for _, run in runs if run.kind == "bias"]:
+        raise InputError(
+            expected="studies, traces or training runs",
+            found=f"{biases[0]}, a run of sinkscope bias",
+            next_step="Leave it out; its own page shows its seeds side by side",
+        )
     read = [(letter, run) for letter, run in runs if run.kind != "training"]
     trained = [(letter, run) for letter, run in runs if run.kind == "training"]
     figures = (_reading_figures(read) if read else []) + (_training_figures(trained) if trained else [])

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope.errors import InputError
+from sinkscope.results.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 from sinkscope.results.tables import read_table
 from sinkscope.results.trace_schemas import TRACE_TABLES
 
 Table = dict[str, list]
-Kind = Literal["study", "trace", "training"]
+Kind = Literal["study", "trace", "training", "bias"]
 METRIC_COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "sink_rate", "dom_ratio", "effective_rank")
 
 
@@ -94,11 +95,11 @@ def read_run(folder: Path) -> Run:
             next_step="Give a folder that sinkscope study, trace or pretrain wrote",
         )
     metrics = _metrics_file(folder)
-    kind: Kind = "training" if metrics else "study" if _has_table(folder, CLAIMS.name) else "trace"
+    kind: Kind = "training" if metrics else _kind_by_table(folder)
     if metrics:
         tables = {"metrics": _read_metrics(metrics)}
     else:
-        schemas = TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+        schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
         tables = {
             schema.name: read_table(folder / schema.name, schema)
             for schema in schemas
@@ -113,6 +114,12 @@ def read_run(folder: Path) -> Run:
         environment=_read_object(folder / "environment.json"),
         tables=tables,
     )
+
+
+def _kind_by_table(folder: Path) -> Kind:
+    if _has_table(folder, BIAS.name):
+        return "bias"
+    return "study" if _has_table(folder, CLAIMS.name) else "trace"
 
 
 def _has_table(folder: Path, name: str) -> bool:

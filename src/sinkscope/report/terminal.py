@@ -6,6 +6,7 @@ Progress goes to standard error, results to standard output. Text from models is
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
+    from sinkscope.origins.initial_bias import Bias
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
@@ -120,6 +122,46 @@ def show_intervened(result: Intervened, path: Path) -> None:
     for arm in ("before", "after", "control"):
         console.print(Text(f"{arm.capitalize()}: {getattr(result, arm).story}"))
     console.print(Text(f"Written to {path}"))
+
+
+def show_bias(result: Bias, path: Path) -> None:
+    """What is preferred, what each control changes, what training leaves, and the answer in sentences."""
+    console, summary = Console(), result.summary
+    rows = [
+        (name, f"{entry['value']:.4g}", _ends(entry["low"], entry["high"])) for name, entry in summary["bias"].items()
+    ]
+    _table(console, "bias", ("quantity", "value", "95 % interval"), rows)
+    rows = []
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            rows.append((name, "refused", "", ""))
+            continue
+        deficit, cosine = entry["entropy_deficit"], entry["inter_cosine"]
+        change = f"{deficit['difference']:+.3g}"
+        rows.append((name, change, _ends(deficit["low"], deficit["high"]), f"{cosine['difference']:+.3g}"))
+    if rows:
+        _table(console, "controls", ("control", "change of entropy deficit", "interval", "of inter cosine"), rows)
+    rows = [
+        (row["checkpoint"], f"{row['value']:.3f}", _ends(row["low"], row["high"]), _number(row["other_seeds"]))
+        for row in summary["persistence"]
+    ]
+    if rows:
+        columns = ("checkpoint", "rank correlation with the beginning", "interval", "other seeds")
+        _table(console, "persistence", columns, rows, limit=len(rows))
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            console.print(Text(f"{name}: {entry['refused']}"))
+    console.print(Text(result.story))
+    page = path / "report.html"
+    console.print(Text(f"Written to {page if page.is_file() else path}"))
+
+
+def _ends(low: float, high: float) -> str:
+    return "" if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def show_families(rows: list[dict]) -> None:
