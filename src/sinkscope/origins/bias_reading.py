@@ -144,26 +144,31 @@ def mean_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Agreement(NamedTuple):
-    """A rank correlation, and the jackknife's pseudo-values, which give its interval over sequences."""
+    """A rank correlation, and values of the jackknife with this mean, which give its interval over sequences."""
 
     correlation: float
-    pseudo_values: np.ndarray
+    values: np.ndarray
 
 
 def agreement(one: BiasReading, other: BiasReading) -> Agreement:
+    """The correlation of `preference_correlation` with its error, by leaving out pairs of groups of sequences in turn.
+
+    Of the jackknife's pseudo-values only the spread is taken: fewer sequences give a lower correlation, which they
+    would read as a bias of the whole.
+    """
+    whole = preference_correlation(one, other)
+    without = np.array([preference_correlation(one, other, left_out) for left_out in range(NUM_GROUPS // 2)])
+    return Agreement(whole, whole - (len(without) - 1) * (without - without.mean()))
+
+
+def preference_correlation(one: BiasReading, other: BiasReading, left_out: int | None = None) -> float:
     """The rank correlation of two models' mean next-token probabilities, each over sequences that the other's are not.
 
     Both may have read the same sequences, and a model may do the same with the same sequence without any preference; so
     every other group of one is held against the rest of the other, both ways round. With itself it gives the most that
-    can be expected. Pseudo-values are g r - (g - 1) r_i, of g pairs of groups with the i-th left out.
+    can be expected.
     """
     pairs = np.arange(NUM_GROUPS).reshape(-1, 2)
-    whole = _across_halves(one, other, pairs)
-    without = [_across_halves(one, other, np.delete(pairs, left_out, 0)) for left_out in range(len(pairs))]
-    return Agreement(whole, len(pairs) * whole - (len(pairs) - 1) * np.array(without))
-
-
-def _across_halves(one: BiasReading, other: BiasReading, pairs: np.ndarray) -> float:
-    """From the groups of these pairs: the first of each pair is one half, the second the other."""
+    pairs = pairs if left_out is None else np.delete(pairs, left_out, 0)
     halves = [reading.group_probability_GV[pairs[:, half]].mean(0) for reading in (one, other) for half in (0, 1)]
     return (rank_correlation(halves[0], halves[3]) + rank_correlation(halves[1], halves[2])) / 2

@@ -116,7 +116,7 @@ def _story(summary: Row) -> str:
         last = summary["persistence"][-1]
         others = "" if last["other_seeds"] is None else f", with other seeds' {last['other_seeds']:.2f}"
         sentences.append(
-            f"At {last['checkpoint']} the rank correlation with the preference at the beginning is "
+            f"At checkpoint {last['checkpoint']} the rank correlation with the preference at the beginning is "
             f"{last['value']:.2f}{others}."
         )
     return " ".join(sentences)

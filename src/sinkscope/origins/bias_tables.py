@@ -136,7 +136,7 @@ def _controls(found: BiasReadings) -> Iterable[Row]:
             "value": float(np.mean([one.correlation for one, _ in pairs])),
         }
         if len(pairs) == 1:
-            differences = pairs[0][0].pseudo_values - pairs[0][1].pseudo_values
+            differences = pairs[0][0].values - pairs[0][1].values
         else:
             differences = np.array([one.correlation - ceiling.correlation for one, ceiling in pairs])
         yield row | _value("difference", differences) | over
@@ -151,8 +151,7 @@ def _persistence(found: BiasReadings) -> Iterable[Row]:
         row: Row = {
             "checkpoint": checkpoint.name,
             "step": checkpoint.step,
-            **_value("correlation", correlation.pseudo_values),
-            "correlation": correlation.correlation,
+            **_value("correlation", correlation.values),
             "ceiling": found.untouched[0].ceiling.correlation,
             "other_seeds": float(np.mean(checkpoint.other_seeds)) if checkpoint.other_seeds else None,
             "mean_state_cosine": float(cosine),

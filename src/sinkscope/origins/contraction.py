@@ -111,7 +111,7 @@ class ContractionReader:
         if whole != list(range(2 * num_layers + 1)) or len(self._value_sums) != num_layers:
             raise RuntimeError(f"a part reported nothing: the row of family {self.anatomy.family.name} is wrong")
         directions = [principal(rows) for rows in last.values()]
-        curves = [cosine_from_sum(self._unit_sum_PE[2 * index], count) for index in range(num_layers + 1)]
+        curves = [cosine_from_sum(self._unit_sum_PE[2 * index], count).cpu() for index in range(num_layers + 1)]
         variances = []
         for layer, (total_PC, square_P) in sorted(self._value_sums.items()):
             deviations_P = square_P - total_PC.square().sum(-1) / count
@@ -124,7 +124,7 @@ class ContractionReader:
             split_half_S=np.array([split_half_cosine(rows) for rows in last.values()]),
             mean_state_SE=np.stack([rows.double().mean(0).numpy() for rows in last.values()]),
             positions_P=self.positions_P.numpy(),
-            inter_by_position=torch.stack(curves).cpu().numpy(),
+            inter_by_position=torch.stack(curves).numpy(),
             value_variance=torch.stack([row.cpu() for row in variances]).numpy(),
         )
 

@@ -18,7 +18,7 @@ from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.origins.bias_controls import CONTROLS, controlled
-from sinkscope.origins.bias_reading import BiasReading, agreement, read_bias, vocabulary_of
+from sinkscope.origins.bias_reading import BiasReading, agreement, preference_correlation, read_bias, vocabulary_of
 from sinkscope.origins.bias_readings import BiasReadings, Checkpoint, Controlled
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
@@ -127,7 +127,7 @@ def bias(
         loaded = load_model(place, **options)
         _check_shape(loaded, first)
         reading = read(loaded, batches[0])
-        others = [agreement(other, reading).correlation for other in readings[1:]]
+        others = [preference_correlation(other, reading) for other in readings[1:]]
         checkpoints.append(Checkpoint(loaded.name, _step(place), reading, agreement(readings[0], reading), others))
     return Bias(
         BiasReadings(

@@ -29,6 +29,7 @@ QUANTITIES = {
     "inter_cosine": "mean cosine between sequences behind the last layer",
     "intra_cosine": "mean cosine between positions behind the last layer",
 }
+LINK = "Behind the layer. Where values lose their variance and share a direction, this rises as the variance falls."
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
@@ -49,7 +50,13 @@ def write_bias_page(run_folder: Path, destination: Path) -> None:
 
 def bias_section(run: Run) -> tuple[str, list[Figure]]:
     """The section as HTML, and the figures that the page's script draws in it."""
-    contraction = [_cosines(run), _added(run, "inter"), _added(run, "intra"), _positions(run)]
+    contraction = [
+        _cosines(run),
+        _added(run, "inter"),
+        _added(run, "intra"),
+        _positions(run, "value_variance", "Value variance by position", "Across sequences, of the value aggregation."),
+        _positions(run, "inter", "Cosine between sequences by position", LINK),
+    ]
     controls = [_effects(run, quantity) for quantity in EFFECTS] if run.rows("controls") else []
     persistence = [_persistence(run)] if run.rows("persistence") else []
     parts = ['<h2 id="preference">What it prefers</h2>', _numbers(run), _tokens(run)]
@@ -153,31 +160,21 @@ def _added(run: Run, name: str) -> Figure:
     )
 
 
-def _positions(run: Run) -> Figure:
+def _positions(run: Run, column: str, title: str, caption: str) -> Figure:
+    """A curve by position for the first, the middle and the last layer."""
     last = run.summary["num_layers"] - 1
-    traces, listed, variances = [], [], []
-    for look, layer in enumerate(sorted({0, last // 2, last})):
-        rows = run.rows("contraction_positions", layer=layer)
-        positions = [row["position"] for row in rows]
-        variance = [row["value_variance"] for row in rows]
-        variances += variance
-        traces.append(line(positions, variance, f"variance, layer {layer}", look))
-        cosines = [row["inter"] for row in rows]
-        traces.append(line(positions, cosines, f"cosine, layer {layer}", look, yaxis="y2", opacity=0.5))
-        listed += [(layer, *entry) for entry in zip(positions, variance, cosines, strict=True)]
+    layers = {layer: run.rows("contraction_positions", layer=layer) for layer in sorted({0, last // 2, last})}
+    positions = [row["position"] for row in layers[0]]
+    values = [row[column] for rows in layers.values() for row in rows]
     return Figure(
-        "bias-positions",
-        "Variance and cosine by position",
-        "Variance of the value aggregation across sequences (left), cosine between sequences behind the layer (right).",
+        f"position-{column.replace('_', '-')}",
+        title,
+        caption,
         ("contraction_positions",),
-        traces,
-        {
-            "xaxis": axis("position"),
-            "yaxis": log_axis("variance", variances),
-            "yaxis2": axis("cosine", overlaying="y", side="right", showgrid=False),
-        },
-        ("layer", "position", "value variance", "cosine between sequences"),
-        listed,
+        [_line(positions, rows, column, f"layer {layer}", look) for look, (layer, rows) in enumerate(layers.items())],
+        {"xaxis": axis("position"), "yaxis": log_axis("", values) if column == "value_variance" else axis("")},
+        ("layer", "position", column.replace("_", " ")),
+        [(layer, row["position"], row[column]) for layer, rows in layers.items() for row in rows],
     )
 
 
