@@ -225,6 +225,23 @@ CHECKS = {
 }
 
 
+def test_the_odd_part_of_gelu_is_half_the_identity():
+    """GPT-2 without biases: gelu(x) - gelu(-x) = x, so its odd feed-forward is a linear one."""
+    model = tiny_model("gpt2", dtype=torch.float64)
+    loaded = load(model)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.mlp.c_fc.bias.zero_()
+            block.mlp.c_proj.bias.zero_()
+    batch = tokens(loaded)
+    with controlled("odd_feed_forward", loaded, batch):
+        odd = logits(model, batch.ids)
+    for block in model.transformer.h:
+        block.mlp.act = torch.nn.Identity()
+        block.mlp.c_proj.weight.data /= 2
+    assert torch.allclose(odd, logits(model, batch.ids), atol=1e-10)
+
+
 def test_curves_of_long_sequences_keep_the_first_and_the_last_position():
     assert curve_positions(64).tolist() == list(range(64))
     positions = curve_positions(1000).tolist()

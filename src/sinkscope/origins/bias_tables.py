@@ -167,8 +167,11 @@ def _quantity(found: BiasReadings, quantity: str, by_seed: list[np.ndarray], nam
     row = _value(name, _samples(by_seed))
     if quantity == "prediction_ratio":
         values = np.concatenate(by_seed) / found.vocabulary
-        low, high = share_interval(float(values.mean()), len(values))
-        _widen(row, name, low * found.vocabulary, high * found.vocabulary)
+        low, high = (found.vocabulary * end for end in share_interval(float(values.mean()), len(values)))
+        if len(by_seed) == 1:
+            row |= {f"{name}_low": low, f"{name}_high": high}
+        else:
+            _widen(row, name, low, high)
     return row
 
 

@@ -140,14 +140,14 @@ def show_bias(result: Bias, path: Path) -> None:
         change = f"{deficit['difference']:+.3g}"
         rows.append((name, change, _ends(deficit["low"], deficit["high"]), f"{cosine['difference']:+.3g}"))
     if rows:
-        _table(console, "controls", ("control", "change of entropy deficit", "interval", "of inter cosine"), rows)
+        _table(console, "change under each control", ("control", "entropy deficit", "interval", "inter cosine"), rows)
     rows = [
         (row["checkpoint"], f"{row['value']:.3f}", _ends(row["low"], row["high"]), _number(row["other_seeds"]))
         for row in summary["persistence"]
     ]
     if rows:
-        columns = ("checkpoint", "rank correlation with the beginning", "interval", "other seeds")
-        _table(console, "persistence", columns, rows, limit=len(rows))
+        columns = ("checkpoint", "correlation", "interval", "other seeds")
+        _table(console, "rank correlation with the beginning", columns, rows, limit=len(rows))
     for name, entry in summary["controls"].items():
         if "refused" in entry:
             console.print(Text(f"{name}: {entry['refused']}"))
