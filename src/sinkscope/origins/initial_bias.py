@@ -112,15 +112,13 @@ def bias(
         batches.append(batch)
         readings.append(read(loaded, batch))
         for name in names:
-            if name in refused:
-                continue
             try:
                 with controlled(name, loaded, calibration):
                     reading = read(loaded, batch)
+                under[name].append(Controlled(reading.values, agreement(readings[-1], reading)))
             except InputError as error:
                 refused[name] = str(error)
-                continue
-            under[name].append(Controlled(reading.values, agreement(readings[-1], reading)))
+                next(ticks)
     assert first is not None
     checkpoints = []
     for place in later:
