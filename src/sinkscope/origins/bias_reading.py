@@ -1,4 +1,4 @@
-"""One model read on random sequences: which tokens it prefers, and how its states contract.
+"""A model read on random sequences: which tokens it prefers, how its states contract, and how far two agree.
 
 Axes: N sequences, V vocabulary, G groups of sequences, K preferred tokens that are kept.
 """
@@ -34,14 +34,13 @@ LEAST_SEQUENCES = NUM_GROUPS
 CHUNK_TOKENS = 1 << 14
 MOST_PROBABILITIES = 1 << 29
 """Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
-QUANTITIES = {
-    "prediction_ratio": "Share of the preferred token among the most likely next tokens, times the vocabulary",
-    "probability_ratio": "Mean probability of the preferred token, times the vocabulary",
-    "entropy": "Entropy in nats of the histogram of most likely next tokens",
-    "entropy_deficit": "Entropy that uniform predictions would have, less the entropy",
-    "inter_cosine": "Mean cosine between sequences, last position behind the last layer",
-    "intra_cosine": "Mean cosine between positions behind the last layer",
-}
+
+
+class Agreement(NamedTuple):
+    """A rank correlation, and values of the jackknife with this mean, which give its interval over sequences."""
+
+    correlation: float
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,49 @@ class BiasReading:
     def probability_V(self) -> np.ndarray:
         """Mean next-token probabilities: what the model prefers whatever it reads."""
         return self.group_probability_GV.mean(0)
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """One model under a control: each quantity by sequence, and whether it still prefers the same tokens."""
+
+    values: dict[str, np.ndarray]
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One later model of a training run."""
+
+    name: str
+    step: int | None
+    reading: BiasReading
+    agreement: Agreement
+    """With the model at the beginning."""
+    other_seeds: list[float]
+    """The same with beginnings drawn from other seeds, which it must exceed to mean anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasReadings:
+    """Every reading of a configuration or a model."""
+
+    name: str
+    model: LoadedModel
+    """The model, or the first that was drawn."""
+    batch: TokenBatch
+    seeds: tuple[int | None, ...]
+    """None alone for a model that has weights."""
+    untouched: list[BiasReading]
+    """One for each seed."""
+    controls: dict[str, list[Controlled]]
+    refused: dict[str, str]
+    """Controls that the family cannot honour, with the reason."""
+    checkpoints: list[Checkpoint]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.untouched[0].group_probability_GV.shape[1]
 
 
 def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
@@ -141,13 +183,6 @@ def mean_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Few values have long tails to resolve; many make resamples large.
     num_resamples = 10_000 if len(values) <= 256 else 2000
     return bootstrap_mean_interval(values, confidence=confidence, num_resamples=num_resamples)
-
-
-class Agreement(NamedTuple):
-    """A rank correlation, and values of the jackknife with this mean, which give its interval over sequences."""
-
-    correlation: float
-    values: np.ndarray
 
 
 def agreement(one: BiasReading, other: BiasReading) -> Agreement:

@@ -8,7 +8,7 @@ import numpy as np
 
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.origins.bias_controls import CONTROLS
-from sinkscope.origins.bias_readings import BiasReadings
+from sinkscope.origins.bias_reading import BiasReadings
 from sinkscope.statistics import rank_correlation
 
 Tables = dict[str, dict[str, list]]

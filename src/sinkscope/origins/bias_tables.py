@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from sinkscope.measures.directional_collapse import cosine_from_sum
-from sinkscope.origins.bias_reading import QUANTITIES, mean_interval
-from sinkscope.origins.bias_readings import BiasReadings
+from sinkscope.origins.bias_reading import BiasReadings, mean_interval
 from sinkscope.results.bias_schemas import (
     BIAS,
     BIAS_TABLES,
@@ -23,6 +22,7 @@ from sinkscope.results.bias_schemas import (
     CONTROLS,
     PERSISTENCE,
     PREFERRED_TOKENS,
+    QUANTITIES,
 )
 from sinkscope.statistics import share_interval
 

@@ -18,8 +18,16 @@ from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.origins.bias_controls import CONTROLS, controlled
-from sinkscope.origins.bias_reading import BiasReading, agreement, preference_correlation, read_bias, vocabulary_of
-from sinkscope.origins.bias_readings import BiasReadings, Checkpoint, Controlled
+from sinkscope.origins.bias_reading import (
+    BiasReading,
+    BiasReadings,
+    Checkpoint,
+    Controlled,
+    agreement,
+    preference_correlation,
+    read_bias,
+    vocabulary_of,
+)
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
 from sinkscope.origins.model_specs import Configuration, draw, find_configuration, load_model

@@ -13,6 +13,7 @@ from sinkscope.report.figure import Figure, axis, categories, level, levels, lin
 from sinkscope.report.page import circumstances, method
 from sinkscope.report.run_contents import Run, read_run
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, token_text
+from sinkscope.results.bias_schemas import QUANTITIES
 
 METHOD = (
     "Each model reads its own uniformly random sequences, without special tokens, and is asked for the token after the "
@@ -21,14 +22,6 @@ METHOD = (
     "untouched model on the same sequences. Rank correlations hold one model's preference on some sequences against "
     "the other's on different ones."
 )
-QUANTITIES = {
-    "prediction_ratio": "times as often as chance is the preferred token the most likely one",
-    "probability_ratio": "times its uniform share is the preferred token's mean probability",
-    "entropy": "nats of entropy in the histogram of most likely tokens",
-    "entropy_deficit": "nats below uniform predictions",
-    "inter_cosine": "mean cosine between sequences behind the last layer",
-    "intra_cosine": "mean cosine between positions behind the last layer",
-}
 LINK = "Behind the layer. Where values lose their variance and share a direction, this rises as the variance falls."
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 

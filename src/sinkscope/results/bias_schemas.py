@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from sinkscope.results.tables import Column, Schema
 
+QUANTITIES = {
+    "prediction_ratio": "times as often as chance is the preferred token the most likely one",
+    "probability_ratio": "times its uniform share is the preferred token's mean probability",
+    "entropy": "nats of entropy in the histogram of most likely tokens",
+    "entropy_deficit": "nats below uniform predictions",
+    "inter_cosine": "mean cosine between sequences behind the last layer",
+    "intra_cosine": "mean cosine between positions behind the last layer",
+}
+"""What is measured, in the words that follow its number."""
+
 _SEED = Column("seed", "int", "Seed of the weights; null for a model that has its own", nullable=True)
 _OVER = Column("over", "str", "What the interval is over: seeds or sequences")
 _N = Column("n", "int", "How many of them stand behind the number")
