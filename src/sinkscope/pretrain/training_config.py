@@ -200,7 +200,7 @@ TRAINING_PRESETS: dict[str, TrainingConfig] = {
         warmup_steps=200,
         evaluate_every=250,
         evaluation_sequences=256,
-        probe_every=200,
+        probe_every=500,
         checkpoint_every=500,
     ),
     "152m": TrainingConfig(
