@@ -158,6 +158,11 @@ BAD = {
     "type": (["--data", "TOKENS", "--config", "type.yaml"], "tie_word_embeddings 1, neither true nor false"),
     "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "YAML"),
     "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "a finite number for learning_rate"),
+    "infinity": (["--data", "TOKENS", "--config", "infinity.yaml"], "a finite number for clip"),
+    "beta": (["--data", "TOKENS", "--config", "beta.yaml"], "beta2 from 0 to below 1"),
+    "seed": (["--data", "TOKENS", "--config", "seed.yaml"], "a whole number for seed"),
+    "large seed": (["--data", "TOKENS", "--seed", str(2**63)], "seed below 2^63"),
     "torchrun": (["--data", "TOKENS", "--parallel", "ddp"], "torchrun"),
     "mode": (["--data", "TOKENS", "--parallel", "tensor"], "auto, single, ddp, fsdp"),
     "keep": (["--data", "TOKENS", "--keep", "0,ten"], "--keep 0,100,1000"),
@@ -179,6 +184,9 @@ def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path
     (tmp_path / "training_key.yaml").write_text("training: {lerning_rate: 3}")
     (tmp_path / "top_key.yaml").write_text("trainig: {steps: 3}")
     (tmp_path / "type.yaml").write_text("model: {tie_word_embeddings: 1}")
+    (tmp_path / "infinity.yaml").write_text("training: {clip: .inf}")
+    (tmp_path / "seed.yaml").write_text("model: {seed: abc}")
+    (tmp_path / "beta.yaml").write_text("training: {beta2: 1}")
     (tmp_path / "broken.yaml").write_text("model: {")
     arguments, message = BAD[case]
     result = sinkscope("pretrain", "--out", "run", *(str(tokens) if a == "TOKENS" else a for a in arguments))

@@ -139,7 +139,7 @@ def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
             rows.append(
                 _keys(label, run)
                 | {
-                    "run": run.path.name,
+                    "run": run.name,
                     "tokens": run.evaluations[-1]["tokens"],
                     "elapsed_s": run.evaluations[-1]["elapsed_s"],
                     "tokens_per_second": run.tokens_per_second,

@@ -36,6 +36,11 @@ class FinishedRun:
     """Median over updates, so that compilation does not count."""
 
     @property
+    def name(self) -> str:
+        """The name of the folder, also where it was given as a dot."""
+        return self.path.resolve().name
+
+    @property
     def variant(self) -> str:
         return self.config["model"].get("attention_variant", DecoderConfig.attention_variant)
 

@@ -79,7 +79,7 @@ def unequal_conditions(groups: Groups) -> list[str]:
         if alone := sorted({run.seed for run in groups[label]} - shared) if shared else []:
             notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")
     if any(not run.probes for run in runs):
-        without = [run.path.name for run in runs if not run.probes]
+        without = [run.name for run in runs if not run.probes]
         notes.append(f"Without probes, so without sinks, disparity and births: {_listed(without)}.")
     return notes
 

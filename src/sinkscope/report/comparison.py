@@ -29,15 +29,23 @@ def compare(
 
     A name that is no run is a model, whose run `run_of` makes. The tables of training runs stand beside the page.
     """
-    num_read = sum(not is_training(Path(name)) for name in names)
+    trained = [name for name in names if is_training(Path(name))]
+    num_read = len(names) - len(trained)
     if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
             expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
             found=f"{len(names)}",
             next_step="Give folders, such as sinkscope compare runs/a runs/b",
         )
+    if len(trained) == 1:
+        # Said before a model is studied, which takes minutes.
+        raise InputError(
+            expected=f"another training run beside {trained[0]}, which is compared with its like",
+            found=f"{', '.join(name for name in names if name not in trained)}, which is none",
+            next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
+        )
     check_page(destination, overwrite)
-    if num_read < len(names):
+    if trained:
         check_output(tables_path(destination), overwrite)
     folders = [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
     return write_comparison_page(folders, destination, overwrite=overwrite)
