@@ -43,11 +43,15 @@ SPREAD = 0.7
 
 
 def training_figures(comparison: TrainingComparison) -> list[Figure]:
-    """Ratios, losses, observables and births, in this order; what was not measured has no figure."""
+    """Ratios, losses and observables, in this order; what was not measured has no figure."""
     figures = [_ratios(comparison), _advantage(comparison)] if len(comparison.variants) > 1 else []
     figures += [_losses(comparison, "tokens", "training tokens"), _losses(comparison, "elapsed_s", "seconds")]
-    figures += [_observable(comparison, name) for name in PROBED if _probed(comparison, name)]
-    return figures + [_births(comparison, name) for name in BATCHES if comparison.rows("births", batch=name)]
+    return figures + [_observable(comparison, name) for name in PROBED if _probed(comparison, name)]
+
+
+def birth_figures(comparison: TrainingComparison) -> list[Figure]:
+    """The order of birth of the links, on each batch that was probed."""
+    return [_births(comparison, name) for name in BATCHES if comparison.rows("births", batch=name)]
 
 
 def median_birth(rows: Sequence[Row]) -> int | None:

@@ -10,7 +10,7 @@ from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
 from sinkscope.report import elements
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
-from sinkscope.report.training_figures import BATCHES, median_birth, ratio_text, training_figures
+from sinkscope.report.training_figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
 
 Row = dict[str, Any]
 COLUMNS = {
@@ -57,19 +57,22 @@ def answer(comparison: TrainingComparison) -> str:
 
 def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
     """The HTML of the part, and the figures that its page must draw."""
-    figures = training_figures(comparison)
-    drawn = "".join(elements.figure(figure, tables) for figure in figures)
+    courses, births = training_figures(comparison), birth_figures(comparison)
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
     parts = [
         f'<p class="answer">{isolated(answer(comparison))}</p>',
         _variants(comparison),
         f'<ul class="caption">{notes}</ul>' if notes else "",
-        f'<div class="figures">{drawn}</div>',
-        _births(comparison),
+        _drawn(courses, tables),
+        f"<h2>Birth of the links</h2>{_drawn(births, tables)}{_births(comparison)}" if births else "",
         f"<h2>Runs</h2>{_runs(comparison)}",
         _method(comparison, tables),
     ]
-    return "".join(parts), figures
+    return "".join(parts), courses + births
+
+
+def _drawn(figures: list[Figure], tables: TablesBeside) -> str:
+    return f'<div class="figures">{"".join(elements.figure(figure, tables) for figure in figures)}</div>'
 
 
 def _percent(row: Row) -> str:
@@ -152,8 +155,8 @@ def _births(comparison: TrainingComparison) -> str:
                 cells.append(_birth_cell(rows) if rows else NO_VALUE)
             entries.append((link.name, f"at least {link.threshold:g}", *cells))
         columns = ("link", "threshold", *comparison.variants)
-        parts.append(f"<h3>On {escaped(name)}</h3>{elements.table(columns, entries)}")
-    return f"<h2>Birth of the links, in training tokens</h2>{''.join(parts)}" if parts else ""
+        parts.append(f"<h3>Training tokens at birth, on {escaped(name)}</h3>{elements.table(columns, entries)}")
+    return "".join(parts)
 
 
 def _birth_cell(rows: list[Row]) -> str:
