@@ -23,7 +23,6 @@ FILE_BYTES, NUM_FILES = 15 << 20, 4
 def run_result(run: Run, folder: Path) -> dict[str, Any]:
     """What is kept of a complete run."""
     rows = read_rows(folder / "metrics.jsonl")
-    names = ("step", "tokens", "loss", "validation_loss", "elapsed_s")
     probes = folder / "probes.jsonl"
     return {
         "run": asdict(run),
@@ -33,7 +32,7 @@ def run_result(run: Run, folder: Path) -> dict[str, Any]:
         "summary": json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         # The later half: the first updates compile.
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :]),
-        "evaluations": [{name: row[name] for name in names} for row in rows if row["validation_loss"] is not None],
+        "metrics": [row for row in rows if row["validation_loss"] is not None],
         "probes": read_rows(probes) if probes.exists() else [],
     }
 
@@ -78,6 +77,19 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             next_step="Give the folder that paper_experiment.py --keep wrote",
         )
     return lines
+
+
+def write_run(result: dict[str, Any], folder: Path) -> Path:
+    """The run folder of a kept result as far as it was kept, for what reads run folders."""
+    path = folder / Run(**result["run"]).name
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(result["config"]), encoding="utf-8")
+    for name in ("environment", "summary"):
+        (path / f"{name}.json").write_text(json.dumps(result[name]), encoding="utf-8")
+    for name in ("metrics", "probes"):
+        lines = [json.dumps(row) + "\n" for row in result[name]]
+        (path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def _compressed(result: dict[str, Any]) -> bytes:

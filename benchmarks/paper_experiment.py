@@ -42,8 +42,8 @@ from sinkscope.pretrain.token_shards import open_shards
 from sinkscope.pretrain.training_config import read_yaml
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-GRACE_S = 10.0
-"""What a stopped run gets to end, out of the budget."""
+GRACE_S = 15.0
+"""Out of the budget: what importing took, and what a stopped run gets to end."""
 PROGRESS_S = 30.0
 
 
@@ -248,7 +248,7 @@ class Experiment:
         for process, _ in self.running.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
-        until = time.monotonic() + GRACE_S / 2
+        until = time.monotonic() + GRACE_S / 3
         for run, (process, _) in self.running.items():
             try:
                 process.wait(max(0.1, until - time.monotonic()))
