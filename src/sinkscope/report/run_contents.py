@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sinkscope.errors import InputError
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
-from sinkscope.results.tables import read_table
+from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.trace_schemas import TRACE_TABLES
 
 Table = dict[str, list]
@@ -65,15 +65,7 @@ class Run:
 
     def rows(self, table_name: str, **equal: Any) -> list[dict[str, Any]]:
         """The rows of a table whose columns named in `equal` have these values; none where there is no such table."""
-        table = self.tables.get(table_name)
-        if table is None:
-            return []
-        # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
-        kept = range(len(next(iter(table.values()))))
-        for name, value in equal.items():
-            column = table[name]
-            kept = [index for index in kept if column[index] == value]
-        return [{name: column[index] for name, column in table.items()} for index in kept]
+        return rows_where(self.tables[table_name], **equal) if table_name in self.tables else []
 
     def file_name(self, table: str) -> str:
         """The file that holds a table: Parquet, or JSON lines where pyarrow was missing."""
