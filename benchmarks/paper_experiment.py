@@ -32,8 +32,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from kept_results import KeptResults, run_result
-from paper_plan import Run, best_trial, judging_groups, run_configuration, tuning_groups
+from kept_results import KeptResults, read_results, run_result
+from paper_plan import BAD_LAMBDA, Run, best_trial, judging_groups, run_configuration, tuning_groups
 
 from sinkscope.errors import InputError
 from sinkscope.number_lists import whole_numbers
@@ -44,7 +44,7 @@ from sinkscope.pretrain.training_config import read_yaml
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 GRACE_S = 15.0
 """Out of the budget: what importing took, and what a stopped run gets to end."""
-PROGRESS_S = 30.0
+PROGRESS_S, POLL_S = 30.0, 0.2
 
 
 def main() -> None:
@@ -61,6 +61,12 @@ def main() -> None:
                 expected="seeds that nothing was tuned on",
                 found=f"{options.tune_seed} in --seeds",
                 next_step="Give another --tune-seed",
+            )
+        if BAD_LAMBDA in options.lambdas:
+            raise InputError(
+                expected=f"initial lambdas other than {BAD_LAMBDA:g}, which is an ablation",
+                found=f"{BAD_LAMBDA:g} in --lambdas",
+                next_step="Leave it out",
             )
         if options.dry_run:
             unknown = [Run(stage="judge", variant=variant, seed=0) for variant in ("softmax", "head_norm")]
@@ -81,6 +87,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="token shards that sinkscope tokenize wrote")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run folders")
     parser.add_argument("--keep", type=Path, required=True, help="folder of the results that are kept")
+    parser.add_argument("--done", type=Path, help="what --keep wrote before, on a machine whose --runs are lost")
     parser.add_argument("--jobs", type=positive_number, default=1, help="runs at a time")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for everything")
     parser.add_argument("--tune-seed", type=int, default=0)
@@ -144,11 +151,19 @@ def written_config(run: Run, options: argparse.Namespace, base: dict[str, Any]) 
     return path, resolve(str(path), data=[options.data], training={})
 
 
+def command(config: Path, options: argparse.Namespace) -> list[str]:
+    """What trains the run of a configuration file, into the folder of its name."""
+    pretrain = [sys.executable, "-m", "sinkscope", "pretrain", "--config", str(config)]
+    return [*pretrain, "--out", str(config.with_name(config.name.removesuffix(".yaml"))), "--data", options.data]
+
+
 class Experiment:
     """Runs of a plan as processes, a few at a time, within the budget."""
 
     def __init__(self, options: argparse.Namespace, base: dict[str, Any]) -> None:
         self.options, self.base = options, base
+        done = read_results(options.done) if options.done else []
+        self.done = {Run(**result["run"]).name: result for result in done}
         self.kept = KeptResults(options.keep, say)
         options.runs.mkdir(parents=True, exist_ok=True)
         self.missing: list[Run] = []
@@ -177,16 +192,18 @@ class Experiment:
 
     def _is_complete(self, run: Run) -> bool:
         folder = self.options.runs / run.name
-        if not (folder / "summary.json").is_file():
+        result = self.done.get(run.name)
+        if result is None and (folder / "summary.json").is_file():
+            result = run_result(run, folder)
+        if result is None:
             return False
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if found != written_config(run, self.options, self.base)[1].plain():
+        if not result["diverged"] and result["config"] != written_config(run, self.options, self.base)[1].plain():
             raise InputError(
-                expected=f"the configuration of this experiment in {folder}",
-                found="another one",
-                next_step="Choose another folder with --runs, or remove that run",
+                expected=f"{run.name} with the configuration of this experiment",
+                found="another one among the complete runs",
+                next_step="Choose another folder with --runs, and another --done",
             )
-        self.kept.add(run_result(run, folder))
+        self.kept.add(result)
         return True
 
     def _fits(self, run: Run, num_left: int) -> bool:
@@ -199,13 +216,12 @@ class Experiment:
 
     def _start(self, run: Run) -> None:
         path, _ = written_config(run, self.options, self.base)
-        command = [sys.executable, "-m", "sinkscope", "pretrain", "--config", str(path)]
-        command += ["--out", str(self.options.runs / run.name), "--data", self.options.data]
         search = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
-        with path.with_suffix(".log").open("wb") as log:
+        with (self.options.runs / f"{run.name}.log").open("wb") as log:
             # A session of its own: its compilation workers are stopped with it.
+            environment = os.environ | {"PYTHONPATH": search}
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": search}, start_new_session=True
+                command(path, self.options), stdout=log, stderr=log, env=environment, start_new_session=True
             )
         self.running[run] = process, time.monotonic()
         say(f"begins: {run.name}")
@@ -223,13 +239,14 @@ class Experiment:
                 self.spoken_at = time.monotonic()
                 for run in self.running:
                     say(f"  {run.name}: {self._last_line(run)}")
-            time.sleep(0.2)
+            time.sleep(POLL_S)
 
     def _ended(self, run: Run, code: int, elapsed_s: float) -> None:
         folder = self.options.runs / run.name
         if code == 0:
             result = run_result(run, folder)
-            self.overhead_s = elapsed_s - result["summary"]["tokens"] / result["tokens_per_second"]
+            training_s = result["summary"]["tokens"] / result["tokens_per_second"]
+            self.overhead_s = max(0.0, elapsed_s - training_s)  # less than 0 in a run that went on
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a complete run needs none, the disk may
             loss = f"held out {result['summary']['validation_loss']:.4f}"
         elif "expected a finite loss" in (line := self._last_line(run)):
