@@ -5,7 +5,7 @@
 Everything is fake-quantised, symmetric and rounded to nearest, in every linear layer but the output head: a value x
 becomes s round(x / s), s the largest magnitude of what shares a scale over 2^(bits - 1) - 1. Activations share one for
 a text (per tensor) or a token; weights for an output channel, or a group of 128 of its inputs. Sixteen bits are the
-control, which must change nothing.
+control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
 first. Positions stay as they are. The loss is that of late tokens, behind the window's first fall.
 Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts.

@@ -88,7 +88,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run folders")
     parser.add_argument("--keep", type=Path, required=True, help="folder of the results that are kept")
     parser.add_argument("--done", type=Path, help="what --keep wrote before, on a machine whose --runs are lost")
-    parser.add_argument("--jobs", type=positive_number, default=1, help="runs at a time")
+    parser.add_argument(
+        "--jobs", type=positive_number, default=1, help="runs at a time; those that share a device slow each other down"
+    )
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for everything")
     parser.add_argument("--tune-seed", type=int, default=0)
     parser.add_argument("--tune-steps", type=positive_number, help="steps of a trial; else those of the configuration")
