@@ -68,12 +68,12 @@ class TrainingComparison:
         """A variant's row of one quantity; None where it was not measured."""
         return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
 
-    def write(self, folder: RunFolder) -> None:
-        """Writes every table, and the variants with the notes as summary.json."""
-        for schema in COMPARISON_TABLES:
-            folder.write_table(schema, self.tables[schema.name])
-        summary = {"baseline": self.baseline, "variants": self.rows("variants"), "notes": self.notes}
-        folder.write_json("summary.json", summary)
+    def write(self, folder: RunFolder) -> str:
+        """Writes every table, and the short ones also as summary.json; returns the suffix of the tables."""
+        paths = [folder.write_table(schema, self.tables[schema.name]) for schema in COMPARISON_TABLES]
+        short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
+        folder.write_json("summary.json", {"baseline": self.baseline, "notes": self.notes, **short})
+        return paths[0].suffix
 
 
 def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:

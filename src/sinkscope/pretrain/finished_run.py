@@ -52,10 +52,11 @@ class FinishedRun:
         """What tells this run from all but its replicas, by name; what the decoder has by default is left out."""
         training = {key: value for key, value in self.config["training"].items() if key not in WITHOUT_EFFECT}
         model = self.config["model"]
-        shape = {key: value for key, value in model.items() if key not in ("seed", "max_position_embeddings") and value}
+        shape = {key: value for key, value in model.items() if key not in ("seed", "max_position_embeddings")}
         if model.get("seed", self.seed) != self.seed:
             shape["model_seed"] = model["seed"]
-        return training | {key: value for key, value in shape.items() if value != getattr(DecoderConfig, key, None)}
+        usual = {key: getattr(DecoderConfig, key, None) for key in shape} | {"variant_options": {}}
+        return training | {key: value for key, value in shape.items() if value not in (None, usual[key])}
 
 
 def read_finished_run(folder: Path) -> FinishedRun:

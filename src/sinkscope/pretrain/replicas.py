@@ -70,20 +70,22 @@ def unequal_conditions(groups: Groups) -> list[str]:
         notes.append("Seconds are not compared: the runs were made on different machines or numbers of devices.")
     baseline = next(iter(groups))
     seeds = {run.seed for run in groups[baseline]}
-    for label, group in list(groups.items())[1:]:
-        common = seeds & {run.seed for run in group}
-        if not common:
-            notes.append(
-                f"{label} has no seed in common with {baseline}: it is held against the baseline's mean, no interval."
-            )
-        elif len(common) == 1:
-            notes.append(f"{label} has one seed in common with {baseline}: ratios have no interval.")
-        if alone := sorted({run.seed for run in group} - common) if common else []:
-            notes.append(f"{label}: seeds {', '.join(map(str, alone))} have no partner and are left out of the ratios.")
+    common = {label: seeds & {run.seed for run in group} for label, group in list(groups.items())[1:]}
+    if none := [label for label, shared in common.items() if not shared]:
+        notes.append(f"No seed in common with {baseline}, so held against its mean, without interval: {_listed(none)}.")
+    if one := [label for label, shared in common.items() if len(shared) == 1]:
+        notes.append(f"One seed in common with {baseline}, so ratios without interval: {_listed(one)}.")
+    for label, shared in common.items():
+        if alone := sorted({run.seed for run in groups[label]} - shared) if shared else []:
+            notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")
     if any(not run.probes for run in runs):
-        without = ", ".join(run.path.name for run in runs if not run.probes)
-        notes.append(f"Without probes, so without sinks, disparity and births: {without}.")
+        without = [run.path.name for run in runs if not run.probes]
+        notes.append(f"Without probes, so without sinks, disparity and births: {_listed(without)}.")
     return notes
+
+
+def _listed(items: Sequence[str | int]) -> str:
+    return ", ".join(map(str, items))
 
 
 def _label(run: FinishedRun, settings: dict[str, Any], baseline: dict[str, Any]) -> str:
