@@ -73,6 +73,12 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.sum(signs_x * signs_y) / scale) if scale > 0 else float("nan")
 
 
+def average_ranks(values: ArrayLike) -> np.ndarray:
+    """The ranks of a sample from 0 on, equal values sharing the mean of theirs."""
+    _, group, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[group]
+
+
 @lru_cache(maxsize=2)
 def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 0) -> np.ndarray:
     """[R, N] weights of bootstrap resamples, each adding up to 1: times the samples they give resampled means."""
