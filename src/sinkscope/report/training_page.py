@@ -99,6 +99,8 @@ def _sink_sentence(comparison: TrainingComparison, variant: str) -> str:
 def _mean(row: Row) -> str:
     if row["quantity"] == "sink_rate":
         return f"{100 * row['mean']:.1f} %"
+    if row["quantity"] == "tokens_per_second":
+        return number(round(row["mean"]))
     return f"{row['mean']:.4f}" if row["quantity"] == "validation_loss" else number(row["mean"])
 
 
