@@ -42,6 +42,8 @@ _HOMES = {
     "SinkProbe": "sinkscope.pretrain.sink_probe",
     "bias": "sinkscope.origins.initial_bias",
     "Bias": "sinkscope.origins.initial_bias",
+    "compare_training": "sinkscope.pretrain.comparison",
+    "TrainingComparison": "sinkscope.pretrain.comparison",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
     from sinkscope.models.token_batches import token_batch as token_batch
     from sinkscope.origins.initial_bias import Bias as Bias
     from sinkscope.origins.initial_bias import bias as bias
+    from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
+    from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 

@@ -72,11 +72,11 @@ METHOD = (
 def write_study_page(run_folder: Path, destination: Path) -> None:
     """Writes the page of a study, or of a trace, from the files in its folder alone."""
     run = read_run(Path(run_folder))
-    if run.kind in ("training", "bias"):
+    if run.kind == "bias":
         raise InputError(
             expected=f"a study or a trace in {run_folder}",
-            found=f"a run of kind {run.kind}",
-            next_step="Put a training run beside another with sinkscope compare; a bias has its page already",
+            found="a run of sinkscope bias",
+            next_step="Open the page that it wrote, report.html",
         )
     panels = chain_panels(run)
     studied = study_figures(run) if run.kind == "study" else {}
