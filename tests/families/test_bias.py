@@ -41,14 +41,7 @@ REFUSED = {("gpt_oss", "tanh_activation"), ("opt", "odd_feed_forward")}
 
 def models(name):
     family, overrides = VARIANTS[name]
-    return family, load(float64_model(family, overrides))
-
-
-def float64_model(family, overrides):
-    model = tiny_model(family, dtype=torch.float64, **overrides)
-    if "experts" in str(model):
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
-    return model
+    return family, load(tiny_model(family, dtype=torch.float64, **overrides))
 
 
 def tokens(loaded, seed: int = 0, num_sequences: int = N):
@@ -199,7 +192,7 @@ def tanh_activation(name, family, loaded, batch, changed):
 
 def redrawn_embeddings(name, family, loaded, batch, changed):
     weight = loaded.model.get_input_embeddings().weight.detach()
-    original = float64_model(family, VARIANTS[name][1]).get_input_embeddings().weight.detach()
+    original = tiny_model(family, dtype=torch.float64, **VARIANTS[name][1]).get_input_embeddings().weight.detach()
     assert float(weight.std() / original.std()) == pytest.approx(1, abs=0.05)
     assert abs(float(torch.corrcoef(torch.stack([weight.flatten(), original.flatten()]))[0, 1])) < 0.06
 
@@ -209,7 +202,7 @@ def calibrated_variance(name, family, loaded, batch, changed):
     calibration = tokens(loaded, seed=1)
     variance = read_bias(loaded, calibration).contraction.value_variance
     assert variance / variance[:, :1] == pytest.approx(1, rel=1e-9)
-    untouched = load(float64_model(family, VARIANTS[name][1]))
+    untouched = load(tiny_model(family, dtype=torch.float64, **VARIANTS[name][1]))
     plain = read_bias(untouched, calibration).contraction.value_variance
     # Learned sinks take from position 0, so there its variance may be the smallest.
     assert abs(np.log(plain[0, 0] / plain[0, T // 2 :].mean())) > 0.25, "without calibration it is not flat"

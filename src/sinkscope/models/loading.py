@@ -359,6 +359,8 @@ def _download(name: str, path: Path, revision: str | None, trust_remote_code: bo
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
     check_weights(model)
+    if next(model.parameters()).dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
