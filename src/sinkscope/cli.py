@@ -8,6 +8,7 @@ import sys
 import typer
 
 from sinkscope.commands.compare import compare_command
+from sinkscope.commands.fingerprint import fingerprint_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
 from sinkscope.commands.pretrain import pretrain_command, tokenize_command
@@ -30,6 +31,7 @@ app.command("intervene")(intervene_command)
 app.command("tokenize")(tokenize_command)
 app.command("pretrain")(pretrain_command)
 app.command("compare")(compare_command)
+app.command("fingerprint")(fingerprint_command)
 app.command("models")(models_command)
 
 

@@ -117,6 +117,20 @@ def holm_levels(p_values: Sequence[float], level: float = 0.05) -> tuple[list[bo
     return rejected, levels
 
 
+def false_discovery_rates(p_values: ArrayLike) -> np.ndarray:
+    """The smallest rate of false discoveries at which each hypothesis is rejected (Benjamini and Hochberg 1995).
+
+    q of rank r among m is the least of p m / r over its rank and all higher ones. NaN stays NaN and is not counted.
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    rates = np.full(p.shape, np.nan)
+    tested = np.flatnonzero(~np.isnan(p))
+    order = tested[np.argsort(p[tested], kind="stable")]
+    scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
+    rates[order] = np.minimum(1.0, np.minimum.accumulate(scaled[::-1])[::-1])
+    return rates
+
+
 def _student_t(z: float, freedom: int) -> float:
     """A quantile of Student's t from the normal's, by its expansion in 1 / freedom; within 0.5 % from 7 degrees on."""
     terms = (

@@ -1,0 +1,118 @@
+"""Whether the hidden dimensions of two models belong together one by one: the default method of a fingerprint.
+
+Two models that began with the same weights give the same meaning to dimension 7; two that did not have no reason to.
+Initial weights are drawn alike for every dimension, and training treats them alike, so a model that began with other
+weights is as likely with its dimensions renamed in any order. The null is therefore exact for trained models too:
+unrelated models of the same shape *with the suspect's own training* are the suspect under random renamings. That two
+models react alike to the same inputs is in both, and cancels.
+
+    ranks       of each dimension over the sequences, centred (a massive dimension counts as any other)
+    whitened    W = R (R^T R)^(-1/2): what many dimensions share is no longer counted many times
+    centred     each sequence's mean over the dimensions is taken off; D = W_a^T W_b
+    alignment   trace(D) / (|W_a| |W_b|), the correlation of the two tables: 1 for a model with itself, 0 on average
+                for unrelated models
+    z           trace(D) / sqrt(sum D^2 / (E - 1)): mean 0 and variance 1 over all renamings (Hoeffding 1951)
+
+N sequences, E dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.statistics import bootstrap_mean_interval
+
+FEWEST_DIMENSIONS = 16
+"""With fewer, renamings are too few and too far from a normal distribution."""
+SMALLEST_SHARE = 1e-10
+"""Principal directions with less of the largest one's variance than this are rounding errors, and left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How far two models' dimensions belong together; NaN where too few dimensions vary to say."""
+
+    effect: float
+    low: float
+    high: float
+    """Of the 95 % bootstrap interval over dimensions."""
+    z: float
+    p: float
+    """One-sided, of z under the normal distribution."""
+    num_dimensions: int
+
+
+def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
+    """The ranks of each dimension over the sequences (ties share their mean), centred and whitened, in float64.
+
+    A constant dimension is a column of zeros. Symmetric whitening is the one that commutes with renaming dimensions.
+    """
+    ranks_NE = _mean_ranks(states_NE)
+    ranks_NE -= ranks_NE.mean(0)
+    scale_E = ranks_NE.norm(dim=0)
+    ranks_NE /= torch.where(scale_E > 0, scale_E, 1.0)
+    tall = ranks_NE.shape[0] >= ranks_NE.shape[1]
+    # The smaller of the two second moments: both have the same eigenvalues.
+    values, vectors = torch.linalg.eigh(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
+    kept = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
+    root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
+    return ranks_NE @ root if tall else root @ ranks_NE
+
+
+def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -> Alignment:
+    """The alignment of two models from the whitened ranks of their states on the same sequences."""
+    varies_E = (base_NE != 0).any(0) & (suspect_NE != 0).any(0)
+    num_dimensions = int(varies_E.sum())
+    if num_dimensions < FEWEST_DIMENSIONS:
+        nan = float("nan")
+        return Alignment(effect=nan, low=nan, high=nan, z=nan, p=nan, num_dimensions=num_dimensions)
+    base_NE, suspect_NE = (_centred(states[:, varies_E]) for states in (base_NE, suspect_NE))
+    products_EE = base_NE.T @ suspect_NE
+    diagonal_E = products_EE.diagonal()
+    scale = float(base_NE.norm() * suspect_NE.norm())
+    low, high = (float(end) for end in bootstrap_mean_interval((diagonal_E * (num_dimensions / scale)).numpy()))
+    z = float(diagonal_E.sum() / _spread(products_EE))
+    return Alignment(
+        effect=float(diagonal_E.sum()) / scale,
+        low=low,
+        high=high,
+        z=z,
+        p=NormalDist().cdf(-z),
+        num_dimensions=num_dimensions,
+    )
+
+
+def renamed_z(
+    base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"], *, num_renamings: int, seed: int = 0
+) -> np.ndarray:
+    """z under random renamings of the suspect's dimensions: what the normal distribution stands for."""
+    products_EE = (_centred(base_NE).T @ _centred(suspect_NE)).numpy()
+    random, places = np.random.default_rng(seed), np.arange(len(products_EE))
+    sums = [products_EE[places, random.permutation(places)].sum() for _ in range(num_renamings)]
+    return np.array(sums) / float(_spread(torch.from_numpy(products_EE)))
+
+
+def _centred(whitened_NE: Tensor) -> Tensor:
+    return whitened_NE - whitened_NE.mean(1, keepdim=True)
+
+
+def _spread(products_EE: Tensor) -> Tensor:
+    """The standard deviation of the trace over all renamings; rows and columns of the products have mean 0."""
+    return (products_EE.square().sum() / (len(products_EE) - 1)).sqrt()
+
+
+def _mean_ranks(values_NE: Tensor) -> Tensor:
+    """Ranks in each column from 0, equal values sharing the mean of theirs, in float64."""
+    values_EN = values_NE.T.contiguous()
+    ordered_EN, order_EN = values_EN.sort(dim=1)
+    # The first and the last place of a value among the sorted ones.
+    first = torch.searchsorted(ordered_EN, ordered_EN)
+    last = torch.searchsorted(ordered_EN, ordered_EN, right=True) - 1
+    mean_EN = (first + last).double() / 2
+    return torch.empty_like(mean_EN).scatter_(1, order_EN, mean_EN).T.contiguous()
