@@ -8,12 +8,13 @@ models react alike to the same inputs is in both, and cancels.
 
     ranks       of each dimension over the sequences, centred (a massive dimension counts as any other)
     whitened    W = R (R^T R)^(-1/2): what many dimensions share is no longer counted many times
+    stacked     W of the last layer's states above W of the embeddings: a renaming renames both
     centred     each sequence's mean over the dimensions is taken off; D = W_a^T W_b
     alignment   trace(D) / (|W_a| |W_b|), the correlation of the two tables: 1 for a model with itself, 0 on average
                 for unrelated models
     z           trace(D) / sqrt(sum D^2 / (E - 1)): mean 0 and variance 1 over all renamings (Hoeffding 1951)
 
-N sequences, E dimensions.
+N sequences, or twice as many where both states are stacked; E dimensions.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Alignment:
     num_dimensions: int
 
 
+def alignment_table(states_NE: Tensor, embeddings_NE: Tensor | None) -> Tensor:
+    """What alignments are computed from: the whitened ranks of both states of a signature, one above the other."""
+    return torch.cat([whitened_ranks(each) for each in (states_NE, embeddings_NE) if each is not None])
+
+
 def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
     """The ranks of each dimension over the sequences (ties share their mean), centred and whitened, in float64.
 
@@ -62,11 +68,12 @@ def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
     values, vectors = torch.linalg.eigh(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
     kept = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
     root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
-    return ranks_NE @ root if tall else root @ ranks_NE
+    white_NE = ranks_NE @ root if tall else root @ ranks_NE
+    return white_NE * (scale_E > 0)  # a constant dimension exactly, not up to rounding
 
 
 def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -> Alignment:
-    """The alignment of two models from the whitened ranks of their states on the same sequences."""
+    """The alignment of two models from their tables on the same sequences."""
     varies_E = (base_NE != 0).any(0) & (suspect_NE != 0).any(0)
     num_dimensions = int(varies_E.sum())
     if num_dimensions < FEWEST_DIMENSIONS:

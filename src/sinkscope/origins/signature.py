@@ -1,4 +1,7 @@
-"""A model's signature: its last-layer state at the last position of random sequences that every model is shown.
+"""A model's signature: its states at the last position of random sequences that every model is shown.
+
+Two states of each sequence are kept: behind the last layer and its final norm, as published, and the embedding of the
+last token, which remembers an initialisation longest. Both are written in the dimensions of the residual stream.
 
 A signature is enough to compare a model later without its weights. It carries what it was made of: the inputs (ids
 uniform over the vocabulary, drawn from a seed, and their hash), the weights' hash, and the configuration, from which
@@ -11,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,9 @@ class Signature:
 
     name: str
     states: Float[Tensor, "N E"]
+    """Behind the last layer."""
+    embeddings: Float[Tensor, "N E"] | None
+    """Of the last token; None where they have another width than the layers."""
     inputs: Inputs
     inputs_hash: str
     weight_hash: str
@@ -103,15 +109,17 @@ class Signature:
                 found="none",
                 next_step="Type --fresh 0, and give unrelated models with --unrelated",
             )
-        fields = {key: value for key, value in self.config.items() if key != "model_type"}
-        return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **fields))
+        others = {key: value for key, value in self.config.items() if key != "model_type"}
+        return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
 
     def save(self, path: Path) -> None:
         """Writes the signature to a safetensors file, whole or not at all."""
-        record = {key: value for key, value in asdict(replace(self, states=None)).items() if key != "states"}  # type: ignore[arg-type]
+        tensors = {"states": self.states, "embeddings": self.embeddings}
+        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in tensors}
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        metadata = {METADATA: json.dumps({"version": VERSION, **record})}
-        save_file({"states": self.states.contiguous()}, partial, metadata=metadata)
+        metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, partial, metadata=metadata)
         partial.replace(path)
 
 
@@ -120,7 +128,8 @@ def load_signature(path: Path) -> Signature:
     try:
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[METADATA])
-            states = file.get_tensor("states")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            states = tensors["states"]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise InputError(
             expected=f"a signature in {path}",
@@ -133,11 +142,12 @@ def load_signature(path: Path) -> Signature:
             found=f"version {version}",
             next_step="Make it again from the model with this version of sinkscope",
         )
-    signature = Signature(states=states, **{**record, "inputs": Inputs(**record["inputs"])})
-    if states.shape[0] != signature.inputs.num_sequences or not torch.isfinite(states).all():
+    record["inputs"] = Inputs(**record["inputs"])
+    signature = Signature(states=states, embeddings=tensors.get("embeddings"), **record)
+    if states.shape[0] != signature.inputs.num_sequences or not all(torch.isfinite(t).all() for t in tensors.values()):
         raise InputError(
             expected=f"{signature.inputs.num_sequences} rows of finite numbers in {path}",
-            found=f"{'' if torch.isfinite(states).all() else 'NaN or infinity in '}{states.shape[0]} rows",
+            found=f"{states.shape[0]} rows, or NaN or infinity in them",
             next_step="Make it again from the model",
         )
     return signature
@@ -155,18 +165,20 @@ def sign(
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
     size = max(1, TOKENS_AT_ONCE // inputs.length)
-    states = []
+    batches = []
     for start in range(0, inputs.num_sequences, size):
         key = f"{loaded.weight_hash[:24]}-{start}"
         kept = parts.load(key)
         if kept is None:
-            kept = {"states": _last_states(loaded, inputs.ids[start : start + size])}
+            kept = _states(loaded, inputs.ids[start : start + size])
             parts.save(key, kept)
-        states.append(torch.from_numpy(kept["states"]))
+        batches.append(kept)
         if progress is not None:
             progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
-    states_NE = torch.cat(states)
-    if not torch.isfinite(states_NE).all():
+    states, embeddings = (
+        torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
+    )
+    if not torch.isfinite(states).all():
         raise InputError(
             expected=f"finite states of {loaded.name}",
             found="NaN or infinity",
@@ -174,7 +186,8 @@ def sign(
         )
     return Signature(
         name=loaded.name,
-        states=states_NE,
+        states=states,
+        embeddings=embeddings if embeddings.shape == states.shape else None,
         inputs=inputs,
         inputs_hash=inputs.hash,
         weight_hash=loaded.weight_hash,
@@ -185,11 +198,16 @@ def sign(
 
 
 @torch.no_grad()
-def _last_states(loaded: LoadedModel, ids_BT: Tensor) -> np.ndarray:
-    """[B, E] behind the last layer and its final norm, at the last position; logits are never made."""
+def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
+    """[B, E] behind the last layer and its final norm, and of the embeddings, at the last position.
+
+    Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
+    """
     body: Any = loaded.model.base_model
-    states = body(input_ids=ids_BT.to(loaded.model.device), use_cache=False).last_hidden_state
-    return states[:, -1].float().cpu().numpy()
+    ids_BT = ids_BT.to(loaded.model.device)
+    last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
+    embedded = body.get_input_embeddings()(ids_BT[:, -1])
+    return {"states": last.float().cpu().numpy(), "embeddings": embedded.float().cpu().numpy()}
 
 
 def _check(loaded: LoadedModel, inputs: Inputs) -> None:
@@ -217,9 +235,9 @@ def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
     config = loaded.model.config
     if config.model_type not in CONFIG_MAPPING:
         return None
-    fields = json.loads(config.to_json_string(use_diff=True))
+    found = json.loads(config.to_json_string(use_diff=True))
     # Where the weights lay is nobody's business, and says nothing about the shape.
-    return {key: value for key, value in fields.items() if not key.startswith("_") and key != "name_or_path"}
+    return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
 
 
 def check_inputs(signature: Signature, inputs: Inputs) -> None:
