@@ -40,6 +40,8 @@ _HOMES = {
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
     "SinkProbe": "sinkscope.pretrain.sink_probe",
+    "fingerprint": "sinkscope.origins.fingerprint",
+    "Fingerprint": "sinkscope.origins.fingerprint",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
+    from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
+    from sinkscope.origins.fingerprint import fingerprint as fingerprint
     from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 

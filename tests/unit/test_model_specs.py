@@ -56,6 +56,16 @@ def test_a_run_is_its_trained_model_and_its_configuration(run):
     assert draw(found, 11).weight_hash == load_model(f"init:{run}").weight_hash != draw(found, 12).weight_hash
 
 
+def test_a_checkpoint_is_the_model_at_its_step(run, tmp_path):
+    at_end = load_model(run / "checkpoints" / "step-00000004")
+    exported = weights(load_model(run).model)
+    assert all(torch.equal(weight, exported[name]) for name, weight in weights(at_end.model).items())
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000004" / "training.safetensors").unlink()
+    with pytest.raises(InputError, match="one in shards"):
+        load_model(str(tmp_path / "run" / "checkpoints" / "step-00000004"))
+
+
 def test_names_stand_for_weights_or_for_a_configuration(tmp_path):
     model = tiny_model("gpt2")
     model.save_pretrained(tmp_path / "whole")

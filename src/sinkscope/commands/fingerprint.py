@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from sinkscope.commands import options
+from sinkscope.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,9 @@ def fingerprint_command(
     try:
         with terminal.steps() as work:
             result = fingerprint(asked.pop("models"), **asked, parts=parts, work=work)  # type: ignore[arg-type]
+    except InputError:
+        parts.discard()  # a command that is refused leaves nothing behind
+        raise
     except KeyboardInterrupt:
         print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)
         raise
