@@ -13,6 +13,7 @@ the rule was fixed on seeds from 1,000 on, and these seeds begin at 0.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from sinkscope.origins.alignment import alignment, alignment_table
-from sinkscope.origins.seedprint import seedprint
+from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import Inputs
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
@@ -239,38 +240,44 @@ def report(states: dict[str, Tensor]) -> list[str]:
         f"{num_seeds} seeds, width {width}, {num_sequences} sequences",
         "",
         "| a seed with itself, against pairs of two seeds | alignment | recognised at 1 % | AUC | 95 % interval "
-        "| false positives at 1 % | seedprint: recognised | AUC | false positives | cannot decide |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| false positives at 1 % | seedprint: recognised | AUC | false positives | of those it decides | decides |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    false_positives: dict[str, list[bool]] = {"alignment": [], "seedprint": []}
+    wrong: dict[str, list[bool]] = {"alignment": [], "seedprint": []}
     for relation, (first, second) in RELATIONS.items():
         ours = [[alignment(a, b) for b in tables[second]] for a in tables[first]]
         theirs = [[seedprint(a, b) for b in states[second]] for a in states[first]]
-        z, effect = (np.array([[getattr(each, key) for each in row] for row in ours]) for key in ("z", "effect"))
-        their_z = np.array([[each.z for each in row] for row in theirs])
+        z, p, their_z, their_p = (
+            np.array([[getattr(each, key) for each in row] for row in rows])
+            for rows, key in itertools.product([ours, theirs], ["z", "p"])
+        )
         # Pairs of one kind are seen twice; of two kinds, (a, b) and (b, a) are different pairs.
         off = np.triu(np.ones_like(z), 1) > 0 if first == second else ~np.eye(num_seeds, dtype=bool)
-        level = 2.3263478740408408
-        for name, found in (("alignment", z), ("seedprint", their_z)):
-            false_positives[name] += (found[off] > level).tolist()
-        related = first != second
-        own, their_own = np.diag(z), np.diag(their_z)
-        area, low, high = area_under_curve(z)
+        wrong["alignment"] += (p[off] < LEVEL).tolist()
+        wrong["seedprint"] += (their_p[off] < LEVEL).tolist()
+        decided = ~np.isnan(their_p[off])
+        related = ["", "", "", ""], ["", ""]
+        if first != second:
+            area, low, high = area_under_curve(z)
+            effect = np.mean([ours[seed][seed].effect for seed in range(num_seeds)])
+            related = (
+                [f"{effect:.3f}", f"{np.mean(np.diag(p) < LEVEL):.0%}", f"{area:.4f}", f"{low:.4f} to {high:.4f}"],
+                [
+                    f"{np.mean(np.diag(their_p) < LEVEL):.0%}",
+                    f"{area_under_curve(np.nan_to_num(their_z, nan=-np.inf))[0]:.3f}",
+                ],
+            )
         cells = [
-            f"{np.diag(effect).mean():.3f}" if related else "",
-            f"{np.mean(own > level):.0%}" if related else "",
-            f"{area:.4f}" if related else "",
-            f"{low:.4f} to {high:.4f}" if related else "",
-            f"{np.mean(z[off] > level):.2%} of {off.sum():,}",
-            f"{np.mean(their_own > level):.0%}" if related else "",
-            f"{area_under_curve(np.nan_to_num(their_z, nan=-np.inf))[0]:.3f}" if related else "",
-            f"{np.mean(their_z[off] > level):.2%}",
-            f"{np.mean(np.isnan(their_z[off])):.0%}",
+            *related[0],
+            f"{np.mean(p[off] < LEVEL):.2%} of {off.sum():,}",
+            *related[1],
+            f"{np.mean(their_p[off] < LEVEL):.2%}",
+            f"{np.mean(their_p[off][decided] < LEVEL):.0%}" if decided.any() else "",
+            f"{decided.mean():.0%}",
         ]
         lines.append(f"| {relation} | {' | '.join(cells)} |")
-    lines += ["", "False positives at the 1 % level over all unrelated pairs: " + ", ".join(
-        f"{name} {np.mean(found):.2%} of {len(found):,}" for name, found in false_positives.items()
-    )]  # fmt: skip
+    rates = ", ".join(f"{name} {np.mean(found):.2%} of {len(found):,}" for name, found in wrong.items())
+    lines += ["", f"False positives at the 1 % level over all unrelated pairs: {rates}"]
     lines += ["", "| of the trained model | alignment with it | recognised | against its initialisation | recognised |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
     for kind in SURVIVAL:
@@ -278,7 +285,7 @@ def report(states: dict[str, Tensor]) -> list[str]:
         for first in ("text A", "initial"):
             found = [alignment(a, b) for a, b in zip(tables[first], tables[kind], strict=True)]
             cells += [f"{np.mean([each.effect for each in found]):.3f}"]
-            cells += [f"{np.mean([each.p < 0.01 for each in found]):.0%}"]
+            cells += [f"{np.mean([each.p < LEVEL for each in found]):.0%}"]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return lines
 

@@ -22,7 +22,7 @@ from sinkscope.origins.model_specs import Configuration, draw
 from sinkscope.origins.seedprint import identity_dimensions, seedprint
 from sinkscope.origins.signature import Inputs, load_signature, sign
 from sinkscope.results.parts import Parts
-from sinkscope.statistics import false_discovery_rates, kendall_tau
+from sinkscope.statistics import false_discovery_rates, kendall_tau, student_t_tail
 
 INPUTS = Inputs(vocabulary=97, length=12, num_sequences=128)
 SHAPE = Configuration(
@@ -75,9 +75,10 @@ def test_alignment_is_the_trace_over_its_spread_under_all_renamings():
     # Four standard errors of a mean and of a variance.
     assert abs(z.mean()) < 4 / 4000**0.5
     assert abs(z.var() - 1) < 4 * (2 / 4000) ** 0.5
-    assert found.p == pytest.approx(0.5 * math.erfc(found.z / 2**0.5))
-    # What the normal distribution says of the one per cent is what renamings say, within four standard errors.
-    assert abs((z > 2.326).mean() - 0.01) < 4 * (0.01 * 0.99 / 4000) ** 0.5
+    # What Student's t says of the one per cent is what renamings say, within four standard errors.
+    level = np.mean([student_t_tail(each, 19) < 0.01 for each in z])
+    assert abs(level - 0.01) < 4 * (0.01 * 0.99 / 4000) ** 0.5
+    assert found.p == student_t_tail(found.z, 19)
 
 
 def test_a_model_is_aligned_with_itself_and_not_once_its_dimensions_are_renamed():
@@ -142,6 +143,15 @@ def test_false_discovery_rates_by_hand():
     rates = false_discovery_rates([0.04, 0.01, 0.5, math.nan, 0.03])
     # Sorted: 0.01 * 4 / 1, then 0.03 * 4 / 2 = 0.06 and 0.04 * 4 / 3 = 0.0533, whose smaller one counts for both.
     np.testing.assert_allclose(rates, [0.16 / 3, 0.04, 0.5, math.nan, 0.16 / 3])
+
+
+def test_the_tail_of_students_t():
+    # One degree of freedom is Cauchy's distribution, two have a closed form; many are a normal's.
+    assert student_t_tail(3.0, 1) == pytest.approx(0.5 - math.atan(3.0) / math.pi, rel=1e-12)
+    assert student_t_tail(40.0, 2) == pytest.approx(0.5 * (1 - 40 / math.sqrt(2 + 40**2)), rel=1e-9)
+    assert student_t_tail(-3.0, 2) == pytest.approx(0.5 * (1 + 3 / math.sqrt(11)), rel=1e-12)
+    assert student_t_tail(5.0, 10**7) == pytest.approx(0.5 * math.erfc(5 / 2**0.5), rel=1e-4)
+    assert student_t_tail(0.0, 7) == 0.5
 
 
 @pytest.mark.parametrize(

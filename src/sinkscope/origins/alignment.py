@@ -20,17 +20,16 @@ N sequences, or twice as many where both states are stacked; E dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.statistics import bootstrap_mean_interval
+from sinkscope.statistics import bootstrap_mean_interval, student_t_tail
 
 FEWEST_DIMENSIONS = 16
-"""With fewer, renamings are too few and too far from a normal distribution."""
+"""With fewer, renamings are too few for any sure verdict."""
 SMALLEST_SHARE = 1e-10
 """Principal directions with less of the largest one's variance than this are rounding errors, and left out."""
 
@@ -45,7 +44,8 @@ class Alignment:
     """Of the 95 % bootstrap interval over dimensions."""
     z: float
     p: float
-    """One-sided, of z under the normal distribution."""
+    """One-sided, of z under Student's t with E - 1 degrees of freedom: with few dimensions, tails are longer than a
+    normal's."""
     num_dimensions: int
 
 
@@ -90,7 +90,7 @@ def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
         low=low,
         high=high,
         z=z,
-        p=NormalDist().cdf(-z),
+        p=student_t_tail(z, num_dimensions - 1),
         num_dimensions=num_dimensions,
     )
 
@@ -98,7 +98,7 @@ def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
 def renamed_z(
     base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"], *, num_renamings: int, seed: int = 0
 ) -> np.ndarray:
-    """z under random renamings of the suspect's dimensions: what the normal distribution stands for."""
+    """z under random renamings of the suspect's dimensions: what Student's t stands for."""
     products_EE = (_centred(base_NE).T @ _centred(suspect_NE)).numpy()
     random, places = np.random.default_rng(seed), np.arange(len(products_EE))
     sums = [products_EE[places, random.permutation(places)].sum() for _ in range(num_renamings)]

@@ -150,13 +150,19 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
             f"{pair.effect:.3f}",
             "" if math.isnan(pair.low) else f"{pair.low:.3f} to {pair.high:.3f}",
             f"{pair.z:.1f}",
-            _tail(pair.p),
-            "" if math.isnan(pair.q) else _tail(pair.q),
-            "" if math.isnan(pair.unrelated_z) else f"{pair.unrelated_z:.1f}",
+            _tail(pair.p if math.isnan(pair.q) else pair.q),
         )
         for pair in pairs
     ]
-    columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
+    columns = (
+        "base",
+        "suspect",
+        "verdict",
+        "effect",
+        "95 % interval",
+        "z",
+        "p" if result.method == "seedprint" else "q",
+    )
     _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
     console.print(Text(result.answer, style="bold"))
     console.print(Text("The p-value is that of two models drawn independently; it is no proof of theft."))
@@ -178,7 +184,7 @@ def show_anatomy(name: str, parts: dict) -> None:
 
 
 def _tail(probability: float) -> str:
-    """Far tails of a normal distribution are a manner of speaking."""
+    """Far tails of a distribution are a manner of speaking."""
     return "< 1e-12" if probability < 1e-12 else f"{probability:.2g}"
 
 
