@@ -26,6 +26,9 @@ def test_a_run_knows_its_initialisation(run, tmp_path):
     found = tmp_path / "found"
     for schema in FINGERPRINT_TABLES:
         read_table(found / schema.name, schema)
+    page = (found / "report.html").read_text()
+    assert "3 same origin" in page
+    assert "no proof of theft" in page
     summary = json.loads((found / "summary.json").read_text())
     assert [pair["verdict"] for pair in summary["pairs"]] == ["same origin"] * 3
     assert summary["unrelated"] == ["fresh-0", "fresh-1"]

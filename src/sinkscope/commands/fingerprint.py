@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -103,9 +104,14 @@ def fingerprint_command(
         print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)
         raise
     with run_folder(path, overwrite) as folder:
-        folder.write_yaml("config.yaml", {**asdict(config), "command": shlex.join(["sinkscope", *sys.argv[1:]])})
+        command = shlex.join(["sinkscope", *sys.argv[1:]])
+        folder.write_yaml("config.yaml", {**asdict(config), "command": command})
         folder.write_json("environment.json", environment(device=resolve_device(device)))
         result.write(folder)
+        if importlib.util.find_spec("plotly") is not None:
+            from sinkscope.report.fingerprint_page import write_fingerprint_page
+
+            write_fingerprint_page(result, command, folder.path / "report.html")
     parts.discard()
     if as_json:
         print((path / "summary.json").read_text(encoding="utf-8"), end="")
