@@ -42,6 +42,8 @@ _HOMES = {
     "SinkProbe": "sinkscope.pretrain.sink_probe",
     "fingerprint": "sinkscope.origins.fingerprint",
     "Fingerprint": "sinkscope.origins.fingerprint",
+    "compare_training": "sinkscope.pretrain.comparison",
+    "TrainingComparison": "sinkscope.pretrain.comparison",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
     from sinkscope.models.token_batches import token_batch as token_batch
     from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
     from sinkscope.origins.fingerprint import fingerprint as fingerprint
+    from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
+    from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 

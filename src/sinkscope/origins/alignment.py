@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.statistics import bootstrap_mean_interval, student_t_tail
+from sinkscope.statistics import average_ranks, bootstrap_mean_interval, student_t_tail
 
 FEWEST_DIMENSIONS = 16
 """With fewer, renamings are too few for any sure verdict."""
@@ -59,7 +59,8 @@ def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
 
     A constant dimension is a column of zeros. Symmetric whitening is the one that commutes with renaming dimensions.
     """
-    ranks_NE = _mean_ranks(states_NE)
+    columns = states_NE.cpu().numpy().T
+    ranks_NE = torch.from_numpy(np.stack([average_ranks(column) for column in columns], axis=1))
     ranks_NE -= ranks_NE.mean(0)
     scale_E = ranks_NE.norm(dim=0)
     ranks_NE /= torch.where(scale_E > 0, scale_E, 1.0)
@@ -112,14 +113,3 @@ def _centred(whitened_NE: Tensor) -> Tensor:
 def _spread(products_EE: Tensor) -> Tensor:
     """The standard deviation of the trace over all renamings; rows and columns of the products have mean 0."""
     return (products_EE.square().sum() / (len(products_EE) - 1)).sqrt()
-
-
-def _mean_ranks(values_NE: Tensor) -> Tensor:
-    """Ranks in each column from 0, equal values sharing the mean of theirs, in float64."""
-    values_EN = values_NE.T.contiguous()
-    ordered_EN, order_EN = values_EN.sort(dim=1)
-    # The first and the last place of a value among the sorted ones.
-    first = torch.searchsorted(ordered_EN, ordered_EN)
-    last = torch.searchsorted(ordered_EN, ordered_EN, right=True) - 1
-    mean_EN = (first + last).double() / 2
-    return torch.empty_like(mean_EN).scatter_(1, order_EN, mean_EN).T.contiguous()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import InputError
 from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, rounded
@@ -72,12 +71,6 @@ METHOD = (
 def write_study_page(run_folder: Path, destination: Path) -> None:
     """Writes the page of a study, or of a trace, from the files in its folder alone."""
     run = read_run(Path(run_folder))
-    if run.kind == "training":
-        raise InputError(
-            expected=f"a study or a trace in {run_folder}",
-            found="a training run",
-            next_step="Put it beside another with sinkscope compare",
-        )
     panels = chain_panels(run)
     studied = study_figures(run) if run.kind == "study" else {}
     maps_drawn, curves = maps(run), layer_curves(run)
