@@ -229,6 +229,11 @@ def test_interrupted_work_resumes_to_the_bit(tmp_path, monkeypatch):
     resumed = sign(loaded, INPUTS, parts=Parts(tmp_path / "run", {"a": 1}))
     assert sizes == [(32, 12)] * 5  # two that were done, the one that broke off, and two more: never a larger batch
     assert torch.equal(resumed.states, sign(draw(SHAPE, 1), INPUTS).states)
+    # Other sequences are not taken for these.
+    others = dataclasses.replace(INPUTS, seed=1)
+    found = sign(draw(SHAPE, 1), others, parts=Parts(tmp_path / "run", {"a": 1}))
+    assert torch.equal(found.states, sign(draw(SHAPE, 1), others).states)
+    assert not torch.equal(found.states, resumed.states)
 
 
 def test_models_that_cannot_be_compared_are_refused():

@@ -90,9 +90,8 @@ def fingerprint_command(
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
 
-    # Parts are kept by model and inputs: only what changes the numbers of a model makes them useless.
-    request = {name: getattr(config, name) for name in ("vocabulary", "length", "num_sequences", "seed", "dtype")}
-    parts = Parts(path, {"command": "fingerprint", "version": __version__, **request})
+    # Parts are named by weights and inputs, so that whatever else changes, a model is read once.
+    parts = Parts(path, {"command": "fingerprint", "version": __version__})
     asked = asdict(config)
     try:
         with terminal.steps() as work:

@@ -164,10 +164,10 @@ def sign(
     """The signature of a model; with `parts`, batches that an interrupted run finished are not run again."""
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
-    size = max(1, TOKENS_AT_ONCE // inputs.length)
+    size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
     batches = []
     for start in range(0, inputs.num_sequences, size):
-        key = f"{loaded.weight_hash[:24]}-{start}"
+        key = f"{loaded.weight_hash[:24]}-{inputs_hash[:16]}-{start}"
         kept = parts.load(key)
         if kept is None:
             kept = _states(loaded, inputs.ids[start : start + size])
@@ -189,7 +189,7 @@ def sign(
         states=states,
         embeddings=embeddings if embeddings.shape == states.shape else None,
         inputs=inputs,
-        inputs_hash=inputs.hash,
+        inputs_hash=inputs_hash,
         weight_hash=loaded.weight_hash,
         dtype=loaded.dtype,
         vocabulary=vocabulary_of(loaded),
