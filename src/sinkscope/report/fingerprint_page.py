@@ -11,7 +11,7 @@ from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, categories, heat_map
-from sinkscope.report.text import escaped, interval, isolated
+from sinkscope.report.text import escaped, interval, isolated, plotted
 
 METHOD = {
     "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
@@ -65,13 +65,14 @@ def _map(result: Fingerprint) -> Figure:
     for pair in result.pairs:
         place = names.index(pair.base), names.index(pair.suspect)
         values[place] = values[place[::-1]] = pair.effect
+    shown = [plotted(name) for name in names]
     return Figure(
         "pairs",
         "Effect by pair",
         "Alignment of two models, or the mean tau of the published test; pairs that were not asked for are blank.",
         ("pairs",),
-        [heat_map(names, names, values, "effect", "%{y} and %{x}", largest=1.0)],
-        {"xaxis": categories(names), "yaxis": categories(names)},
+        [heat_map(shown, shown, values, "effect", "%{y} and %{x}", largest=1.0)],
+        {"xaxis": categories(shown), "yaxis": categories(shown)},
         ("base", "suspect", "effect"),
         [(pair.base, pair.suspect, _known(pair.effect)) for pair in result.pairs],
         height=min(900, 220 + 24 * len(names)),
