@@ -42,6 +42,8 @@ _HOMES = {
     "SinkProbe": "sinkscope.pretrain.sink_probe",
     "bias": "sinkscope.origins.initial_bias",
     "Bias": "sinkscope.origins.initial_bias",
+    "fingerprint": "sinkscope.origins.fingerprint",
+    "Fingerprint": "sinkscope.origins.fingerprint",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
 }
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
+    from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
+    from sinkscope.origins.fingerprint import fingerprint as fingerprint
     from sinkscope.origins.initial_bias import Bias as Bias
     from sinkscope.origins.initial_bias import bias as bias
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison

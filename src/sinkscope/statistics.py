@@ -155,6 +155,49 @@ def holm_levels(p_values: Sequence[float], level: float = 0.05) -> tuple[list[bo
     return rejected, levels
 
 
+def false_discovery_rates(p_values: ArrayLike) -> np.ndarray:
+    """The smallest rate of false discoveries at which each hypothesis is rejected (Benjamini and Hochberg 1995).
+
+    q of rank r among m is the least of p m / r over its rank and all higher ones. NaN stays NaN and is not counted.
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    rates = np.full(p.shape, np.nan)
+    tested = np.flatnonzero(~np.isnan(p))
+    order = tested[np.argsort(p[tested], kind="stable")]
+    scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
+    rates[order] = np.minimum(1.0, np.minimum.accumulate(scaled[::-1])[::-1])
+    return rates
+
+
+def student_t_tail(t: float, freedom: int) -> float:
+    """P(T > t) for Student's t, far into the tail: half of the incomplete beta function at freedom / (freedom + t^2).
+
+    That has a continued fraction (Abramowitz and Stegun 26.5.8 and 26.7.1), here evaluated from its end.
+    """
+    if t < 0:
+        return 1 - student_t_tail(-t, freedom)
+    a, b, x = freedom / 2, 0.5, freedom / (freedom + t * t)
+    if x > (a + 1) / (a + b + 2):  # there the fraction of the complement converges
+        return 0.5 - 0.5 * _beta_fraction(b, a, 1 - x)
+    return 0.5 * _beta_fraction(a, b, x)
+
+
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), for x below about (a + 1) / (a + b + 2)."""
+    if x <= 0:
+        return 0.0
+    scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    value = 1.0
+    for term in range(300, 0, -1):
+        m = term // 2
+        if term % 2:
+            factor = -(a + m) * (a + b + m) / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            factor = m * (b - m) / ((a + 2 * m - 1) * (a + 2 * m))
+        value = 1.0 + factor * x / value
+    return math.exp(scale) / (a * value)
+
+
 def _student_t(z: float, freedom: int) -> float:
     """A quantile of Student's t from the normal's: exact at 1 and 2 degrees, above them by its expansion in
     1 / freedom, at the ends of a 95 % interval within 0.2 %."""

@@ -56,6 +56,16 @@ def test_a_run_is_its_trained_model_and_its_configuration(run):
     assert draw(found, 11).weight_hash == load_model(f"init:{run}").weight_hash != draw(found, 12).weight_hash
 
 
+def test_a_checkpoint_is_the_model_at_its_step(run, tmp_path):
+    at_end = load_model(run / "checkpoints" / "step-00000004")
+    exported = weights(load_model(run).model)
+    assert all(torch.equal(weight, exported[name]) for name, weight in weights(at_end.model).items())
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000004" / "training.safetensors").unlink()
+    with pytest.raises(InputError, match="one in shards"):
+        load_model(str(tmp_path / "run" / "checkpoints" / "step-00000004"))
+
+
 def test_names_stand_for_weights_or_for_a_configuration(tmp_path):
     model = tiny_model("gpt2")
     model.save_pretrained(tmp_path / "whole")
@@ -113,3 +123,13 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match="a seed from 0"):
         draw(find_configuration("tiny"), -1)
+
+
+def test_a_seed_that_a_generator_would_cut_short_is_refused():
+    found = find_configuration(LlamaConfig(**CONFIGURATIONS["llama"]))
+    assert found is not None
+    with pytest.raises(InputError, match=r"2\^32 - 1"):
+        draw(found, 1 << 32)
+    decoder = find_configuration("tiny")
+    assert decoder is not None
+    assert draw(decoder, 1 << 32).weight_hash != draw(decoder, 0).weight_hash

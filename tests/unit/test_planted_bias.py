@@ -15,7 +15,7 @@ from sinkscope.errors import InputError
 from sinkscope.measures.token_preference import uniform_entropy
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import TokenBatch, given_batch, token_batch
-from sinkscope.origins.bias_reading import mean_interval, preference_correlation, read_bias
+from sinkscope.origins.bias_reading import preference_correlation, read_bias, sample_interval
 from sinkscope.origins.initial_bias import bias
 from sinkscope.statistics import rank_correlation
 
@@ -85,7 +85,7 @@ def test_an_odd_activation_without_attention_has_no_bias():
     for seed in range(30):
         sampled = read_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=128, seed=seed))
         for quantity, value in expected.items():
-            low, high = mean_interval(sampled.values[quantity])
+            low, high = sample_interval(sampled.values[quantity])
             held[quantity] += int(low <= value <= high)
     assert min(held.values()) >= 25, held
 
@@ -94,8 +94,8 @@ def test_control_an_asymmetric_activation_has_one():
     loaded = planted("relu", feed_forward=0.1)
     assert read_bias(loaded, population()).values["inter_cosine"].mean() > 0.2
     sampled = read_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=256))
-    assert mean_interval(sampled.values["inter_cosine"])[0] > 0.1
-    assert mean_interval(sampled.values["entropy_deficit"])[0] > 0.1
+    assert sample_interval(sampled.values["inter_cosine"])[0] > 0.1
+    assert sample_interval(sampled.values["entropy_deficit"])[0] > 0.1
     assert sampled.contraction.split_half_S[-1] > 0.9
 
 
@@ -170,7 +170,7 @@ def test_agreement_is_a_preference_and_not_the_same_answer_to_the_same_sequence(
     models = planted("tanh"), planted("tanh", seed=5), planted("relu", feed_forward=0.1)
     one, other, biased = (read_bias(model, token_batch(model, length=LENGTH, num_sequences=96)) for model in models)
     assert biased.ceiling.correlation > 0.8
-    low, high = mean_interval(biased.ceiling.values)
+    low, high = sample_interval(biased.ceiling.values)
     assert low < biased.ceiling.correlation < high
     assert biased.ceiling.values.mean() == pytest.approx(biased.ceiling.correlation)
     # Two unrelated models that copy their last token prefer none; on the same sequences they only seem to agree.

@@ -175,7 +175,7 @@ def _preference(probability_NV: Tensor) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in values.items()}
 
 
-def mean_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sample_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The ends of the 95 % interval of the mean over the first axis; NaN for fewer than 5 values, which say little."""
     if len(values) < 5:
         return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sinkscope.measures.directional_collapse import cosine_from_sum
-from sinkscope.origins.bias_reading import BiasReadings, mean_interval
+from sinkscope.origins.bias_reading import BiasReadings, sample_interval
 from sinkscope.results.bias_schemas import (
     BIAS,
     BIAS_TABLES,
@@ -182,7 +182,7 @@ def _samples(by_seed: list[np.ndarray]) -> np.ndarray:
 
 def _value(name: str, samples: np.ndarray) -> Row:
     """The mean of the samples and its interval, as columns."""
-    low, high = mean_interval(samples)
+    low, high = sample_interval(samples)
     return {name: float(samples.mean()), f"{name}_low": float(low), f"{name}_high": float(high)}
 
 

@@ -5,6 +5,7 @@
 | a model folder, a .gguf file, a Hugging Face name | its own | no |
 | init:RUN | those that the training run in the folder RUN began with, drawn again from its seed | no |
 | RUN | those that the training run ended with | the run's |
+| RUN/checkpoints/step-00001000 | those of that checkpoint of the run | no |
 | a config.json, or a folder with one and no weights | none | yes |
 | a preset of pretrain: tiny, 30m, 152m or 1b | none | yes |
 """
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
+from sinkscope.pretrain.checkpoints import RECORD, TENSORS
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
@@ -60,7 +63,29 @@ def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto",
                 next_step=f"Finish it with sinkscope pretrain, or take its first weights with {INITIAL}{run}",
             )
         source = run / "model"
+    if isinstance(source, str | Path) and (path := Path(source).expanduser() / RECORD).is_file():
+        return _checkpoint(path.parent, dtype=dtype, device=device)
     return load(source, dtype=dtype, device=device, **options)
+
+
+def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
+    """A checkpoint's weights in a model of its run's configuration."""
+    if not (folder / TENSORS).is_file():
+        raise InputError(
+            expected=f"a checkpoint of one process in {folder}",
+            found="one in shards",
+            next_step="Take a snapshot of the run, or the run itself when it is finished",
+        )
+    found = _run_configuration(folder.parent.parent)
+    tensors = load_file(folder / TENSORS)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = _drawn(found.config, 0)
+    weights = {name: tensors[f"model.{name}"] for name, _ in model.named_parameters()}
+    model.load_state_dict(weights, strict=False)  # tied weights have one name there
+    wanted = resolve_dtype(dtype)
+    model = model.to(resolve_device(device), None if wanted == "auto" else wanted)
+    model.config.name_or_path = f"{found.name}, {folder.name}"
+    return load(model, tokenizer=found.tokenizer)
 
 
 def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -> Configuration | None:
@@ -96,8 +121,10 @@ def draw(
     They are drawn on the CPU in float32, so a seed gives the same weights on every device. dtype "auto" is float32. The
     global random state is left as it was.
     """
-    if not 0 <= seed < 2**63:
-        raise InputError(expected="a seed from 0 to 2^63 - 1", found=str(seed), next_step="Choose another seed")
+    # Of a seed torch's generator keeps 32 bits on a CPU: 2^32 would draw the model of seed 0. Our decoder hashes it.
+    bits = 63 if configuration.config.model_type == "sinkscope_decoder" else 32
+    if not 0 <= seed < 1 << bits:
+        raise InputError(expected=f"a seed from 0 to 2^{bits} - 1", found=str(seed), next_step="Choose another seed")
     target, wanted = resolve_device(device), resolve_dtype(dtype)
     with torch.random.fork_rng(devices=[]), quiet():
         model = _drawn(configuration.config, seed).to(target, None if wanted == "auto" else wanted)

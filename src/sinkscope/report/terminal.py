@@ -19,6 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
+    from sinkscope.origins.fingerprint import Fingerprint
     from sinkscope.origins.initial_bias import Bias
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
@@ -37,16 +38,30 @@ def working(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal; yields the function that moves it."""
-    bar = Progress(
-        TextColumn("{task.description}"),
+    with steps() as begin:
+        yield begin(what)
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """One bar for each of several pieces of work; yields the function that names a piece and returns its mover."""
+    with _bar() as bar:
+
+        def begin(what: str) -> Callable[[int, int], None]:
+            task = bar.add_task(what, total=None)
+            return lambda done, total: bar.update(task, completed=done, total=total)
+
+        yield begin
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
@@ -164,6 +179,37 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def show_fingerprint(result: Fingerprint, path: Path) -> None:
+    """The pairs as a table, surest relations first, and the answer in a sentence."""
+    console = Console()
+    pairs = sorted(result.pairs, key=lambda pair: (math.isnan(pair.z), -pair.z))
+    rows = [
+        (
+            pair.base,
+            pair.suspect,
+            pair.verdict,
+            f"{pair.effect:.3f}",
+            "" if math.isnan(pair.low) else f"{pair.low:.3f} to {pair.high:.3f}",
+            f"{pair.z:.1f}",
+            _tail(pair.p if math.isnan(pair.q) else pair.q),
+        )
+        for pair in pairs
+    ]
+    columns = (
+        "base",
+        "suspect",
+        "verdict",
+        "effect",
+        "95 % interval",
+        "z",
+        "p" if result.method == "seedprint" else "q",
+    )
+    _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
+    console.print(Text(result.answer, style="bold"))
+    console.print(Text("The p-value is that of two models drawn independently; it is no proof of theft."))
+    console.print(Text(f"Written to {path}"))
+
+
 def show_families(rows: list[dict]) -> None:
     columns = ("family", "blocks", "output projection", "feed-forward", "notes")
     _table(
@@ -176,6 +222,11 @@ def show_anatomy(name: str, parts: dict) -> None:
     console.print(Text(name, style="bold"))
     for key, value in parts.items():
         console.print(Text(f"  {key}: {value}"))
+
+
+def _tail(probability: float) -> str:
+    """Far tails of a distribution are a manner of speaking."""
+    return "< 1e-12" if probability < 1e-12 else f"{probability:.2g}"
 
 
 def _table(
