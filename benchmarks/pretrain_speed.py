@@ -3,7 +3,9 @@
     python benchmarks/pretrain_speed.py --preset 152m --length 1024 --batch 64
 
 Contestants, each in a process of its own with an empty compilation cache:
-- sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk).
+- sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk), recorded as
+  a CUDA graph after its first updates.
+- launched: the same without the graph; its losses must be the same, and its profile says where a step goes.
 - plain: the loop as nanoGPT writes it (the whole model compiled with its loss, logits of the whole batch, vocabulary
   padded to a multiple of 64, fused AdamW, bfloat16 autocast, clipping), on the same batches.
 Start-up is from the first line after the imports to the end of the first update. Model FLOPs are 6 N + 6 L T E a token.
@@ -32,11 +34,15 @@ from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.model_flops import flops_per_token
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.pretrain.probes import probe, random_batch
 from sinkscope.pretrain.token_shards import ShardWriter, open_shards
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.training_config import TRAINING_PRESETS
 from sinkscope.results.run_folder import run_folder
 
+LARGEST_LOSS_DIFFERENCE = 0.02
+"""Between two runs of the same updates: sums in another order grow with each of them."""
+LARGEST_PROBE_SHARE = 0.02
 KERNELS = {
     "attention": r"flash|fmha|attention",
     "matrix products": r"gemm|nvjet|cutlass|matmul|_mm_",
@@ -74,7 +80,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
     parser.add_argument("--peak", type=float, default=790e12, help="FLOP/s that MFU is taken of")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contestants", default="sinkscope,plain")
+    parser.add_argument("--contestants", default="sinkscope,launched,plain")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -86,14 +92,12 @@ def measure(arguments: argparse.Namespace) -> dict:
         shards = random_shards(Path(folder) / "tokens", vocab_size, 40 * arguments.batch * arguments.length)
         stream = TokenStream(shards, "train", length=arguments.length, batch_size=arguments.batch, seed=0)
         started_at = time.perf_counter()
-        build = {"sinkscope": trainer, "plain": plain_loop}[arguments.contestant]
+        build = {"sinkscope": trainer, "launched": trainer, "plain": plain_loop}[arguments.contestant]
         model, step = build(arguments, vocab_size, stream)
         step(0)
         wait(arguments)
         startup_s = time.perf_counter() - started_at
-        for number in range(1, 1 + arguments.warmup):
-            step(number)
-        wait(arguments)
+        losses = [float(step(number)) for number in range(1, 1 + arguments.warmup)]
         seconds = []
         for _ in range(arguments.rounds):
             began_at = time.perf_counter()
@@ -103,13 +107,28 @@ def measure(arguments: argparse.Namespace) -> dict:
             seconds.append((time.perf_counter() - began_at) / arguments.steps)
         result = {
             "startup_s": startup_s,
+            "losses": losses,
             "seconds": seconds,
             "flops_per_token": flops_per_token(model, arguments.length),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None,
         }
-        if arguments.contestant == "sinkscope" and arguments.device == "cuda":
+        if arguments.contestant == "sinkscope":
+            result["probe_s"] = probe_seconds(model)
+        if arguments.contestant == "launched" and arguments.device == "cuda":
             result["profile"] = profile(step)
         return result
+
+
+def probe_seconds(model: Decoder) -> float:
+    """What the probe of both batches takes that a training run makes."""
+    batch = random_batch(model, length=64, num_sequences=32)
+    seconds = []
+    for _ in range(4):
+        began_at = time.perf_counter()
+        probe(model, batch)
+        probe(model, batch, effective_rank=False)
+        seconds.append(time.perf_counter() - began_at)
+    return min(seconds[1:])
 
 
 def random_shards(path: Path, vocab_size: int, num_tokens: int):
@@ -130,8 +149,9 @@ def trainer(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream)
     )
     model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": vocab_size}))
     group = Processes(mode="single", rank=0, num_processes=1, device=torch.device(arguments.device))
-    step = training_step.TrainingStep(model, config, group, compile=True)
-    return model, lambda number: step.update(number, stream)
+    record = arguments.contestant == "sinkscope"
+    step = training_step.TrainingStep(model, config, group, compile=arguments.device == "cuda", record=record)
+    return model, lambda number: step.update(number, stream)[0]
 
 
 def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
@@ -149,7 +169,7 @@ def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStre
     )
     compiled = torch.compile(model)
 
-    def step(number: int) -> None:
+    def step(number: int) -> torch.Tensor:
         tokens, targets = stream.batch(number)
         if arguments.device == "cuda":
             tokens, targets = (x.contiguous().pin_memory().to("cuda", non_blocking=True) for x in (tokens, targets))
@@ -160,6 +180,7 @@ def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStre
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
+        return loss.detach()
 
     return model, step
 
@@ -228,6 +249,18 @@ def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
         memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
         mfu = rate * result["flops_per_token"] / arguments.peak
         print(f"| {name} | {spread} | {rate:,.0f} | {mfu:.1%} | {result['startup_s']:.1f} | {memory} |")
+    if {"sinkscope", "launched"} <= results.keys():
+        pairs = zip(results["sinkscope"]["losses"], results["launched"]["losses"], strict=True)
+        difference = max(abs(a - b) for a, b in pairs)
+        verdict = "PASS" if difference <= LARGEST_LOSS_DIFFERENCE else "FAIL"
+        print(f"\n- {verdict}: losses of recorded and launched updates differ by at most {difference:.4f}")
+    if "sinkscope" in results:
+        config, result = TRAINING_PRESETS[arguments.preset], results["sinkscope"]
+        rate = arguments.batch * arguments.length / statistics.median(result["seconds"])
+        between_s = config.probe_every * config.batch_size * config.sequence_length / rate
+        share = result["probe_s"] / (result["probe_s"] + between_s)
+        verdict = "PASS" if share < LARGEST_PROBE_SHARE else "FAIL"
+        print(f"- {verdict}: a probe takes {result['probe_s']:.2f} s, {share:.2%} of training at the preset's interval")
     for name, result in results.items():
         if "profile" in result:
             print(f"\n| {name}: where a step goes | ms |\n| --- | ---: |")

@@ -1,6 +1,5 @@
 """Plausible folders of runs that no model made: for tests of what reads them. Every number follows from the seed."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -98,26 +97,6 @@ def write_study_folder(
         for schema in STUDY_TABLES:
             if schema.name != "tokens" or tokens is not None:
                 folder.write_table(schema, study[schema.name])
-    return path
-
-
-def write_training_folder(path: Path, *, seed: int = 0, model: str = "decoder"):
-    """A folder with the metrics of a training run, as JSON lines."""
-    random = np.random.default_rng(seed)
-    with run_folder(path) as folder:
-        folder.write_json("environment.json", {"model": model})
-        lines = [
-            {
-                "step": step,
-                "tokens": step * 1024,
-                "seconds": step / 10,
-                "loss": float(3 + 4 * np.exp(-step / 300) + random.normal() / 50),
-                "val_loss": float(3.1 + 4 * np.exp(-step / 300)) if step % 200 == 0 else None,
-                "sink_rate": step / 10000,
-            }
-            for step in range(0, 1000, 50)
-        ]
-        (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

@@ -40,6 +40,12 @@ _HOMES = {
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
     "SinkProbe": "sinkscope.pretrain.sink_probe",
+    "bias": "sinkscope.origins.initial_bias",
+    "Bias": "sinkscope.origins.initial_bias",
+    "fingerprint": "sinkscope.origins.fingerprint",
+    "Fingerprint": "sinkscope.origins.fingerprint",
+    "compare_training": "sinkscope.pretrain.comparison",
+    "TrainingComparison": "sinkscope.pretrain.comparison",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -72,6 +78,12 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import load as load
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
+    from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
+    from sinkscope.origins.fingerprint import fingerprint as fingerprint
+    from sinkscope.origins.initial_bias import Bias as Bias
+    from sinkscope.origins.initial_bias import bias as bias
+    from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
+    from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
 
 

@@ -7,7 +7,9 @@ import sys
 
 import typer
 
+from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
+from sinkscope.commands.fingerprint import fingerprint_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
 from sinkscope.commands.pretrain import pretrain_command, tokenize_command
@@ -30,6 +32,8 @@ app.command("intervene")(intervene_command)
 app.command("tokenize")(tokenize_command)
 app.command("pretrain")(pretrain_command)
 app.command("compare")(compare_command)
+app.command("bias")(bias_command)
+app.command("fingerprint")(fingerprint_command)
 app.command("models")(models_command)
 
 

@@ -18,6 +18,7 @@ from sinkscope.attention.variants import VARIANTS
 from sinkscope.pretrain.metrics_log import read_rows
 from sinkscope.pretrain.probes import QUANTITIES
 from sinkscope.pretrain.token_shards import open_shards
+from sinkscope.results.tables import read_table
 
 SHORT = ("--steps", 12, "--warmup-steps", 2, "--batch-size", 8, "--sequence-length", 64, "--learning-rate", 1e-2)
 SHORT += ("--evaluate-every", 6, "--probe-every", 12, "--checkpoint-every", 12)
@@ -112,6 +113,36 @@ def test_a_run_can_be_replaced(sinkscope, tokens):
     assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 3, "--overwrite").code == 0
 
 
+def test_runs_are_compared(sinkscope, tokens, tmp_path):
+    for variant, seed in (("softmax", 0), ("softmax", 1), ("head_norm", 0), ("head_norm", 1)):
+        options = ("--variant", variant, "--seed", seed, "--out", f"{variant}-{seed}", "--evaluate-every", 2)
+        result = sinkscope("pretrain", "--data", tokens, *SHORT, "--probe-every", 6, *options)
+        assert result.code == 0, result.err
+    runs = ("softmax-0", "softmax-1", "head_norm-0", "head_norm-1")
+    result = sinkscope("compare", *runs, "--out", "page.html")
+    assert result.code == 0, result.err
+    assert "softmax's final validation loss" in result.out
+    table = read_table(tmp_path / "page-tables" / "training_runs")
+    assert table["variant"] == ["softmax"] * 2 + ["head_norm"] * 2
+    for name, loss in zip(runs, table["validation_loss"], strict=True):
+        assert loss == json.loads((tmp_path / name / "summary.json").read_text())["validation_loss"]
+    births = read_table(tmp_path / "page-tables" / "births")
+    assert len(births["link"]) == 4 * 2 * 7  # runs, batches, links
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(name in page for name in (*runs, "Order of birth", "Effective rank"))
+    # Another batch, and a run that was stopped, are refused.
+    assert sinkscope("pretrain", "--data", tokens, *SHORT, "--batch-size", 4, "--out", "smaller").code == 0
+    refused = sinkscope("compare", "softmax-0", "smaller", "--out", "other.html")
+    assert refused.code == 2
+    assert "batch_size 4 in smaller" in refused.err
+    (tmp_path / "smaller" / "summary.json").unlink()
+    refused = sinkscope("compare", "softmax-0", "smaller", "--out", "other.html")
+    assert refused.code == 2
+    assert "not complete" in refused.err
+    assert not (tmp_path / "other.html").exists()
+    assert not (tmp_path / "other-tables").exists()
+
+
 BAD = {
     "empty text": (["--data", "empty.txt"], "empty"),
     "binary text": (["--data", "binary.txt"], "a zero byte"),
@@ -127,6 +158,11 @@ BAD = {
     "type": (["--data", "TOKENS", "--config", "type.yaml"], "tie_word_embeddings 1, neither true nor false"),
     "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "YAML"),
     "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "a finite number for learning_rate"),
+    "infinity": (["--data", "TOKENS", "--config", "infinity.yaml"], "a finite number for clip"),
+    "beta": (["--data", "TOKENS", "--config", "beta.yaml"], "beta2 from 0 to below 1"),
+    "seed": (["--data", "TOKENS", "--config", "seed.yaml"], "a whole number for seed"),
+    "large seed": (["--data", "TOKENS", "--seed", str(2**63)], "seed below 2^63"),
     "torchrun": (["--data", "TOKENS", "--parallel", "ddp"], "torchrun"),
     "mode": (["--data", "TOKENS", "--parallel", "tensor"], "auto, single, ddp, fsdp"),
     "keep": (["--data", "TOKENS", "--keep", "0,ten"], "--keep 0,100,1000"),
@@ -148,6 +184,9 @@ def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path
     (tmp_path / "training_key.yaml").write_text("training: {lerning_rate: 3}")
     (tmp_path / "top_key.yaml").write_text("trainig: {steps: 3}")
     (tmp_path / "type.yaml").write_text("model: {tie_word_embeddings: 1}")
+    (tmp_path / "infinity.yaml").write_text("training: {clip: .inf}")
+    (tmp_path / "seed.yaml").write_text("model: {seed: abc}")
+    (tmp_path / "beta.yaml").write_text("training: {beta2: 1}")
     (tmp_path / "broken.yaml").write_text("model: {")
     arguments, message = BAD[case]
     result = sinkscope("pretrain", "--out", "run", *(str(tokens) if a == "TOKENS" else a for a in arguments))

@@ -7,7 +7,8 @@ import time
 
 import pytest
 from chromium import CHROMIUM, Chromium
-from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder, write_training_folder
+from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder
+from training_folders import curved_loss, write_training_folder
 
 from sinkscope.report.comparison import write_comparison_page
 from sinkscope.report.page import write_study_page
@@ -15,6 +16,7 @@ from sinkscope.report.text import token_text, visible
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
 PAGES = ("study", "bos", "without_sink", "trace", "compared", "trained")
+HOSTILE_VARIANT = "norm</title><script>document.title='broken'</script>"
 MEGABYTE = 2**20
 WIDTH_NEEDED = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 BOTTOM = "document.querySelector({!r}).getBoundingClientRect().bottom"
@@ -33,9 +35,13 @@ def pages(tmp_path_factory):
     paths = {name: root / f"{name}.html" for name in PAGES}
     for name, folder in folders.items():
         write_study_page(folder, paths[name])
-    training = write_training_folder(root / "training_run")
-    write_comparison_page([*folders.values(), training], paths["compared"])
-    write_comparison_page([training, write_training_folder(root / "other_run", seed=1)], paths["trained"])
+    trained = [
+        write_training_folder(root / f"{variant[:4]}-{seed}", variant=variant, seed=seed, loss=curved_loss(speed))
+        for variant, speed in (("softmax", 1.0), (HOSTILE_VARIANT, 1.3))
+        for seed in range(2)
+    ]
+    write_comparison_page([*folders.values(), *trained[:2]], paths["compared"])
+    write_comparison_page(trained, paths["trained"])
     return paths
 
 
@@ -118,6 +124,27 @@ def test_hostile_text_is_shown_as_text(pages, browser):
     browser.open(pages["compared"])
     legend = browser.evaluate("document.querySelector('#rates .legendtext').textContent")
     assert "A planted</title><script>alert(1)</script>" in legend
+
+
+def test_a_hostile_variant_is_shown_as_text(pages, browser):
+    browser.open(pages["trained"])
+    assert browser.evaluate("document.title") == "Comparison of 4 training runs"
+    names = browser.evaluate("[...document.querySelectorAll('#variants tbody th bdi')].map(e => e.textContent)")
+    assert names == ["softmax", HOSTILE_VARIANT]
+    assert HOSTILE_VARIANT in browser.evaluate("document.querySelector('#sink-rate .legend').textContent")
+    assert HOSTILE_VARIANT in browser.evaluate("document.querySelector('#ratios .yaxislayer-above').textContent")
+    assert browser.evaluate("document.querySelectorAll('img, main script').length") == 0
+
+
+def test_a_training_comparison_answers_on_the_first_screen(pages, browser):
+    browser.open(pages["trained"])
+    assert browser.evaluate(BOTTOM.format(".answer")) < 200
+    assert browser.evaluate(BOTTOM.format("#variants")) < 400
+    # A loss that falls 1.3 times as fast is where the other ends after 1 / 1.3 of its tokens: 76.9 %.
+    assert "77 % of its tokens" in browser.evaluate("document.querySelector('.answer').innerText")
+    sources = browser.evaluate("[...document.querySelectorAll('.source')].map(e => e.textContent)")
+    assert len(sources) == 9
+    assert all((pages["trained"].parent / source).is_file() for source in sources)
 
 
 def test_control_a_token_that_is_not_escaped_is_blocked_and_noticed(pages, browser, tmp_path):

@@ -36,7 +36,9 @@ LAYERS = {
 WITHIN_LAYER_0 = {
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
+    ("results.fingerprint_schemas", "results.tables"),
     ("results.study_schemas", "results.tables"),
+    ("results.bias_schemas", "results.tables"),
     ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),

@@ -209,6 +209,16 @@ def test_effective_rank_keeps_directions_far_below_a_massive_one():
     assert effective_rank(torch.diag(torch.from_numpy(values))) > 1 + 1e-5
 
 
+@pytest.mark.parametrize("shape", [(300, 40), (40, 300)])
+@pytest.mark.parametrize("massive", [0.0, 1e3, 1e6, 1e9])
+def test_effective_rank_beside_a_massive_dimension_is_that_of_the_singular_values(shape, massive):
+    tokens = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, shape[1])
+    tokens[::16, 3] += massive
+    values = torch.linalg.svdvals(tokens.double()).numpy()
+    weights = values / values.sum()
+    close(effective_rank(tokens), math.exp(-(weights * np.log(weights)).sum()), rtol=1e-4 if massive > 1e3 else 1e-9)
+
+
 def test_effective_rank_is_not_centred():
     tokens = torch.ones(6, 4) + 1e-6 * torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     assert effective_rank(tokens) < 1.001

@@ -81,6 +81,7 @@ def expected_layers(model, ids):
         ratio = (entry["residual"].abs().amax(-1) / entry["residual"].abs().mean(-1)).mean(0)
         result["dom_ratio"].append(ratio[position])
         result["dom_ratio_elsewhere"].append(ratio[others].mean())
+        result["largest_residual"].append(entry["residual"].abs().max())
         result["effective_rank"].append(torch.tensor(effective_rank(entry["residual"].flatten(0, 1)[:1024])))
         states = torch.nn.functional.normalize(entry["state"][:, position], dim=-1)
         result["cosine"].append(torch.stack([states[i] @ states[j] for i, j in pairs]).mean())

@@ -1,11 +1,11 @@
 """A folder is read as what it is, or refused with what to do."""
 
-import json
 import shutil
 
 import pyarrow.parquet
 import pytest
-from study_tables import write_study_folder, write_trace_folder, write_training_folder
+from study_tables import write_study_folder, write_trace_folder
+from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.report.comparison import compare
@@ -21,9 +21,6 @@ def study(tmp_path):
 def test_kinds(study, tmp_path):
     assert read_run(study).kind == "study"
     assert read_run(write_trace_folder(tmp_path / "trace")).kind == "trace"
-    training = read_run(write_training_folder(tmp_path / "training"))
-    assert training.kind == "training"
-    assert training.tables["metrics"]["dom_ratio"] == [None] * len(training.tables["metrics"]["step"])
 
 
 def test_a_study_without_token_texts(tmp_path):
@@ -111,19 +108,6 @@ def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
     compare([str(study), "gpt2"], tmp_path / "page.html", run_of=lambda name: asked.append(name) or made)
     assert asked == ["gpt2"]
     assert "made" in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
-def test_training_metrics_must_be_whole(tmp_path):
-    folder = write_training_folder(tmp_path / "training")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"step": 7')
-    with pytest.raises(InputError, match=r"metrics\.jsonl"):
-        read_run(folder)
-    row = json.loads(lines[0])
-    del row["loss"]
-    (folder / "metrics.jsonl").write_text(json.dumps(row))
-    with pytest.raises(InputError, match="value of loss"):
-        read_run(folder)
 
 
 def test_a_training_run_has_no_page_of_its_own(tmp_path):

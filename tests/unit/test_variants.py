@@ -17,6 +17,7 @@ OPTIONS = {
     "head_norm": dict(per_head=True, offset=True, initial_lambda=0.5),
     "head_norm_gate": dict(initial_lambda=2.0),
 }
+NORMED = ("head_norm", "first_norm", "head_norm_gate")
 # float64 differs by the order of its sums only. float32 is good to 1e-6 of the largest value and sums over 300 keys
 # and 600 rows add little to it. In bf16 scores, weights and output are rounded to 2^-8 each.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 0.06}
@@ -61,6 +62,8 @@ def formula(name: str, parameters: dict[str, Tensor], q: Tensor, k: Tensor, v: T
     o = torch.einsum("bhts,bshd->bthd", weights, v)
     if name.startswith("head_norm"):
         o = rms_normed(o, parameters["head_norm.weight"]) + parameters.get("head_norm.offset", 0)
+    if name == "first_norm":
+        o = torch.cat([rms_normed(o[:, :1], parameters["head_norm.weight"]), o[:, 1:]], 1)
     if name == "head_gate":
         o = o * torch.sigmoid(x @ parameters["gate_proj.weight"].T).unsqueeze(-1)
     if name in ("gate", "head_norm_gate"):
@@ -71,7 +74,8 @@ def formula(name: str, parameters: dict[str, Tensor], q: Tensor, k: Tensor, v: T
 def run(variant, q, k, v, x, *, plain=False) -> Tensor:
     q, k, v = (part.transpose(1, 2) for part in variant.prepare(q, k, v))
     o = variant.attend_plain(q, k, v, None)[0] if plain else variant.attend(q, k, v, None)
-    return variant.leave(o, x)
+    angles = torch.arange(x.shape[1])[None, :, None] * 10000.0 ** (-torch.arange(4) / 4)
+    return variant.leave(o, x, (angles.cos(), angles.sin()))
 
 
 def with_gradients(function, leaves: list[Tensor]) -> list[Tensor]:
@@ -149,7 +153,7 @@ def test_one_query_after_a_cache(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_says_which_path_runs(name):
     paths = build_variant(name, SHAPE, {}).paths(torch.empty(0))
-    assert set(paths) == {"attention"} | ({"head_norm"} if name.startswith("head_norm") else set())
+    assert set(paths) == {"attention"} | ({"head_norm"} if name in NORMED else set())
 
 
 def test_lambda_is_shared_across_heads_by_default():

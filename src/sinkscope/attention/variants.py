@@ -25,6 +25,9 @@ from sinkscope.kernels.head_rms_norm import head_rms_norm_path
 
 SIGMOID_QUERIES = 256
 
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin [.., T, D / 2] of the rotary angles."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -63,8 +66,8 @@ class Softmax(nn.Module):
         """Queries, keys and values before their rotation."""
         return q_BTHD, k_BTKD, v_BTKD
 
-    def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
-        """[B, T, C] what the output projection reads; x is what attention itself read."""
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
+        """[B, T, C] what the output projection reads; x is what attention itself read, the rotation its positions."""
         return o_BTHD.flatten(2)
 
     def arguments(self, q_BHTD: Tensor) -> dict[str, Any]:
@@ -115,12 +118,21 @@ class HeadNorm(Softmax):
             shape.num_heads, shape.head_size, per_head=per_head, offset=offset, initial_lambda=initial_lambda
         )
 
-    def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
         return self.head_norm(o_BTHD)
 
     def paths(self, x: Tensor) -> dict[str, str]:
         heads = x.new_empty(0, 0, self.shape.num_heads, self.shape.head_size)
         return super().paths(x) | {"head_norm": head_rms_norm_path(heads, self.head_norm.path)}
+
+
+class FirstNorm(HeadNorm):
+    """o <- o / RMS(o) * lambda per head at position 0 only: takes its variance away, and changes no other token."""
+
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
+        # The first angle is the position itself, whose sine is 0 at position 0 only, also behind a cache or padding.
+        is_first_BT1 = rotation[1][..., :1] == 0
+        return torch.where(is_first_BT1, super().leave(o_BTHD, x_BTE, rotation), o_BTHD.flatten(2))
 
 
 class Gate(Softmax):
@@ -130,7 +142,7 @@ class Gate(Softmax):
         super().__init__(shape)
         self.gate_proj = nn.Linear(shape.width, shape.num_heads * shape.head_size, bias=False)
 
-    def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
         return o_BTHD.flatten(2) * self.gate_proj(x_BTE).sigmoid()
 
 
@@ -141,7 +153,7 @@ class HeadGate(Softmax):
         super().__init__(shape)
         self.gate_proj = nn.Linear(shape.width, shape.num_heads, bias=False)
 
-    def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
         return (o_BTHD * self.gate_proj(x_BTE).sigmoid().unsqueeze(-1)).flatten(2)
 
 
@@ -152,8 +164,8 @@ class HeadNormGate(HeadNorm):
         super().__init__(shape, **options)
         self.gate_proj = nn.Linear(shape.width, shape.num_heads * shape.head_size, bias=False)
 
-    def leave(self, o_BTHD: Tensor, x_BTE: Tensor) -> Tensor:
-        return super().leave(o_BTHD, x_BTE) * self.gate_proj(x_BTE).sigmoid()
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
+        return super().leave(o_BTHD, x_BTE, rotation) * self.gate_proj(x_BTE).sigmoid()
 
 
 class Sigmoid(Softmax):
@@ -253,6 +265,7 @@ class ValueNorm(Softmax):
 VARIANTS: Mapping[str, type[Softmax]] = {
     "softmax": Softmax,
     "head_norm": HeadNorm,
+    "first_norm": FirstNorm,
     "gate": Gate,
     "head_gate": HeadGate,
     "head_norm_gate": HeadNormGate,

@@ -20,10 +20,15 @@ def compare_command(
 ) -> None:
     """Put runs side by side in one page.
 
-    Example: sinkscope compare runs/gpt2-20260301-120000 runs/smollm2-20260301-121500
+    Training runs that differ in their seed alone count as replicas of a variant; softmax, or else the first, is the
+    baseline. Their tables are written beside the page.
+
+    Example: sinkscope compare runs/softmax-0 runs/softmax-1 runs/head-norm-0 runs/head-norm-1
     """
     from sinkscope.commands.study import study_run
-    from sinkscope.report.comparison import compare
+    from sinkscope.report.comparison import compare, tables_path
 
-    compare(runs, out, overwrite=overwrite, run_of=study_run)
+    if answer := compare(runs, out, overwrite=overwrite, run_of=study_run):
+        print(answer)
+        print(f"Tables: {tables_path(out)}")
     print(f"Page: {out}")

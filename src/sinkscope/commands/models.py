@@ -21,7 +21,8 @@ def models_command(
 
     Example: sinkscope models gpt2
     """
-    from sinkscope.models.anatomy import FAMILIES, anatomy_of
+    from sinkscope.models.anatomy import anatomy_of
+    from sinkscope.models.families import FAMILIES
     from sinkscope.models.loading import load
     from sinkscope.report import terminal
 

@@ -68,8 +68,14 @@ def massive_dimensions(
 def effective_rank(x_NE: Float[Tensor, "N E"]) -> float:
     """exp of the entropy of the normalised singular values (Roy and Vetterli), of the tokens as they are, not centred.
 
-    From the singular values, not from a Gram matrix: squaring would lose every direction 1e-8 below a massive one.
+    From the smaller Gram matrix in float64, two to four times faster than a decomposition of the tokens. Directions
+    that squaring loses lie 1e-7 below a massive one and weigh as little: beside a dimension 1e9 times the others the
+    result is right to 1e-4.
     """
-    values = torch.linalg.svdvals(x_NE.double())
+    x_NE = x_NE.double()
+    gram = x_NE.T @ x_NE if x_NE.shape[0] > x_NE.shape[1] else x_NE @ x_NE.T
+    energies = torch.linalg.eigvalsh(gram)
+    rounding = len(gram) * torch.finfo(gram.dtype).eps * energies[-1]
+    values = energies.where(energies > rounding, 0).sqrt()
     weights = values / values.sum()
     return float(torch.exp(torch.special.entr(weights).sum()))

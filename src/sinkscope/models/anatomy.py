@@ -1,13 +1,13 @@
-"""Where each family keeps its parts: one row per family, and the parts of a given model read through its row.
+"""The parts of a given model, read through its family's row.
 
-A row names module paths below the decoder's block. Numbers (heads, head size, width) are read from the configuration
-or the module, never inferred from shapes. A family that is missing raises an error that names the row to add.
+Numbers (heads, head size, width) are read from the configuration or the module, never inferred from shapes. A family
+that is missing raises an error that names the row to add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.models.families import FAMILIES, Family
 
 Part = Any
 """A module of somebody's model: its attributes are the family's, so no type can promise them."""
@@ -36,145 +37,6 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """Module paths of one family, relative to a block unless said otherwise."""
-
-    name: str
-    model_types: tuple[str, ...]
-    blocks: str = "layers"
-    """Path of the list of blocks, relative to the decoder."""
-    attention: str = "self_attn"
-    output_projection: str = "self_attn.o_proj"
-    down_projection: str = "mlp.down_proj"
-    experts: str | None = None
-    shared_down_projection: str | None = None
-    final_norm: str = "norm"
-    """Path of the norm behind the last block, relative to the decoder."""
-    post_norm: str | None = None
-    """A norm between the down projection and the residual stream: the neurons' write is what leaves it."""
-    attention_door: str = "registry"
-    """How queries and keys are read: the attention registry, or the model's own call of
-    scaled_dot_product_attention."""
-    notes: str = ""
-    parallel: Callable[[Any], bool] = field(default=lambda config: False)
-    """Whether attention and feed-forward read the same input and are added together."""
-    unsupported: Callable[[Any], str | None] = field(default=lambda config: None)
-    """What in a configuration of this family cannot be honoured, if anything."""
-
-    def row(self) -> dict:
-        """The family as a row of the table that people see."""
-        return {
-            "family": self.name,
-            "blocks": self.blocks,
-            "output_projection": self.output_projection,
-            "feed_forward": self.experts or self.down_projection,
-            "notes": self.notes,
-        }
-
-
-def _opt_unsupported(config) -> str | None:
-    return (
-        None if config.do_layer_norm_before else "do_layer_norm_before=False (the residual stream itself is normalised)"
-    )
-
-
-def _falcon_unsupported(config) -> str | None:
-    return "alibi=True (a bias of T x T per head)" if config.alibi else None
-
-
-FAMILIES: tuple[Family, ...] = (
-    Family(name="llama", model_types=("llama",), notes="grouped queries"),
-    Family(name="mistral", model_types=("mistral",), notes="grouped queries, sliding window"),
-    Family(name="qwen2", model_types=("qwen2",), notes="grouped queries, some layers with a sliding window"),
-    Family(name="qwen3", model_types=("qwen3",), notes="query and key norm"),
-    Family(
-        name="gemma2",
-        model_types=("gemma2",),
-        post_norm="post_feedforward_layernorm",
-        notes="soft-capped scores, alternating windows, post-norms",
-    ),
-    Family(
-        name="gemma3",
-        model_types=("gemma3_text", "gemma3"),
-        post_norm="post_feedforward_layernorm",
-        notes="query and key norm, alternating windows, post-norms",
-    ),
-    Family(
-        name="olmo2",
-        model_types=("olmo2",),
-        post_norm="post_feedforward_layernorm",
-        notes="query and key norm, post-norms and no pre-norms",
-    ),
-    Family(
-        name="olmo3",
-        model_types=("olmo3",),
-        post_norm="post_feedforward_layernorm",
-        notes="as olmo2, some layers with a sliding window",
-    ),
-    Family(name="phi3", model_types=("phi3",), notes="fused projections, sliding window"),
-    Family(name="smollm3", model_types=("smollm3",), notes="some layers without rotation"),
-    Family(name="glm4", model_types=("glm4",), post_norm="post_mlp_layernorm", notes="partial rotation, post-norms"),
-    Family(
-        name="gpt2",
-        model_types=("gpt2",),
-        blocks="h",
-        final_norm="ln_f",
-        attention="attn",
-        output_projection="attn.c_proj",
-        down_projection="mlp.c_proj",
-        notes="learned positions, transposed weights",
-    ),
-    Family(
-        name="gpt_neox",
-        model_types=("gpt_neox",),
-        final_norm="final_layer_norm",
-        attention="attention",
-        output_projection="attention.dense",
-        down_projection="mlp.dense_4h_to_h",
-        parallel=lambda config: config.use_parallel_residual,
-        notes="attention and feed-forward in parallel",
-    ),
-    Family(
-        name="opt",
-        model_types=("opt",),
-        final_norm="final_layer_norm",
-        output_projection="self_attn.out_proj",
-        down_projection="fc2",
-        unsupported=_opt_unsupported,
-        notes="learned positions, ReLU",
-    ),
-    Family(
-        name="falcon",
-        model_types=("falcon",),
-        blocks="h",
-        final_norm="ln_f",
-        attention="self_attention",
-        output_projection="self_attention.dense",
-        down_projection="mlp.dense_4h_to_h",
-        attention_door="sdpa_call",
-        parallel=lambda config: config.parallel_attn or config.new_decoder_architecture,
-        unsupported=_falcon_unsupported,
-        notes="attention and feed-forward in parallel, keys repeated before attention",
-    ),
-    Family(name="mixtral", model_types=("mixtral",), experts="mlp.experts", notes="experts"),
-    Family(name="qwen3_moe", model_types=("qwen3_moe",), experts="mlp.experts", notes="experts, query and key norm"),
-    Family(
-        name="gpt_oss",
-        model_types=("gpt_oss",),
-        experts="mlp.experts",
-        notes="experts, learned sinks, alternating windows",
-    ),
-    Family(
-        name="deepseek_v3",
-        model_types=("deepseek_v3",),
-        experts="mlp.experts",
-        shared_down_projection="mlp.shared_experts.down_proj",
-        notes="latent attention, experts with a shared one, first layers dense",
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
     """The parts of one block. Exactly one of `down_projection` and `experts` is there; a shared expert stands beside
     experts."""
@@ -187,6 +49,12 @@ class Layer:
     experts: Part | None
     shared_down_projection: Part | None
     post_norm: Part | None
+    attention_exit: Part
+    """The module whose output the attention adds to the residual stream: its output projection, or a norm behind it."""
+    feed_forward: Part | None
+    """The module that maps a normalised state to the feed-forward's output; None where the block itself does it."""
+    activations: tuple[Part, ...]
+    """The modules of the activation function: of dense neurons, or of experts and shared ones; empty where code is."""
 
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
         """(expert or None, output vectors [E, F]) of every group of units, in the order in which units are numbered."""
@@ -355,7 +223,7 @@ def _family_of(model_type: str) -> Family:
     raise InputError(
         expected=f"a model of one of the families {names}",
         found=f"model type '{model_type}', which has no row in the family table",
-        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/anatomy.py (CONTRIBUTING.md says how)",
+        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says",
     )
 
 
@@ -370,15 +238,20 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
             next_step="Use a transformers version that keeps experts as 3-D parameters (5.17 or newer)",
         )
     down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
+    output_projection = attrgetter(family.output_projection)(block)
+    activations = (_part(block, path) for path in family.activations)
     return Layer(
         index=index,
         block=block,
         attention=attrgetter(family.attention)(block),
-        output_projection=attrgetter(family.output_projection)(block),
+        output_projection=output_projection,
         down_projection=down_projection,
         experts=experts,
         shared_down_projection=_part(block, family.shared_down_projection) if experts is not None else None,
         post_norm=_part(block, family.post_norm),
+        attention_exit=_part(block, family.post_attention_norm) or output_projection,
+        feed_forward=_part(block, family.feed_forward),
+        activations=tuple(part for part in activations if part is not None),
     )
 
 

@@ -129,7 +129,7 @@ def load(
         path = _download(name, path, revision, trust_remote_code)
         commit = path.name  # the cache names a snapshot's folder by its commit
     # Building a model draws random numbers, even where all of them are overwritten.
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), quiet():
         if kind == "default":
             model = _default_model(torch.float32 if wanted == "auto" else wanted)
         elif kind == "gguf":
@@ -186,6 +186,42 @@ def text_config(model: Any) -> Any:
     return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
 
 
+def causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration in a folder; refused where it describes no causal language model."""
+    from transformers import AutoConfig
+
+    check_code(read_config(folder), name, trusted=trust_remote_code)
+    config = _ask(
+        "a config.json that transformers can read",
+        "Fetch the checkpoint again, or mend config.json",
+        AutoConfig.from_pretrained,
+        folder,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+    )
+    check_causal(config, name)
+    return config
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers' load report and bars; what matters in them is refused by the checks."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        (enable_progress_bars if hub_bars else disable_progress_bars)()
+
+
 def _default_model(dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -205,27 +241,11 @@ def _default_model(dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().to(dtype)
 
 
-def _causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    check_code(read_config(folder), name, trusted=trust_remote_code)
-    config = _ask(
-        "a config.json that transformers can read",
-        "Fetch the checkpoint again, or mend config.json",
-        AutoConfig.from_pretrained,
-        folder,
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-    )
-    check_causal(config, name)
-    return config
-
-
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config
 
-    config = _causal_config(folder, name, options["trust_remote_code"])
+    config = causal_config(folder, name, options["trust_remote_code"])
     check_weight_names((entry.name for entry in folder.iterdir()), name)
     check_safetensors(folder)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
@@ -333,12 +353,14 @@ def _download(name: str, path: Path, revision: str | None, trust_remote_code: bo
     complete = "a complete download", "Run the command again to resume it"
     where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
     folder = Path(_ask(*complete, snapshot_download, **where, allow_patterns=small))
-    _causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
+    causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
     return Path(_ask(*complete, snapshot_download, **where, allow_patterns=small + WEIGHT_FILES))
 
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
     check_weights(model)
+    if next(model.parameters()).dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
@@ -372,22 +394,3 @@ def _ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) ->
     except Exception as error:
         found = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(expected=expected, found=found, next_step=next_step) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences transformers' load report and bars; what matters in them is refused by the checks."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_bars = not are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-        (enable_progress_bars if hub_bars else disable_progress_bars)()

@@ -32,15 +32,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.head_norm import HeadRMSNorm
-from sinkscope.attention.variants import RMSNorm, build_variant
-from sinkscope.models.anatomy import Anatomy, Family, describe
+from sinkscope.attention.variants import RMSNorm, Rotation, build_variant
+from sinkscope.models.anatomy import Anatomy, describe
+from sinkscope.models.families import Family
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.feed_forward import build_feed_forward
 
 FAMILY = Family(name="sinkscope_decoder", model_types=("sinkscope_decoder",), notes="attention variants")
-
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin [T, D / 2] of the rotary angles."""
 
 
 class Attention(nn.Module):
@@ -82,7 +80,7 @@ class Attention(nn.Module):
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
             scaling, more = self.variant.scaling, self.variant.arguments(q)
             o_BTHD, weights = attend(self, q, k, v, attention_mask, scaling=scaling, **more)
-        return self.o_proj(self.variant.leave(o_BTHD, hidden_states)), weights
+        return self.o_proj(self.variant.leave(o_BTHD, hidden_states, rotation)), weights
 
 
 class Block(nn.Module):

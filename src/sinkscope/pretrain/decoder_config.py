@@ -75,6 +75,8 @@ class DecoderConfig(PreTrainedConfig):
                 continue
             if type(value) is not int or value < 1:
                 raise _refused(f"a whole number of at least 1 for {name}", repr(value))
+        if type(self.seed) is not int:
+            raise _refused("a whole number for seed", repr(self.seed))
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:

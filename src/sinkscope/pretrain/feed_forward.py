@@ -25,12 +25,13 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(width, num_neurons, bias=False)
         self.up_proj = nn.Linear(width, num_neurons, bias=False)
         self.down_proj = self.build_down_projection(width, num_neurons)
+        self.act_fn = nn.SiLU()  # a module, as the families have it, so that it can be swapped
 
     def build_down_projection(self, width: int, num_neurons: int) -> nn.Module:
         return nn.Linear(num_neurons, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class BoundedSwiGLU(SwiGLU):

@@ -28,6 +28,7 @@ QUANTITIES = {
     "top_share": "3. energy share of the top dimension in that neuron's output vector",
     "dom_ratio": "4. largest over mean magnitude of the residual at the sink",
     "dom_ratio_elsewhere": "   the same at positions that are no sink",
+    "largest_residual": "   largest magnitude in the residual, over all tokens",
     "effective_rank": "   effective rank of the residuals",
     "cosine": "5. mean cosine of the sink's state over pairs of sequences",
     "positive_queries": "   share of later queries that agree with the sink's key, over heads",
@@ -108,6 +109,7 @@ def _layers(findings: Findings) -> dict[str, Tensor | list[float]]:
         "positive_queries": _at_lock(findings, position),
     }
     layers["dom_ratio"], layers["dom_ratio_elsewhere"] = findings.dom_ratio_at(position)
+    layers["largest_residual"] = reading.by_position["largest_residual"].amax(1)
     if findings.variance_ratio is not None:
         layers["variance_ratio"] = findings.variance_ratio
     if "cosine" in reading.by_position:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -84,6 +85,34 @@ def resolve(
     )
 
 
+def is_training_run(folder: Path) -> bool:
+    """Whether `pretrain` made this folder, finished or not."""
+    return bool(_saved_configuration(folder))
+
+
+def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
+    """The configuration, with its seed, that a run's first weights are drawn from, and the folder of its tokenizer.
+
+    The size of the vocabulary is read from an exported model, which travels with the run, else from the data.
+    """
+    saved = _saved_configuration(run)
+    if not saved:
+        raise InputError(
+            expected=f"a training run in {run}",
+            found="no config.yaml of one" if run.is_dir() else "no such folder",
+            next_step="Give a folder that sinkscope pretrain wrote",
+        )
+    for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
+        if (folder / "config.json").is_file():
+            entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            known = {name: entries[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+            return decoder_config(saved["model"] | known), folder
+    saved["training"] = TrainingConfig(**saved["training"])
+    config = PretrainConfig(**saved)
+    shards = _shards(config, run)
+    return _decoder_config(config, shards), shards.path
+
+
 def pretrain(
     config: PretrainConfig,
     out: Path,
@@ -158,6 +187,16 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
         settings = config.training
         for split in SPLITS:
             TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
+
+
+def _saved_configuration(run: Path) -> dict[str, Any]:
+    """What config.yaml of a training run holds; empty where it is of another command, or not there."""
+    try:
+        saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    fields = {field.name for field in dataclasses.fields(PretrainConfig)}
+    return saved if isinstance(saved, dict) and saved.keys() == fields and isinstance(saved["model"], dict) else {}
 
 
 def _differences(found: Any, expected: Any, where: str = "") -> list[str]:

@@ -13,8 +13,9 @@ one.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,20 @@ class TrainingConfig:
             _at_least(self, name, 1)
         for name in ("seed", "warmup_steps", "probe_every", "weight_decay"):
             _at_least(self, name, 0)
+        if self.seed >= 2**63:
+            raise _wrong("seed below 2^63", self.seed)
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _wrong(f"a finite number for {name}", value)
         for name in ("learning_rate", "clip", "epsilon"):
             if getattr(self, name) <= 0:
                 raise _wrong(f"{name} above 0", getattr(self, name))
-        for name in ("beta1", "beta2", "decay_share", "final_learning_rate_share"):
+        for name in ("decay_share", "final_learning_rate_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise _wrong(f"{name} between 0 and 1", getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise _wrong(f"{name} from 0 to below 1", getattr(self, name))
         for name, choices in (("optimiser", OPTIMISERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise _wrong(f"{name} as one of {', '.join(choices)}", repr(getattr(self, name)))
@@ -200,7 +209,7 @@ TRAINING_PRESETS: dict[str, TrainingConfig] = {
         warmup_steps=200,
         evaluate_every=250,
         evaluation_sequences=256,
-        probe_every=200,
+        probe_every=500,
         checkpoint_every=500,
     ),
     "152m": TrainingConfig(

@@ -206,6 +206,7 @@ class TrainingRun:
             "elapsed_s": self.numbers.elapsed_s,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
             "matrix_rate": self.matrix_rate,
+            "data": self.shards.fingerprint,
         }
         if model is not None:
             if not path.exists():

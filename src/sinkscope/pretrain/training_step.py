@@ -35,9 +35,11 @@ class LanguageModelLoss(nn.Module):
 
 
 class TrainingStep:
-    """A model with its optimisers, in this process's share of the work."""
+    """A model with its optimisers, in this process's share of the work; `record` allows a graph where one can be."""
 
-    def __init__(self, model: Decoder, config: TrainingConfig, group: Processes, *, compile: bool) -> None:
+    def __init__(
+        self, model: Decoder, config: TrainingConfig, group: Processes, *, compile: bool, record: bool = True
+    ) -> None:
         self.model = model
         self.config = config
         self.group = group
@@ -49,9 +51,8 @@ class TrainingStep:
         # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
         self.parameters = dict(model.named_parameters())
         # Muon's step reads its learning rate on the host, and collectives belong to all processes at once.
-        self._is_recorded = (
-            compile and group.device.type == "cuda" and group.mode == "single" and config.optimiser == "adamw"
-        )
+        on_one_device = group.device.type == "cuda" and group.mode == "single"
+        self._is_recorded = record and compile and on_one_device and config.optimiser == "adamw"
         self._graph: StepGraph | None = None
         self._launched = 0
         self.optimisers = build_optimisers(model, model.blocks, config, capturable=self._is_recorded)

@@ -1,4 +1,4 @@
-"""Runs side by side in one page: verdicts, numbers and curves of studies and traces, metrics of training runs."""
+"""Runs side by side in one page: verdicts, numbers and curves of studies and traces, variants of training runs."""
 
 from __future__ import annotations
 
@@ -11,47 +11,97 @@ from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.page import circumstances
-from sinkscope.report.run_contents import Run, is_run, read_run
+from sinkscope.report.run_contents import Run, is_run, is_training, read_run
 from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
-from sinkscope.results.run_folder import check_page
+from sinkscope.results.run_folder import check_output, check_page, run_folder
 
 MOST_RUNS = 26
-"""Runs are named by letters."""
+"""Studies and traces are named by letters; training runs by their variant."""
 Labelled = Sequence[tuple[str, Run]]
 
 
 def compare(
     names: Sequence[str], destination: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
-) -> None:
-    """Writes the page that compares run folders; a name that is none is a model, whose run `run_of` makes."""
-    if not 2 <= len(names) <= MOST_RUNS:
+) -> str:
+    """Writes the page that compares run folders, and returns what training runs answer.
+
+    A name that is no run is a model, whose run `run_of` makes. The tables of training runs stand beside the page.
+    """
+    trained = [name for name in names if is_training(Path(name))]
+    num_read = len(names) - len(trained)
+    if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
-            expected=f"2 to {MOST_RUNS} runs to compare",
+            expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
             found=f"{len(names)}",
             next_step="Give folders, such as sinkscope compare runs/a runs/b",
         )
+    if len(trained) == 1:
+        # Said before a model is studied, which takes minutes.
+        raise InputError(
+            expected=f"another training run beside {trained[0]}, which is compared with its like",
+            found=f"{', '.join(name for name in names if name not in trained)}, which is none",
+            next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
+        )
     check_page(destination, overwrite)
+    if trained:
+        check_output(tables_path(destination), overwrite)
     folders = [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
-    write_comparison_page(folders, destination)
+    return write_comparison_page(folders, destination, overwrite=overwrite)
 
 
-def write_comparison_page(folders: Sequence[Path], destination: Path) -> None:
-    """Writes one page with the runs in these folders side by side."""
-    runs = [(_letter(index), read_run(Path(folder))) for index, folder in enumerate(folders)]
-    read = [(letter, run) for letter, run in runs if run.kind != "training"]
-    trained = [(letter, run) for letter, run in runs if run.kind == "training"]
-    figures = (_reading_figures(read) if read else []) + (_training_figures(trained) if trained else [])
-    title = f"Comparison of {len(runs)} runs"
-    parts = [header(title, ", ".join(dict.fromkeys(run.model for _, run in runs))), '<main id="main">', _runs(runs)]
-    if any(run.claims for _, run in runs):
-        parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
-    if read:
-        parts.append(f"<h2>Numbers</h2>{_numbers(read)}")
-    drawn = "".join(elements.figure(figure, None) for figure in figures)
-    parts += [f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>', "</main>"]
-    write_page(destination, title, "".join(parts), figures)
+def tables_path(page: Path) -> Path:
+    """The folder beside a page that holds the tables of its training runs."""
+    return page.with_name(f"{page.stem}-tables")
+
+
+def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
+    """Writes one page with the runs in these folders side by side, and returns what training runs answer."""
+    trained = [Path(folder) for folder in folders if is_training(Path(folder))]
+    read = [read_run(Path(folder)) for folder in folders if not is_training(Path(folder))]
+    if biases := [run.path.name for run in read if run.kind == "bias"]:
+        raise InputError(
+            expected="studies, traces or training runs",
+            found=f"{biases[0]}, a run of sinkscope bias",
+            next_step="Leave it out; its own page shows its seeds side by side",
+        )
+    runs = [(_letter(index), run) for index, run in enumerate(read)]
+    if not trained:
+        _write(destination, f"Comparison of {len(runs)} runs", runs)
+        return ""
+    from sinkscope.pretrain.comparison import compare_training
+    from sinkscope.report.training_page import TablesBeside, answer, training_parts
+
+    comparison = compare_training(trained)
+    with run_folder(tables_path(destination), overwrite) as folder:
+        suffix = comparison.write(folder)
+        part = training_parts(comparison, TablesBeside(tables_path(destination).name, suffix))
+        title = f"Comparison of {len(folders)} {'training ' if not runs else ''}runs"
+        # Inside the block: a page that cannot be written leaves no tables either.
+        _write(destination, title, runs, [*comparison.variants], *part)
+    return answer(comparison)
+
+
+def _write(
+    destination: Path,
+    title: str,
+    runs: Labelled,
+    variants: Sequence[str] = (),
+    trained: str = "",
+    trained_figures: Sequence[Figure] = (),
+) -> None:
+    figures = _reading_figures(runs) if runs else []
+    names = dict.fromkeys([*(run.model for _, run in runs), *variants])
+    parts = [header(title, ", ".join(names)), '<main id="main">', trained]
+    if runs:
+        parts.append(_runs(runs))
+        if any(run.claims for _, run in runs):
+            parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
+        drawn = "".join(elements.figure(figure, None) for figure in figures)
+        parts.append(f"<h2>Numbers</h2>{_numbers(runs)}")
+        parts.append(f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>')
+    write_page(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
 
 
 def _letter(index: int) -> str:
@@ -61,13 +111,10 @@ def _letter(index: int) -> str:
 def _runs(runs: Labelled) -> str:
     cards = []
     for letter, run in runs:
-        about = (
-            circumstances(run) if run.kind != "training" else f"training run, {len(run.tables['metrics']['step'])} rows"
-        )
         cards.append(
             f'<section><h3><span class="letter">{letter}</span> {isolated(run.label)}</h3>'
             f"<p>{isolated(run.answer)}</p>"
-            f'<p class="caption">{isolated(about)}; {isolated(run.path.name)}</p>'
+            f'<p class="caption">{isolated(circumstances(run))}; {isolated(run.path.name)}</p>'
             + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
             + "</section>"
         )
@@ -174,30 +221,4 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
     for letter, run in runs:
         map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")
         figures.append(map_of_run)
-    return figures
-
-
-def _training_figures(runs: Labelled) -> list[Figure]:
-    """Every metric that a run has, by tokens seen, or by step where tokens were not counted."""
-    by_tokens = all(None not in run.tables["metrics"]["tokens"] for _, run in runs)
-    x_name = "tokens" if by_tokens else "step"
-    figures = []
-    for column, title in (
-        ("loss", "Training loss"),
-        ("val_loss", "Validation loss"),
-        ("sink_rate", "Sink rate"),
-        ("dom_ratio", "DomRatio"),
-        ("effective_rank", "Effective rank"),
-    ):
-        series = []
-        for look, (letter, run) in enumerate(runs):
-            metrics = run.tables["metrics"]
-            pairs = [(x, y) for x, y in zip(metrics[x_name], metrics[column], strict=True) if y is not None]
-            if pairs:
-                x, y = (list(values) for values in zip(*pairs, strict=True))
-                series.append((f"{letter} {run.label}", x, y, look))
-        if series:
-            id = f"training-{column.replace('_', '-')}"
-            figure = _overlay(id, title, "Over training.", ("metrics",), series, x_name, logarithmic="loss" in column)
-            figures.append(figure)
     return figures

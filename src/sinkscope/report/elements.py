@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from sinkscope.report.figure import Figure
-from sinkscope.report.run_contents import Run
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 
 # Verdict as (symbol, class): the word stands beside the symbol, so neither colour nor shape is needed alone.
@@ -18,6 +17,12 @@ VERDICTS = {
 }
 MAX_ROWS = 400
 """Rows of a table under a figure; the Parquet holds all of them."""
+
+
+class Files(Protocol):
+    """Says in which file a table is: a run, or the folder beside a page."""
+
+    def file_name(self, table: str) -> str: ...
 
 
 def verdict(word: str, *, with_word: bool = True) -> str:
@@ -85,7 +90,7 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str =
     )
 
 
-def figure(drawn: Figure, run: Run | None, *, wide: bool = False, below: str = "") -> str:
+def figure(drawn: Figure, run: Files | None, *, wide: bool = False, below: str = "") -> str:
     """A figure with its caption, buttons, source and table; `run` is None where it shows several."""
     return (
         f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
@@ -103,7 +108,7 @@ def plot(drawn: Figure) -> str:
     )
 
 
-def tools(drawn: Figure, run: Run | None) -> str:
+def tools(drawn: Figure, run: Files | None) -> str:
     """Buttons, source and the table under a drawn."""
     listed = drawn.rows[:MAX_ROWS]
     cut = f", {len(listed)} of {len(drawn.rows)} rows" if len(listed) < len(drawn.rows) else ""
@@ -115,7 +120,7 @@ def tools(drawn: Figure, run: Run | None) -> str:
     )
 
 
-def sources(drawn: Figure, run: Run | None) -> str:
+def sources(drawn: Figure, run: Files | None) -> str:
     """The files that the figure comes from."""
     if run is None:
         return ", ".join(f"{name}.parquet" for name in drawn.sources) + " of each run"

@@ -85,11 +85,33 @@ def categories(names: Sequence[str], **options: Any) -> dict[str, Any]:
     return order | {"tickmode": "linear", "dtick": 1, **options}
 
 
+def look_of(index: int) -> tuple[str, str, str]:
+    """Colour, dash and marker of the n-th series; a colour that comes again has another dash and marker."""
+    turn = index // len(LOOKS)
+    _, dash, symbol = LOOKS[(index + turn) % len(LOOKS)]
+    return LOOKS[index % len(LOOKS)][0], dash, symbol
+
+
+def band(x: Sequence, low: Sequence, high: Sequence, look: int) -> dict[str, Any]:
+    """The area between two curves, behind the n-th series."""
+    return {
+        "type": "scatter",
+        "mode": "none",
+        "x": [*x, *reversed(x)],
+        "y": rounded([*high, *reversed(low)]),
+        "fill": "toself",
+        "fillcolor": look_of(look)[0],
+        "opacity": 0.18,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
 def line(
     x: Sequence, y: Sequence | np.ndarray, name: str, look: int, *, low=None, high=None, **options: Any
 ) -> dict[str, Any]:
     """A series with markers, in the n-th look, with its interval where there is one."""
-    colour, dash, symbol = LOOKS[look % len(LOOKS)]
+    colour, dash, symbol = look_of(look)
     trace = {
         "type": "scatter",
         "mode": "lines+markers",

@@ -72,11 +72,11 @@ METHOD = (
 def write_study_page(run_folder: Path, destination: Path) -> None:
     """Writes the page of a study, or of a trace, from the files in its folder alone."""
     run = read_run(Path(run_folder))
-    if run.kind == "training":
+    if run.kind == "bias":
         raise InputError(
             expected=f"a study or a trace in {run_folder}",
-            found="a training run",
-            next_step="Put it beside another with sinkscope compare",
+            found="a run of sinkscope bias",
+            next_step="Open the page that it wrote, report.html",
         )
     panels = chain_panels(run)
     studied = study_figures(run) if run.kind == "study" else {}
@@ -101,7 +101,7 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
             run,
         )
     )
-    parts += [_method(run), "</main>"]
+    parts += [method(run, METHOD if run.claims else ""), "</main>"]
     every = [*panels, *(figure for figures in studied.values() for figure in figures), *maps_drawn, *curves]
     write_page(destination, f"Attention sink of {run.model}", "".join(parts), every)
 
@@ -255,11 +255,12 @@ def _tokens(run: Run) -> str:
     return f'<ol class="tokens" aria-label="Tokens of the first sequence">{items}</ol>'
 
 
-def _method(run: Run) -> str:
+def method(run: Run, text: str = "") -> str:
+    """The last section: how the numbers came about, what was typed, where it ran and which files it left."""
     shown = f"<pre><code>{isolated(run.command)}</code></pre>" if run.command else ""
     files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
     return (
-        f'<h2 id="method">Method</h2>{f"<p>{METHOD}</p>" if run.claims else ""}{shown}'
+        f'<h2 id="method">Method</h2>{f"<p>{text}</p>" if text else ""}{shown}'
         + elements.facts([*run.environment.items()])
         + f"<details open><summary>config.yaml</summary>{elements.facts(run.config.items())}</details>"
         + f'<p class="muted">Files of this run: {escaped(", ".join(files))}</p>'

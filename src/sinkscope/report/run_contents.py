@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope.errors import InputError
+from sinkscope.results.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
-from sinkscope.results.tables import read_table
+from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.trace_schemas import TRACE_TABLES
 
 Table = dict[str, list]
-Kind = Literal["study", "trace", "training"]
-METRIC_COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "sink_rate", "dom_ratio", "effective_rank")
+Kind = Literal["study", "trace", "bias"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,7 @@ class Run:
 
     def rows(self, table_name: str, **equal: Any) -> list[dict[str, Any]]:
         """The rows of a table whose columns named in `equal` have these values; none where there is no such table."""
-        table = self.tables.get(table_name)
-        if table is None:
-            return []
-        # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
-        kept = range(len(next(iter(table.values()))))
-        for name, value in equal.items():
-            column = table[name]
-            kept = [index for index in kept if column[index] == value]
-        return [{name: column[index] for name, column in table.items()} for index in kept]
+        return rows_where(self.tables[table_name], **equal) if table_name in self.tables else []
 
     def file_name(self, table: str) -> str:
         """The file that holds a table: Parquet, or JSON lines where pyarrow was missing."""
@@ -82,29 +74,33 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a command of ours wrote this folder."""
-    return (folder / "summary.json").is_file() or _metrics_file(folder) is not None
+    return (folder / "summary.json").is_file() or is_training(folder)
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a training run is in this folder, complete or not."""
+    return (folder / "metrics.jsonl").is_file()
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder; anything else, or tables of another version, is refused."""
-    if not is_run(folder):
+    """The study, trace or bias in a folder; anything else, or tables of another version, is refused."""
+    if is_training(folder) or not is_run(folder):
+        found = "no such folder" if not folder.is_dir() else "neither summary.json nor metrics"
         raise InputError(
-            expected=f"a run in {folder}",
-            found="no such folder" if not folder.is_dir() else "neither summary.json nor metrics",
-            next_step="Give a folder that sinkscope study, trace or pretrain wrote",
+            expected=f"a study or a trace in {folder}",
+            found="a training run" if is_training(folder) else found,
+            next_step=f"Compare it with others: sinkscope compare {folder} OTHER"
+            if is_training(folder)
+            else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
-    metrics = _metrics_file(folder)
-    kind: Kind = "training" if metrics else "study" if _has_table(folder, CLAIMS.name) else "trace"
-    if metrics:
-        tables = {"metrics": _read_metrics(metrics)}
-    else:
-        schemas = TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
-        tables = {
-            schema.name: read_table(folder / schema.name, schema)
-            for schema in schemas
-            # Token texts exist only where the model came with a tokenizer.
-            if schema is not TOKENS or _has_table(folder, TOKENS.name)
-        }
+    kind = _kind(folder)
+    schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+    tables = {
+        schema.name: read_table(folder / schema.name, schema)
+        for schema in schemas
+        # Token texts exist only where the model came with a tokenizer.
+        if schema is not TOKENS or _has_table(folder, TOKENS.name)
+    }
     return Run(
         path=folder,
         kind=kind,
@@ -115,32 +111,14 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def _kind(folder: Path) -> Kind:
+    if _has_table(folder, BIAS.name):
+        return "bias"
+    return "study" if _has_table(folder, CLAIMS.name) else "trace"
+
+
 def _has_table(folder: Path, name: str) -> bool:
     return any((folder / f"{name}{suffix}").is_file() for suffix in (".parquet", ".jsonl"))
-
-
-def _metrics_file(folder: Path) -> Path | None:
-    return next((path for name in ("metrics.parquet", "metrics.jsonl") if (path := folder / name).is_file()), None)
-
-
-def _read_metrics(path: Path) -> Table:
-    """Training metrics by column; a training run that goes on has JSON lines without a declaration."""
-    if path.suffix == ".parquet":
-        table = read_table(path)
-    else:
-        try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-            table = {name: [line.get(name) for line in lines] for name in METRIC_COLUMNS}
-        except (ValueError, AttributeError) as error:
-            raise _unreadable(path, error) from error
-    for name in ("step", "loss"):
-        if name not in table or None in table[name]:
-            raise InputError(
-                expected=f"a value of {name} in every row of {path}",
-                found="one that is missing",
-                next_step="Give a folder that sinkscope pretrain wrote",
-            )
-    return {name: table.get(name) or [None] * len(table["step"]) for name in METRIC_COLUMNS}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

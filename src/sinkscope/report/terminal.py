@@ -6,6 +6,7 @@ Progress goes to standard error, results to standard output. Text from models is
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
+    from sinkscope.origins.fingerprint import Fingerprint
+    from sinkscope.origins.initial_bias import Bias
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
@@ -35,16 +38,30 @@ def working(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal; yields the function that moves it."""
-    bar = Progress(
-        TextColumn("{task.description}"),
+    with steps() as begin:
+        yield begin(what)
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """One bar for each of several pieces of work; yields the function that names a piece and returns its mover."""
+    with _bar() as bar:
+
+        def begin(what: str) -> Callable[[int, int], None]:
+            task = bar.add_task(what, total=None)
+            return lambda done, total: bar.update(task, completed=done, total=total)
+
+        yield begin
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
@@ -122,6 +139,77 @@ def show_intervened(result: Intervened, path: Path) -> None:
     console.print(Text(f"Written to {path}"))
 
 
+def show_bias(result: Bias, path: Path) -> None:
+    """What is preferred, what each control changes, what training leaves, and the answer in sentences."""
+    console, summary = Console(), result.summary
+    rows = [
+        (name, f"{entry['value']:.4g}", _ends(entry["low"], entry["high"])) for name, entry in summary["bias"].items()
+    ]
+    _table(console, "bias", ("quantity", "value", "95 % interval"), rows)
+    rows = []
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            rows.append((name, "refused", "", ""))
+            continue
+        deficit, cosine = entry["entropy_deficit"], entry["inter_cosine"]
+        change = f"{deficit['difference']:+.3g}"
+        rows.append((name, change, _ends(deficit["low"], deficit["high"]), f"{cosine['difference']:+.3g}"))
+    if rows:
+        _table(console, "change under each control", ("control", "entropy deficit", "interval", "inter cosine"), rows)
+    rows = [
+        (row["checkpoint"], f"{row['value']:.3f}", _ends(row["low"], row["high"]), _number(row["other_seeds"]))
+        for row in summary["persistence"]
+    ]
+    if rows:
+        columns = ("checkpoint", "correlation", "interval", "other seeds")
+        _table(console, "rank correlation with the beginning", columns, rows, limit=len(rows))
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            console.print(Text(f"{name}: {entry['refused']}"))
+    console.print(Text(result.story))
+    page = path / "report.html"
+    console.print(Text(f"Written to {page if page.is_file() else path}"))
+
+
+def _ends(low: float, high: float) -> str:
+    return "" if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def show_fingerprint(result: Fingerprint, path: Path) -> None:
+    """The pairs as a table, surest relations first, and the answer in a sentence."""
+    console = Console()
+    pairs = sorted(result.pairs, key=lambda pair: (math.isnan(pair.z), -pair.z))
+    rows = [
+        (
+            pair.base,
+            pair.suspect,
+            pair.verdict,
+            f"{pair.effect:.3f}",
+            "" if math.isnan(pair.low) else f"{pair.low:.3f} to {pair.high:.3f}",
+            f"{pair.z:.1f}",
+            _tail(pair.p if math.isnan(pair.q) else pair.q),
+        )
+        for pair in pairs
+    ]
+    columns = (
+        "base",
+        "suspect",
+        "verdict",
+        "effect",
+        "95 % interval",
+        "z",
+        "p" if result.method == "seedprint" else "q",
+    )
+    _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
+    console.print(Text(result.answer, style="bold"))
+    console.print(Text("The p-value is that of two models drawn independently; it is no proof of theft."))
+    console.print(Text(f"Written to {path}"))
+
+
 def show_families(rows: list[dict]) -> None:
     columns = ("family", "blocks", "output projection", "feed-forward", "notes")
     _table(
@@ -134,6 +222,11 @@ def show_anatomy(name: str, parts: dict) -> None:
     console.print(Text(name, style="bold"))
     for key, value in parts.items():
         console.print(Text(f"  {key}: {value}"))
+
+
+def _tail(probability: float) -> str:
+    """Far tails of a distribution are a manner of speaking."""
+    return "< 1e-12" if probability < 1e-12 else f"{probability:.2g}"
 
 
 def _table(

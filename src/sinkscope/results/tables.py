@@ -118,6 +118,16 @@ def read_table(path: Path, schema: Schema | None = None) -> dict[str, list]:
     return table
 
 
+def rows_where(table: Mapping[str, Sequence], **equal: Any) -> list[dict[str, Any]]:
+    """The rows of a table, given by columns, whose columns named in `equal` have these values."""
+    # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
+    kept = range(len(next(iter(table.values()))))
+    for name, value in equal.items():
+        column = table[name]
+        kept = [index for index in kept if column[index] == value]
+    return [{name: column[index] for name, column in table.items()} for index in kept]
+
+
 Checked = tuple[np.ndarray, np.ndarray | None]
 
 

@@ -1,0 +1,97 @@
+"""What is kept of the runs of an experiment: a compressed line of JSON for each."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from paper_plan import Run
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.metrics_log import read_rows
+
+FILE_BYTES, NUM_FILES = 15 << 20, 4
+"""Limits on what is kept: a machine that is lent for training may hand back only a few files of at most 16 MiB."""
+
+
+def run_result(run: Run, folder: Path) -> dict[str, Any]:
+    """What is kept of a complete run."""
+    rows = read_rows(folder / "metrics.jsonl")
+    probes = folder / "probes.jsonl"
+    return {
+        "run": asdict(run),
+        "diverged": False,
+        "config": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
+        "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
+        "summary": json.loads((folder / "summary.json").read_text(encoding="utf-8")),
+        # The later half: the first updates compile.
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :]),
+        "metrics": [row for row in rows if row["validation_loss"] is not None],
+        "probes": read_rows(probes) if probes.exists() else [],
+    }
+
+
+class KeptResults:
+    """Files of compressed lines that grow as runs end, so that what is done is there even if all else is killed."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say, self.number = folder, say, 0
+        self.results: list[dict[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("results-*.jsonl.xz"):
+            old.unlink()
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.results.append(result)
+        member = _compressed(result)
+        path = self._path()
+        if path.exists() and path.stat().st_size + len(member) > FILE_BYTES:
+            if self.number + 1 == NUM_FILES:
+                self.say(f"no room in {self.folder} for the probes of {Run(**result['run']).name}: they are left out")
+                member = _compressed(result | {"probes": []})
+            else:
+                self.number += 1
+        with self._path().open("ab") as file:
+            file.write(member)
+
+    def _path(self) -> Path:
+        return self.folder / f"results-{self.number}.jsonl.xz"
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The kept results of all files in a folder."""
+    lines: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("results-*.jsonl.xz")):
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            lines += [json.loads(line) for line in file]
+    if not lines:
+        raise InputError(
+            expected=f"results-*.jsonl.xz in {folder}",
+            found="none",
+            next_step="Give the folder that paper_experiment.py --keep wrote",
+        )
+    return lines
+
+
+def write_run(result: dict[str, Any], folder: Path) -> Path:
+    """The run folder of a kept result as far as it was kept, for what reads run folders."""
+    path = folder / Run(**result["run"]).name
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(result["config"]), encoding="utf-8")
+    for name in ("environment", "summary"):
+        (path / f"{name}.json").write_text(json.dumps(result[name]), encoding="utf-8")
+    for name in ("metrics", "probes"):
+        lines = [json.dumps(row) + "\n" for row in result[name]]
+        (path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def _compressed(result: dict[str, Any]) -> bytes:
+    """One line as a whole xz stream: streams can be put behind one another."""
+    return lzma.compress((json.dumps(result, allow_nan=False) + "\n").encode())

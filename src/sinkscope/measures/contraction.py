@@ -1,0 +1,52 @@
+"""How far states gather along one direction. N states, E width."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def pairwise_cosine(unit_NE: Float[Tensor, "N E"]) -> Float[Tensor, " N"]:
+    """Values of the states whose mean is the mean cosine of all pairs, and whose spread gives that mean's error.
+
+    With h_n the mean cosine of state n to the others, the mean over pairs is m = mean h, and its linear part
+    m + 2 (h_n - m): each state is in two places of a pair, so resampling h alone would halve the interval.
+    """
+    unit_NE = unit_NE.double()
+    others_NE = unit_NE.sum(0) - unit_NE
+    mean_N = (unit_NE * others_NE).sum(-1) / (len(unit_NE) - 1)
+    return 2 * mean_N - mean_N.mean()
+
+
+class Principal(NamedTuple):
+    """The top principal direction of unit vectors, not centred."""
+
+    alignment: float
+    """|cosine| of the mean with the direction."""
+    share: float
+    """Of the energy: 1 where all vectors lie on one line, 1 / E where they point everywhere alike."""
+
+
+def principal(unit_NE: Float[Tensor, "N E"]) -> Principal:
+    """The mean's alignment with the top principal direction, and the direction's share of the energy.
+
+    From the smaller of the two matrices of inner products: the top direction loses nothing by squaring.
+    """
+    unit_NE = unit_NE.double()
+    num_states, width = unit_NE.shape
+    if num_states <= width:
+        energies, vectors = torch.linalg.eigh(unit_NE @ unit_NE.T)
+        direction_E = unit_NE.T @ vectors[:, -1]
+    else:
+        energies, vectors = torch.linalg.eigh(unit_NE.T @ unit_NE)
+        direction_E = vectors[:, -1]
+    mean_E = unit_NE.mean(0)
+    cosine = torch.nn.functional.cosine_similarity(mean_E, direction_E, dim=0)
+    return Principal(float(cosine.abs()), float(energies[-1] / energies.sum()))
+
+
+def split_half_cosine(unit_NE: Float[Tensor, "N E"]) -> float:
+    """Cosine of the means of every other state: near 1 where the mean direction does not depend on which states."""
+    unit_NE = unit_NE.double()
+    return float(torch.nn.functional.cosine_similarity(unit_NE[::2].mean(0), unit_NE[1::2].mean(0), dim=0))

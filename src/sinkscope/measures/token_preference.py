@@ -1,0 +1,62 @@
+"""How far a model prefers some tokens whatever it reads. N sequences, V tokens of the vocabulary.
+
+Each measure comes as one value for each sequence whose mean is the measure, so an interval over sequences is one of a
+mean.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+
+def prediction_ratio(predicted_N: Int64[Tensor, " N"], vocabulary: int) -> Float[Tensor, " N"]:
+    """V where a sequence's most likely next token is the one most often predicted elsewhere, else 0.
+
+    Their mean is the share of the preferred token over that of a model without preference, 1 / V. The token is chosen
+    on every other sequence and looked for in the rest, both ways round: the commonest of few predictions, counted where
+    it was chosen, is common by selection.
+    """
+    values_N = torch.empty(len(predicted_N), dtype=torch.float64)
+    for own, others in _halves():
+        token = predicted_N[others].bincount(minlength=vocabulary).argmax()
+        values_N[own] = vocabulary * (predicted_N[own] == token).double()
+    return values_N
+
+
+def probability_ratio(probability_NV: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+    """V times a sequence's probability of the token that is most probable on average elsewhere; chosen as above."""
+    values_N = torch.empty(len(probability_NV), dtype=torch.float64)
+    for own, others in _halves():
+        token = probability_NV[others].mean(0).argmax()
+        values_N[own] = probability_NV.shape[1] * probability_NV[own, token].double()
+    return values_N
+
+
+def prediction_surprise(predicted_N: Int64[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """-log of the share of sequences that predict what this one does: the mean is the entropy of the histogram."""
+    _, inverse_N, count = predicted_N.unique(return_inverse=True, return_counts=True)
+    return -(count[inverse_N].double() / len(predicted_N)).log()
+
+
+def uniform_entropy(num_sequences: int, vocabulary: int) -> float:
+    """The expected entropy of the histogram of N predictions that are uniform over V tokens.
+
+    A prediction shares its token with j of the others, j binomial: E[H] = log N - sum_j P(j) log(j + 1).
+    """
+    j = torch.arange(num_sequences, dtype=torch.float64)
+    others = num_sequences - 1
+    choose = math.lgamma(others + 1) - (j + 1).lgamma() - (others - j + 1).lgamma()
+    # xlogy: a vocabulary of one token leaves no other.
+    log_pmf = (
+        choose
+        - j * math.log(vocabulary)
+        + torch.special.xlogy(others - j, torch.tensor(1 - 1 / vocabulary, dtype=torch.float64))
+    )
+    return math.log(num_sequences) - float((log_pmf.exp() * (j + 1).log()).sum())
+
+
+def _halves() -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    return (even, odd), (odd, even)

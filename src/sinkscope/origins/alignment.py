@@ -1,0 +1,115 @@
+"""Whether the hidden dimensions of two models belong together one by one: the default method of a fingerprint.
+
+Two models that began with the same weights give the same meaning to dimension 7; two that did not have no reason to.
+Initial weights are drawn alike for every dimension, and training treats them alike, so a model that began with other
+weights is as likely with its dimensions renamed in any order. The null is therefore exact for trained models too:
+unrelated models of the same shape *with the suspect's own training* are the suspect under random renamings. That two
+models react alike to the same inputs is in both, and cancels.
+
+    ranks       of each dimension over the sequences, centred (a massive dimension counts as any other)
+    whitened    W = R (R^T R)^(-1/2): what many dimensions share is no longer counted many times
+    stacked     W of the last layer's states above W of the embeddings: a renaming renames both
+    centred     each sequence's mean over the dimensions is taken off; D = W_a^T W_b
+    alignment   trace(D) / (|W_a| |W_b|), the correlation of the two tables: 1 for a model with itself, 0 on average
+                for unrelated models
+    z           trace(D) / sqrt(sum D^2 / (E - 1)): mean 0 and variance 1 over all renamings (Hoeffding 1951)
+
+N sequences, or twice as many where both states are stacked; E dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.statistics import average_ranks, bootstrap_mean_interval, student_t_tail
+
+FEWEST_DIMENSIONS = 16
+"""With fewer, renamings are too few for any sure verdict."""
+SMALLEST_SHARE = 1e-10
+"""Principal directions with less of the largest one's variance than this are rounding errors, and left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How far two models' dimensions belong together; NaN where too few dimensions vary to say."""
+
+    effect: float
+    low: float
+    high: float
+    """Of the 95 % bootstrap interval over dimensions."""
+    z: float
+    p: float
+    """One-sided, of z under Student's t with E - 1 degrees of freedom: with few dimensions, tails are longer than a
+    normal's."""
+    num_dimensions: int
+
+
+def alignment_table(states_NE: Tensor, embeddings_NE: Tensor | None) -> Tensor:
+    """What alignments are computed from: the whitened ranks of both states of a signature, one above the other."""
+    return torch.cat([whitened_ranks(each) for each in (states_NE, embeddings_NE) if each is not None])
+
+
+def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
+    """The ranks of each dimension over the sequences (ties share their mean), centred and whitened, in float64.
+
+    A constant dimension is a column of zeros. Symmetric whitening is the one that commutes with renaming dimensions.
+    """
+    columns = states_NE.cpu().numpy().T
+    ranks_NE = torch.from_numpy(np.stack([average_ranks(column) for column in columns], axis=1))
+    ranks_NE -= ranks_NE.mean(0)
+    scale_E = ranks_NE.norm(dim=0)
+    ranks_NE /= torch.where(scale_E > 0, scale_E, 1.0)
+    tall = ranks_NE.shape[0] >= ranks_NE.shape[1]
+    # The smaller of the two second moments: both have the same eigenvalues.
+    values, vectors = torch.linalg.eigh(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
+    kept = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
+    root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
+    white_NE = ranks_NE @ root if tall else root @ ranks_NE
+    return white_NE * (scale_E > 0)  # a constant dimension exactly, not up to rounding
+
+
+def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -> Alignment:
+    """The alignment of two models from their tables on the same sequences."""
+    varies_E = (base_NE != 0).any(0) & (suspect_NE != 0).any(0)
+    num_dimensions = int(varies_E.sum())
+    if num_dimensions < FEWEST_DIMENSIONS:
+        nan = float("nan")
+        return Alignment(effect=nan, low=nan, high=nan, z=nan, p=nan, num_dimensions=num_dimensions)
+    base_NE, suspect_NE = (_centred(states[:, varies_E]) for states in (base_NE, suspect_NE))
+    products_EE = base_NE.T @ suspect_NE
+    diagonal_E = products_EE.diagonal()
+    scale = float(base_NE.norm() * suspect_NE.norm())
+    low, high = (float(end) for end in bootstrap_mean_interval((diagonal_E * (num_dimensions / scale)).numpy()))
+    z = float(diagonal_E.sum() / _spread(products_EE))
+    return Alignment(
+        effect=float(diagonal_E.sum()) / scale,
+        low=low,
+        high=high,
+        z=z,
+        p=student_t_tail(z, num_dimensions - 1),
+        num_dimensions=num_dimensions,
+    )
+
+
+def renamed_z(
+    base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"], *, num_renamings: int, seed: int = 0
+) -> np.ndarray:
+    """z under random renamings of the suspect's dimensions: what Student's t stands for."""
+    products_EE = (_centred(base_NE).T @ _centred(suspect_NE)).numpy()
+    random, places = np.random.default_rng(seed), np.arange(len(products_EE))
+    sums = [products_EE[places, random.permutation(places)].sum() for _ in range(num_renamings)]
+    return np.array(sums) / float(_spread(torch.from_numpy(products_EE)))
+
+
+def _centred(whitened_NE: Tensor) -> Tensor:
+    return whitened_NE - whitened_NE.mean(1, keepdim=True)
+
+
+def _spread(products_EE: Tensor) -> Tensor:
+    """The standard deviation of the trace over all renamings; rows and columns of the products have mean 0."""
+    return (products_EE.square().sum() / (len(products_EE) - 1)).sqrt()

@@ -1,0 +1,209 @@
+"""A model read on random sequences: which tokens it prefers, how its states contract, and how far two agree.
+
+Axes: N sequences, V vocabulary, G groups of sequences, K preferred tokens that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.errors import InputError
+from sinkscope.measures.token_preference import (
+    prediction_ratio,
+    prediction_surprise,
+    probability_ratio,
+    uniform_entropy,
+)
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.origins.contraction import Contraction, ContractionReader
+from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
+
+NUM_PREFERRED = 10
+NUM_GROUPS = 16
+"""Groups of sequences, of which pairs are left out in turn to find the error of a rank correlation."""
+LEAST_SEQUENCES = NUM_GROUPS
+CHUNK_TOKENS = 1 << 14
+MOST_PROBABILITIES = 1 << 29
+"""Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
+
+
+class Agreement(NamedTuple):
+    """A rank correlation, and values of the jackknife with this mean, which give its interval over sequences."""
+
+    correlation: float
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class BiasReading:
+    """What one model does with one batch of random tokens."""
+
+    name: str
+    values: dict[str, np.ndarray]
+    """By quantity, one value a sequence; their mean is the quantity."""
+    group_probability_GV: np.ndarray
+    """Mean next-token probabilities of each group of sequences."""
+    preferred_K: np.ndarray
+    """The tokens that are most probable on average, first the most."""
+    predicted_share_K: np.ndarray
+    """Share of sequences in which each is the most likely next token."""
+    contraction: Contraction
+
+    @cached_property
+    def ceiling(self) -> Agreement:
+        """The agreement of the model with itself, on other sequences: the most that another's can be."""
+        return agreement(self, self)
+
+    @property
+    def probability_V(self) -> np.ndarray:
+        """Mean next-token probabilities: what the model prefers whatever it reads."""
+        return self.group_probability_GV.mean(0)
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """One model under a control: each quantity by sequence, and whether it still prefers the same tokens."""
+
+    values: dict[str, np.ndarray]
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One later model of a training run."""
+
+    name: str
+    step: int | None
+    reading: BiasReading
+    agreement: Agreement
+    """With the model at the beginning."""
+    other_seeds: list[float]
+    """The same with beginnings drawn from other seeds, which it must exceed to mean anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasReadings:
+    """Every reading of a configuration or a model."""
+
+    name: str
+    model: LoadedModel
+    """The model, or the first that was drawn."""
+    batch: TokenBatch
+    seeds: tuple[int | None, ...]
+    """None alone for a model that has weights."""
+    untouched: list[BiasReading]
+    """One for each seed."""
+    controls: dict[str, list[Controlled]]
+    refused: dict[str, str]
+    """Controls that the family cannot honour, with the reason."""
+    checkpoints: list[Checkpoint]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.untouched[0].group_probability_GV.shape[1]
+
+
+def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
+    """The preference and the contraction of a model on a batch of random tokens."""
+    anatomy = anatomy_of(loaded.model)
+    _check_size(batch, vocabulary_of(loaded))
+    reader = ContractionReader(anatomy, batch.length)
+    parts = []
+    with evaluation_mode(loaded.model), torch.no_grad(), reader.reading():
+        for ids_BT in batch.ids.split(max(1, CHUNK_TOKENS // batch.length)):
+            logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
+            parts.append(logits[:, -1].float().softmax(-1).cpu())
+    probability_NV = torch.cat(parts)
+    if not torch.isfinite(probability_NV).all():
+        raise InputError(
+            expected="finite logits",
+            found=f"NaN or infinity from {loaded.name}",
+            next_step="Load the model with --dtype float32, or fetch its weights again",
+        )
+    contraction = reader.result()
+    values = _preference(probability_NV) | {
+        "inter_cosine": contraction.inter_SN[-1],
+        "intra_cosine": contraction.intra_SN[-1],
+    }
+    preferred_K = probability_NV.mean(0).topk(min(NUM_PREFERRED, probability_NV.shape[1])).indices
+    predicted_N = probability_NV.argmax(-1)
+    return BiasReading(
+        name=loaded.name,
+        values=values,
+        group_probability_GV=np.stack([group.mean(0).numpy() for group in probability_NV.tensor_split(NUM_GROUPS)]),
+        preferred_K=preferred_K.numpy(),
+        predicted_share_K=(predicted_N[:, None] == preferred_K).double().mean(0).numpy(),
+        contraction=contraction,
+    )
+
+
+def vocabulary_of(loaded: LoadedModel) -> int:
+    """How many tokens a model gives a probability."""
+    head: Any = loaded.model.get_output_embeddings()
+    return head.weight.shape[0]
+
+
+def _check_size(batch: TokenBatch, vocabulary: int) -> None:
+    most = MOST_PROBABILITIES // vocabulary
+    if not LEAST_SEQUENCES <= batch.num_sequences <= most:
+        raise InputError(
+            expected=f"{LEAST_SEQUENCES} to {most} sequences for a vocabulary of {vocabulary} tokens",
+            found=str(batch.num_sequences),
+            next_step=f"Give --num-sequences {min(most, max(LEAST_SEQUENCES, batch.num_sequences))}",
+        )
+
+
+def _preference(probability_NV: Tensor) -> dict[str, np.ndarray]:
+    num_sequences, vocabulary = probability_NV.shape
+    predicted_N = probability_NV.argmax(-1)
+    surprise_N = prediction_surprise(predicted_N)
+    values = {
+        "prediction_ratio": prediction_ratio(predicted_N, vocabulary),
+        "probability_ratio": probability_ratio(probability_NV),
+        "entropy": surprise_N,
+        "entropy_deficit": uniform_entropy(num_sequences, vocabulary) - surprise_N,
+    }
+    return {name: value.numpy() for name, value in values.items()}
+
+
+def sample_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of the 95 % interval of the mean over the first axis; NaN for fewer than 5 values, which say little."""
+    if len(values) < 5:
+        return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)
+    confidence = 1 - 2 * bootstrap_tail(len(values), 0.95)
+    # Few values have long tails to resolve; many make resamples large.
+    num_resamples = 10_000 if len(values) <= 256 else 2000
+    return bootstrap_mean_interval(values, confidence=confidence, num_resamples=num_resamples)
+
+
+def agreement(one: BiasReading, other: BiasReading) -> Agreement:
+    """The correlation of `preference_correlation` with its error, by leaving out pairs of groups of sequences in turn.
+
+    Of the jackknife's pseudo-values only the spread is taken: fewer sequences give a lower correlation, which they
+    would read as a bias of the whole.
+    """
+    whole = preference_correlation(one, other)
+    without = np.array([preference_correlation(one, other, left_out) for left_out in range(NUM_GROUPS // 2)])
+    return Agreement(whole, whole - (len(without) - 1) * (without - without.mean()))
+
+
+def preference_correlation(one: BiasReading, other: BiasReading, left_out: int | None = None) -> float:
+    """The rank correlation of two models' mean next-token probabilities, each over sequences that the other's are not.
+
+    Both may have read the same sequences, and a model may do the same with the same sequence without any preference; so
+    every other group of one is held against the rest of the other, both ways round. With itself it gives the most that
+    can be expected.
+    """
+    pairs = np.arange(NUM_GROUPS).reshape(-1, 2)
+    pairs = pairs if left_out is None else np.delete(pairs, left_out, 0)
+    halves = [reading.group_probability_GV[pairs[:, half]].mean(0) for reading in (one, other) for half in (0, 1)]
+    return (rank_correlation(halves[0], halves[3]) + rank_correlation(halves[1], halves[2])) / 2

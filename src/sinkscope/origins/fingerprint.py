@@ -1,0 +1,324 @@
+"""Which models share an initialisation: signatures compared pair by pair, with a verdict for each pair.
+
+The default method, `alignment`, says same origin where the pair's rate of false discoveries is at most 1 % among all
+pairs of the run *and* its z is above that of every unrelated model: fresh initialisations of the first model's
+configuration, and the models that the user knows to be unrelated, each against both models of the pair. It says
+different origin where even the upper end of the effect's interval is below what training leaves of a shared
+initialisation in our proof (docs/origins.md). Between the two it can't tell.
+`seedprint` is the published test: same origin where p < 0.01, different origin elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel
+from sinkscope.origins.alignment import alignment, alignment_table
+from sinkscope.origins.model_specs import draw, load_model
+from sinkscope.origins.seedprint import LEVEL, seedprint
+from sinkscope.origins.signature import (
+    Inputs,
+    Signature,
+    check_inputs,
+    is_signature_file,
+    load_signature,
+    sign,
+    vocabulary_of,
+)
+from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
+from sinkscope.results.parts import Parts
+from sinkscope.statistics import false_discovery_rates
+
+if TYPE_CHECKING:
+    from sinkscope.results.run_folder import RunFolder
+
+Method = Literal["alignment", "seedprint"]
+Verdict = Literal["same origin", "different origin", "can't tell"]
+WEAKEST_RELATION = 0.05
+"""Below this alignment nothing of a shared initialisation is left that we would call one: a convention, under the 0.3
+of the weakest pairs that the proof recognised, which longer training can bring a relation below (docs/origins.md)."""
+FRESH = 4
+FRESH_SEED = 1_847_362_915
+"""Of the first fresh initialisation: not a seed that people give, and below 2^32, where torch's generator wraps."""
+
+Work = Callable[[str], Callable[[int, int], None]]
+"""Names a model that is being read; returns what to call with (sequences done, sequences in all)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What was found of two models."""
+
+    base: str
+    suspect: str
+    verdict: Verdict
+    effect: float
+    low: float
+    high: float
+    z: float
+    p: float
+    q: float
+    num_dimensions: int
+    num_unrelated: int
+    """Comparisons of either model with an unrelated one."""
+    unrelated_z: float
+    """The largest of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fingerprint:
+    """Signatures, and every pair of them that was asked for."""
+
+    method: Method
+    signatures: list[Signature]
+    unrelated: list[Signature]
+    pairs: list[Pair]
+    unrelated_rows: list[dict[str, Any]]
+
+    @property
+    def answer(self) -> str:
+        """The result in a sentence."""
+        counts = {verdict: sum(pair.verdict == verdict for pair in self.pairs) for verdict in get_args(Verdict)}
+        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        if len(self.pairs) > 1:
+            return f"Of {len(self.pairs)} pairs: {told}."
+        (pair,) = self.pairs
+        return f"{pair.suspect} and {pair.base}: {pair.verdict}."
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json of a run."""
+        inputs = self.signatures[0].inputs
+        return {
+            "kind": "fingerprint",
+            "method": self.method,
+            "answer": self.answer,
+            "inputs": asdict(inputs),
+            "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
+            "unrelated": [each.name for each in self.unrelated],
+            "pairs": [asdict(pair) for pair in self.pairs],
+        }
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes summary, tables and signatures into a run folder."""
+        folder.write_json("summary.json", self.summary())
+        rows = [asdict(pair) | {"method": self.method} for pair in self.pairs]
+        for schema, found in ((PAIRS, rows), (UNRELATED, self.unrelated_rows)):
+            folder.write_table(schema, {c.name: [row[c.name] for row in found] for c in schema.columns})
+        (folder.path / "signatures").mkdir()
+        for index, signature in enumerate([*self.signatures, *self.unrelated]):
+            signature.save(folder.path / "signatures" / f"{index:03d}-{_file_name(signature.name)}.safetensors")
+
+
+def fingerprint(
+    models: Sequence[Any],
+    *,
+    matrix: bool = False,
+    method: Method = "alignment",
+    unrelated: Sequence[Any] = (),
+    fresh: int = FRESH,
+    vocabulary: int | None = None,
+    length: int | None = None,
+    num_sequences: int | None = None,
+    seed: int | None = None,
+    parts: Parts | None = None,
+    work: Work | None = None,
+    **loading: Any,
+) -> Fingerprint:
+    """The first model compared with each other one, or all pairs of them.
+
+    Models are anything that `load_model` takes, signatures, or files of signatures; where one is a signature, its
+    inputs are the default. `loading` goes to `load_model`. Models are read one after the other, never two at once.
+    """
+    _check_request(models, method, fresh)
+    numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
+    asked = {key: value for key, value in numbers.items() if value is not None}
+    # Signatures are read first: their inputs are the default, and a file that is none is refused before any work.
+    sources = deque(_read_if_signature(source) for source in models)
+    given = [_read_if_signature(source) for source in unrelated]
+    inputs = _inputs([*sources, *given], asked)
+    if inputs is None:
+        sources[0] = _loaded(sources[0], loading)
+        inputs = Inputs(vocabulary=vocabulary_of(sources[0]), **asked)
+
+    def signed(source: Any) -> Signature:
+        opened = source if isinstance(source, Signature) else _loaded(source, loading)
+        has = opened.vocabulary if isinstance(opened, Signature) else vocabulary_of(opened)
+        if vocabulary is None and has != inputs.vocabulary:
+            raise InputError(
+                expected=f"models with one vocabulary, of {inputs.vocabulary} ids",
+                found=f"{has} in {opened.name}",
+                next_step="If the first ids mean the same tokens in all models, say how many with --vocabulary",
+            )
+        if isinstance(opened, Signature):
+            check_inputs(opened, inputs)
+            return opened
+        return sign(opened, inputs, parts=parts, progress=work(opened.name) if work else None)
+
+    signatures: list[Signature] = []
+    while sources:  # taken off, so that no model stays in memory once it is signed
+        signatures.append(signed(sources.popleft()))
+        _check_widths(signatures)
+    null = [signed(source) for source in given]
+    if fresh and method == "alignment":
+        options = {key: loading[key] for key in ("dtype", "device") if key in loading}
+        configuration = signatures[0].configuration()
+        for index in range(fresh):
+            null.append(signed(draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", **options)))
+    _check_widths([signatures[0], *null])
+    signatures = _with_own_names(signatures)
+    compared = compare_all if matrix else compare_with_first
+    return compared(signatures, null, method)
+
+
+def compare_with_first(signatures: list[Signature], unrelated: list[Signature], method: Method) -> Fingerprint:
+    """The first model against each of the others."""
+    return _compare(signatures, [(0, other) for other in range(1, len(signatures))], unrelated, method)
+
+
+def compare_all(signatures: list[Signature], unrelated: list[Signature], method: Method) -> Fingerprint:
+    """Every pair of models."""
+    return _compare(signatures, list(itertools.combinations(range(len(signatures)), 2)), unrelated, method)
+
+
+def _compare(
+    signatures: list[Signature], places: list[tuple[int, int]], unrelated: list[Signature], method: Method
+) -> Fingerprint:
+    rows: list[dict[str, Any]] = []
+    if method == "seedprint":
+        pairs = [_published(signatures[a], signatures[b]) for a, b in places]
+    else:
+        tables = [alignment_table(each.states, each.embeddings) for each in signatures]
+        for other in unrelated:
+            other_table = alignment_table(other.states, other.embeddings)
+            for signature, table in zip(signatures, tables, strict=True):
+                found = alignment(table, other_table)
+                rows.append({"model": signature.name, "unrelated": other.name, "effect": found.effect, "z": found.z})
+        pairs = _aligned(signatures, places, tables, rows)
+    return Fingerprint(method=method, signatures=signatures, unrelated=unrelated, pairs=pairs, unrelated_rows=rows)
+
+
+def _aligned(
+    signatures: list[Signature], places: list[tuple[int, int]], tables: list[Tensor], rows: list[dict[str, Any]]
+) -> list[Pair]:
+    found = [alignment(tables[a], tables[b]) for a, b in places]
+    rates = false_discovery_rates([each.p for each in found])
+    pairs = []
+    for (a, b), each, q in zip(places, found, rates, strict=True):
+        names = (signatures[a].name, signatures[b].name)
+        null = [row["z"] for row in rows if row["model"] in names and not math.isnan(row["z"])]
+        largest = max(null, default=math.nan)
+        pair = Pair(
+            base=names[0],
+            suspect=names[1],
+            verdict="can't tell",
+            **asdict(each),
+            q=float(q),
+            num_unrelated=len(null),
+            unrelated_z=largest,
+        )
+        pairs.append(replace(pair, verdict=judged(pair)))
+    return pairs
+
+
+def judged(pair: Pair) -> Verdict:
+    """The verdict on a pair by alignment; comparisons with NaN are false, so what cannot be computed can't tell."""
+    above_all = not pair.num_unrelated or pair.z > pair.unrelated_z
+    if pair.q <= LEVEL and above_all:
+        return "same origin"
+    if pair.q > LEVEL and pair.high < WEAKEST_RELATION:
+        return "different origin"
+    return "can't tell"
+
+
+def _published(base: Signature, suspect: Signature) -> Pair:
+    found = seedprint(base.states, suspect.states)
+    nan = math.nan
+    verdict: Verdict = "can't tell" if math.isnan(found.p) else "same origin" if found.p < LEVEL else "different origin"
+    return Pair(
+        base=base.name,
+        suspect=suspect.name,
+        verdict=verdict,
+        effect=found.tau,
+        low=nan,
+        high=nan,
+        z=found.z,
+        p=found.p,
+        q=nan,
+        num_dimensions=found.num_dimensions,
+        num_unrelated=0,
+        unrelated_z=nan,
+    )
+
+
+def _check_request(models: Sequence[Any], method: str, fresh: int) -> None:
+    if len(models) < 2:
+        raise InputError(
+            expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
+        )
+    if method not in get_args(Method):
+        raise InputError(
+            expected=f"a method: {', '.join(get_args(Method))}", found=repr(method), next_step="Choose it with --method"
+        )
+    if fresh < 0:
+        raise InputError(expected="at least 0 fresh initialisations", found=str(fresh), next_step="Raise --fresh")
+
+
+def _check_widths(signatures: list[Signature]) -> None:
+    first = signatures[0]
+    for other in signatures[1:]:
+        if other.width != first.width or (other.embeddings is None) != (first.embeddings is None):
+            raise InputError(
+                expected=f"models of one width: {first.name} has {first.width} hidden dimensions",
+                found=f"{other.width} in {other.name}",
+                next_step="Leave it out: without dimensions to match, nothing of an initialisation can be compared",
+            )
+
+
+def _read_if_signature(source: Any) -> Any:
+    return load_signature(Path(source).expanduser()) if is_signature_file(source) else source
+
+
+def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
+    """What was asked for, completed by the first signature among the models; None where a vocabulary is missing."""
+    for source in sources:
+        if isinstance(source, Signature):
+            return Inputs(**(asdict(source.inputs) | asked))
+    return Inputs(**asked) if "vocabulary" in asked else None
+
+
+def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
+    """The model, called as it was named: a training run's last weights are all in folders called model."""
+    if isinstance(source, LoadedModel):
+        return source
+    loaded = load_model(source, **loading)
+    if not isinstance(source, str | Path):
+        return loaded
+    # Run folders are shared, so an absolute path is recorded by its last part.
+    label = Path(source).name if Path(source).expanduser().is_absolute() else str(source)
+    return replace(loaded, name=label)
+
+
+def _with_own_names(signatures: list[Signature]) -> list[Signature]:
+    """The same with a number behind names that occur twice."""
+    seen: dict[str, int] = {}
+    result = []
+    for signature in signatures:
+        seen[signature.name] = seen.get(signature.name, 0) + 1
+        again = seen[signature.name]
+        result.append(signature if again == 1 else replace(signature, name=f"{signature.name} ({again})"))
+    return result
+
+
+def _file_name(name: str) -> str:
+    return (
+        "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip("-.")[:80] or "model"
+    )

@@ -1,0 +1,203 @@
+"""bias(model or configuration): which tokens a model is born to prefer, what gathers its states, and what remains.
+
+A configuration is drawn from several seeds and every number has an interval over them; a model with weights is read as
+it is, with intervals over sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.origins.bias_controls import CONTROLS, controlled
+from sinkscope.origins.bias_reading import (
+    BiasReading,
+    BiasReadings,
+    Checkpoint,
+    Controlled,
+    agreement,
+    preference_correlation,
+    read_bias,
+    vocabulary_of,
+)
+from sinkscope.origins.bias_summary import bias_summary
+from sinkscope.origins.bias_tables import bias_tables
+from sinkscope.origins.model_specs import Configuration, draw, find_configuration, load_model
+from sinkscope.results.bias_schemas import BIAS_TABLES
+from sinkscope.results.run_folder import RunFolder
+
+NUM_SEEDS = 8
+CALIBRATION_SEQUENCES = 64
+Progress = Callable[[int, int], None]
+"""Called with (readings done, readings in all)."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What was read, and the same as tables."""
+
+    readings: BiasReadings
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Columns by table: bias, preferred_tokens, contraction, contraction_positions, controls, persistence."""
+        return bias_tables(self.readings)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return bias_summary(self.readings, self.tables)
+
+    @property
+    def story(self) -> str:
+        return self.summary["story"]
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes the summary and every table into an open run folder."""
+        folder.write_json("summary.json", self.summary)
+        for schema in BIAS_TABLES:
+            folder.write_table(schema, self.tables[schema.name])
+
+
+def bias(
+    source: Any = None,
+    *,
+    seeds: int | None = None,
+    num_sequences: int = 128,
+    length: int = 32,
+    seed: int = 0,
+    controls: Sequence[str] | None = None,
+    along: Sequence[Any] = (),
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+    **options: Any,
+) -> Bias:
+    """The bias of a model, or of what a configuration begins with.
+
+    `source` is a name of the table in `origins/model_specs.py`, a configuration, or a model; a configuration is drawn
+    from `seeds` seeds (8 if not given). `seed` is that of the random sequences. `controls` are names of CONTROLS, all
+    of them if not given. `along` holds later checkpoints of the model; a training run brings its own. Further options
+    go to `load`.
+    """
+    names = list(CONTROLS) if controls is None else list(controls)
+    if unknown := [name for name in names if name not in CONTROLS]:
+        raise InputError(
+            expected=f"controls: {', '.join(CONTROLS)}", found=unknown[0], next_step="Choose some with --controls"
+        )
+    options |= {"dtype": dtype, "device": device}
+    found = find_configuration(source, trust_remote_code=bool(options.get("trust_remote_code")))
+    chosen = _seeds(found, seeds)
+    later = [*along, *(_run_checkpoints(found) if found is not None else ())]
+    total = len(chosen) * (1 + len(names)) + len(later)
+    ticks = itertools.count(1)
+
+    def read(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
+        reading = read_bias(loaded, batch)
+        if progress is not None:
+            progress(next(ticks), total)
+        return reading
+
+    first: LoadedModel | None = None
+    batches: list[TokenBatch] = []
+    readings: list[BiasReading] = []
+    under: dict[str, list[Controlled]] = {name: [] for name in names}
+    refused: dict[str, str] = {}
+    for index, loaded in enumerate(_models(found, source, chosen, options)):
+        first = loaded if first is None else first
+        # Every model has sequences of its own: an interval over models then holds the chance of sequences too.
+        batch, calibration = (
+            token_batch(loaded, length=length, num_sequences=count, seed=seed + 2 * index + offset)
+            for offset, count in enumerate((num_sequences, CALIBRATION_SEQUENCES))
+        )
+        batches.append(batch)
+        readings.append(read(loaded, batch))
+        for name in names:
+            try:
+                with controlled(name, loaded, calibration):
+                    reading = read(loaded, batch)
+                under[name].append(Controlled(reading.values, agreement(readings[-1], reading)))
+            except InputError as error:
+                refused[name] = str(error)
+                next(ticks)
+    assert first is not None
+    checkpoints = []
+    for place in later:
+        loaded = load_model(place, **options)
+        _check_shape(loaded, first)
+        reading = read(loaded, batches[0])
+        others = [preference_correlation(other, reading) for other in readings[1:]]
+        checkpoints.append(Checkpoint(loaded.name, _step(place), reading, agreement(readings[0], reading), others))
+    return Bias(
+        BiasReadings(
+            name=first.name if found is None else found.name,
+            model=first,
+            batch=batches[0],
+            seeds=chosen,
+            untouched=readings,
+            controls={name: each for name, each in under.items() if name not in refused},
+            refused=refused,
+            checkpoints=checkpoints,
+        )
+    )
+
+
+def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, ...]:
+    if found is None:
+        if seeds is not None:
+            raise InputError(
+                expected="--seeds beside a configuration only",
+                found="a model that has its weights",
+                next_step="Leave --seeds out, or name the model's config.json to draw others of its kind",
+            )
+        return (None,)
+    count = NUM_SEEDS if seeds is None else seeds
+    if count < 1:
+        raise InputError(expected="at least 1 seed", found=str(count), next_step="Raise --seeds")
+    # A training run's own seed comes first: it is where its checkpoints began.
+    own = [] if found.seed is None else [found.seed]
+    others = (seed for seed in range(count + 1) if seed not in own)
+    return tuple([*own, *others][:count])
+
+
+def _models(
+    found: Configuration | None, source: Any, seeds: Sequence[int | None], options: dict[str, Any]
+) -> Iterator[LoadedModel]:
+    """The models one after the other, so that only one of them is in memory beside the first."""
+    for seed in seeds:
+        if found is None or seed is None:
+            yield load_model(source, **options)
+        else:
+            yield draw(found, seed, dtype=options["dtype"], device=options["device"])
+
+
+def _run_checkpoints(found: Configuration) -> list[Path]:
+    if found.run is None:
+        return []
+    return [path for path in (*sorted(found.run.glob("snapshots/step-????????")), found.run / "model") if path.is_dir()]
+
+
+def _step(place: Any) -> int | None:
+    """The step that a snapshot's folder is named by."""
+    name = Path(place).name if isinstance(place, str | Path) else ""
+    number = name.removeprefix("step-")
+    return int(number) if number != name and number.isdecimal() else None
+
+
+def _check_shape(loaded: LoadedModel, first: LoadedModel) -> None:
+    expected, found = (
+        f"{vocabulary_of(model)} tokens and width {anatomy_of(model.model).width}" for model in (first, loaded)
+    )
+    if found != expected:
+        raise InputError(
+            expected=f"checkpoints of one model, with {expected}",
+            found=f"{found} in {loaded.name}",
+            next_step="Give checkpoints of the same training run",
+        )

@@ -1,0 +1,157 @@
+"""Models as people name them where origins matter: what `load` knows, a training run, and a run's first weights.
+
+| name | weights | configuration, whose weights are drawn from seeds |
+| --- | --- | --- |
+| a model folder, a .gguf file, a Hugging Face name | its own | no |
+| init:RUN | those that the training run in the folder RUN began with, drawn again from its seed | no |
+| RUN | those that the training run ended with | the run's |
+| RUN/checkpoints/step-00001000 | those of that checkpoint of the run | no |
+| a config.json, or a folder with one and no weights | none | yes |
+| a preset of pretrain: tiny, 30m, 152m or 1b | none | yes |
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
+from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
+from sinkscope.pretrain.checkpoints import RECORD, TENSORS
+from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
+from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
+from sinkscope.runtime import resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+INITIAL = "init:"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Configuration:
+    """The shape of a model, without weights."""
+
+    name: str
+    config: PretrainedConfig
+    tokenizer: Path | None = None
+    """A folder that holds one."""
+    run: Path | None = None
+    """The training run that it comes from."""
+    seed: int | None = None
+    """The seed of that run's first weights."""
+
+
+def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto", **options: Any) -> LoadedModel:
+    """The weights that a name of the table above stands for; anything else is left to `load`, with its options."""
+    if isinstance(source, str) and source.startswith(INITIAL):
+        found = _run_configuration(Path(source.removeprefix(INITIAL)).expanduser())
+        assert found.seed is not None
+        return draw(found, found.seed, name=f"{INITIAL}{found.name}", dtype=dtype, device=device)
+    if isinstance(source, str | Path) and is_training_run(Path(source).expanduser()):
+        run = Path(source).expanduser()
+        if not (run / "model").is_dir():
+            raise InputError(
+                expected=f"a finished training run in {run}",
+                found="one without a model yet",
+                next_step=f"Finish it with sinkscope pretrain, or take its first weights with {INITIAL}{run}",
+            )
+        source = run / "model"
+    if isinstance(source, str | Path) and (path := Path(source).expanduser() / RECORD).is_file():
+        return _checkpoint(path.parent, dtype=dtype, device=device)
+    return load(source, dtype=dtype, device=device, **options)
+
+
+def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
+    """A checkpoint's weights in a model of its run's configuration."""
+    if not (folder / TENSORS).is_file():
+        raise InputError(
+            expected=f"a checkpoint of one process in {folder}",
+            found="one in shards",
+            next_step="Take a snapshot of the run, or the run itself when it is finished",
+        )
+    found = _run_configuration(folder.parent.parent)
+    tensors = load_file(folder / TENSORS)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = _drawn(found.config, 0)
+    weights = {name: tensors[f"model.{name}"] for name, _ in model.named_parameters()}
+    model.load_state_dict(weights, strict=False)  # tied weights have one name there
+    wanted = resolve_dtype(dtype)
+    model = model.to(resolve_device(device), None if wanted == "auto" else wanted)
+    model.config.name_or_path = f"{found.name}, {folder.name}"
+    return load(model, tokenizer=found.tokenizer)
+
+
+def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -> Configuration | None:
+    """The configuration that a name of the table above stands for; None where it stands for weights."""
+    if isinstance(source, Configuration):
+        return source
+    if source is not None and hasattr(source, "to_diff_dict"):
+        return Configuration(name=str(source.name_or_path or source.model_type), config=source)
+    if source is None:
+        default = load(None)
+        return Configuration(name=default.name, config=default.model.config)
+    if not isinstance(source, str | Path) or str(source).startswith(INITIAL):
+        return None
+    path = Path(source).expanduser()
+    if is_training_run(path):
+        return _run_configuration(path)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    elif not path.exists() and str(source) in PRESETS:
+        return Configuration(name=str(source), config=decoder_config(preset(str(source))))
+    elif not (path / "config.json").is_file() or any((path / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)):
+        return None
+    name = path.resolve().name
+    config = causal_config(path, name, trust_remote_code)
+    return Configuration(name=name, config=config, tokenizer=_with_tokenizer(path))
+
+
+def draw(
+    configuration: Configuration, seed: int, *, name: str | None = None, dtype: str = "auto", device: str = "auto"
+) -> LoadedModel:
+    """A model of the configuration with weights drawn from a seed, by the family's own rule of initialisation.
+
+    They are drawn on the CPU in float32, so a seed gives the same weights on every device. dtype "auto" is float32. The
+    global random state is left as it was.
+    """
+    # Of a seed torch's generator keeps 32 bits on a CPU: 2^32 would draw the model of seed 0. Our decoder hashes it.
+    bits = 63 if configuration.config.model_type == "sinkscope_decoder" else 32
+    if not 0 <= seed < 1 << bits:
+        raise InputError(expected=f"a seed from 0 to 2^{bits} - 1", found=str(seed), next_step="Choose another seed")
+    target, wanted = resolve_device(device), resolve_dtype(dtype)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = _drawn(configuration.config, seed).to(target, None if wanted == "auto" else wanted)
+        model.config.name_or_path = name or f"{configuration.name}, seed {seed}"
+        return load(model, tokenizer=configuration.tokenizer)
+
+
+def _drawn(config: Any, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    if config.model_type == "sinkscope_decoder":
+        config.seed = seed  # its parameters are drawn by generators of their own
+    # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the caller's fork does not cover.
+    torch.default_generator.manual_seed(seed)
+    with torch.device("cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def _run_configuration(run: Path) -> Configuration:
+    config, tokenizer = initial_configuration(run)
+    name = run.resolve().name
+    return Configuration(name=name, config=config, tokenizer=_with_tokenizer(tokenizer), run=run, seed=config.seed)
+
+
+def _with_tokenizer(folder: Path) -> Path | None:
+    return folder if any((folder / file).is_file() for file in TOKENIZER_FILES) else None

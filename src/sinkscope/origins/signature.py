@@ -1,0 +1,259 @@
+"""A model's signature: its states at the last position of random sequences that every model is shown.
+
+Two states of each sequence are kept: behind the last layer and its final norm, as published, and the embedding of the
+last token, which remembers an initialisation longest. Both are written in the dimensions of the residual stream.
+
+A signature is enough to compare a model later without its weights. It carries what it was made of: the inputs (ids
+uniform over the vocabulary, drawn from a seed, and their hash), the weights' hash, and the configuration, from which
+unrelated models of the same shape can be drawn. N sequences, T positions, E width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, text_config
+from sinkscope.origins.model_specs import Configuration
+from sinkscope.results.parts import Parts
+
+VERSION = 1
+"""Of the file and of how its numbers are made; signatures of different versions are not compared."""
+METADATA = "sinkscope.signature"
+FEWEST_SEQUENCES = 64
+"""Fewer leave a correlation an error above 0.125 in each dimension."""
+TOKENS_AT_ONCE = 16_384
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The sequences that models are shown: ids uniform over the first `vocabulary` ids, sequence by sequence."""
+
+    vocabulary: int
+    length: int = 64
+    num_sequences: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_sequences < FEWEST_SEQUENCES:
+            raise InputError(
+                expected=f"at least {FEWEST_SEQUENCES} sequences, for a decision",
+                found=str(self.num_sequences),
+                next_step=f"Type --num-sequences {Inputs.num_sequences}",
+            )
+        if self.length < 1:
+            raise InputError(expected="at least 1 token a sequence", found=str(self.length), next_step="Raise --length")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(expected="a seed from 0 to 2^63 - 1", found=str(self.seed), next_step="Change --seed")
+        if self.vocabulary < 2:
+            raise InputError(
+                expected="a vocabulary of at least 2 ids", found=str(self.vocabulary), next_step="Raise --vocabulary"
+            )
+
+    @cached_property
+    def ids(self) -> Int64[Tensor, "N T"]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(self.vocabulary, (self.num_sequences, self.length), generator=generator)
+
+    @property
+    def hash(self) -> str:
+        """Of the ids themselves: another version of torch might draw others from a seed."""
+        return hashlib.sha256(self.ids.numpy().astype("<i8").tobytes()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Signature:
+    """The states of one model, and what they were made of."""
+
+    name: str
+    states: Float[Tensor, "N E"]
+    """Behind the last layer."""
+    embeddings: Float[Tensor, "N E"] | None
+    """Of the last token; None where they have another width than the layers."""
+    inputs: Inputs
+    inputs_hash: str
+    weight_hash: str
+    dtype: str
+    vocabulary: int
+    """Ids that the model has embeddings for; the inputs may use fewer."""
+    config: dict[str, Any] | None
+    """Of the model, with its model_type; None where transformers has none to draw a model from."""
+
+    @property
+    def width(self) -> int:
+        return self.states.shape[1]
+
+    def configuration(self) -> Configuration:
+        """What models of the same shape are drawn from."""
+        from transformers import AutoConfig
+
+        if self.config is None:
+            raise InputError(
+                expected=f"a configuration that models like {self.name} can be drawn from",
+                found="none",
+                next_step="Type --fresh 0, and give unrelated models with --unrelated",
+            )
+        others = {key: value for key, value in self.config.items() if key != "model_type"}
+        return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
+
+    def save(self, path: Path) -> None:
+        """Writes the signature to a safetensors file, whole or not at all."""
+        tensors = {"states": self.states, "embeddings": self.embeddings}
+        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in tensors}
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, partial, metadata=metadata)
+        partial.replace(path)
+
+
+def load_signature(path: Path) -> Signature:
+    """The signature in a file; anything else, or one of another version, is refused."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {})[METADATA])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            states = tensors["states"]
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise InputError(
+            expected=f"a signature in {path}",
+            found=f"none ({type(error).__name__}: {error})",
+            next_step="Give a file that sinkscope fingerprint wrote, or the model's folder",
+        ) from error
+    if (version := record.pop("version", None)) != VERSION:
+        raise InputError(
+            expected=f"a signature of version {VERSION} in {path}",
+            found=f"version {version}",
+            next_step="Make it again from the model with this version of sinkscope",
+        )
+    record["inputs"] = Inputs(**record["inputs"])
+    signature = Signature(states=states, embeddings=tensors.get("embeddings"), **record)
+    if states.shape[0] != signature.inputs.num_sequences or not all(torch.isfinite(t).all() for t in tensors.values()):
+        raise InputError(
+            expected=f"{signature.inputs.num_sequences} rows of finite numbers in {path}",
+            found=f"{states.shape[0]} rows, or NaN or infinity in them",
+            next_step="Make it again from the model",
+        )
+    return signature
+
+
+def vocabulary_of(loaded: LoadedModel) -> int:
+    """The number of ids that a model has embeddings for."""
+    return loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, return-value]
+
+
+def sign(
+    loaded: LoadedModel, inputs: Inputs, *, parts: Parts | None = None, progress: Progress | None = None
+) -> Signature:
+    """The signature of a model; with `parts`, batches that an interrupted run finished are not run again."""
+    parts = parts or Parts(None, {})
+    _check(loaded, inputs)
+    size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
+    batches = []
+    for start in range(0, inputs.num_sequences, size):
+        key = f"{loaded.weight_hash[:24]}-{inputs_hash[:16]}-{start}"
+        kept = parts.load(key)
+        if kept is None:
+            kept = _states(loaded, inputs.ids[start : start + size])
+            parts.save(key, kept)
+        batches.append(kept)
+        if progress is not None:
+            progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
+    states, embeddings = (
+        torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
+    )
+    if not torch.isfinite(states).all():
+        raise InputError(
+            expected=f"finite states of {loaded.name}",
+            found="NaN or infinity",
+            next_step="Load the model with --dtype float32, if a narrower dtype overflowed",
+        )
+    return Signature(
+        name=loaded.name,
+        states=states,
+        embeddings=embeddings if embeddings.shape == states.shape else None,
+        inputs=inputs,
+        inputs_hash=inputs_hash,
+        weight_hash=loaded.weight_hash,
+        dtype=loaded.dtype,
+        vocabulary=vocabulary_of(loaded),
+        config=_fields(loaded),
+    )
+
+
+@torch.no_grad()
+def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
+    """[B, E] behind the last layer and its final norm, and of the embeddings, at the last position.
+
+    Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
+    """
+    body: Any = loaded.model.base_model
+    ids_BT = ids_BT.to(loaded.model.device)
+    last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
+    embedded = body.get_input_embeddings()(ids_BT[:, -1])
+    return {"states": last.float().cpu().numpy(), "embeddings": embedded.float().cpu().numpy()}
+
+
+def _check(loaded: LoadedModel, inputs: Inputs) -> None:
+    if inputs.vocabulary > (rows := vocabulary_of(loaded)):
+        raise InputError(
+            expected=f"a model with at least {inputs.vocabulary} ids, those of the sequences",
+            found=f"{rows} in {loaded.name}",
+            next_step=f"If the first ids mean the same tokens in all models, type --vocabulary {rows}",
+        )
+    config = text_config(loaded.model)
+    context = next(
+        (limit for key in ("max_position_embeddings", "n_positions") if (limit := getattr(config, key, None))), None
+    )
+    if context is not None and inputs.length > context:
+        raise InputError(
+            expected=f"at most {context} tokens, the context of {loaded.name}",
+            found=f"a length of {inputs.length}",
+            next_step=f"Use --length {context} or less",
+        )
+
+
+def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
+    from transformers import CONFIG_MAPPING
+
+    config = loaded.model.config
+    if config.model_type not in CONFIG_MAPPING:
+        return None
+    found = json.loads(config.to_json_string(use_diff=True))
+    # Where the weights lay is nobody's business, and says nothing about the shape.
+    return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
+
+
+def check_inputs(signature: Signature, inputs: Inputs) -> None:
+    """Refuses a signature that was made with other sequences."""
+    if (signature.inputs, signature.inputs_hash) != (inputs, inputs.hash):
+        raise InputError(
+            expected=f"a signature made with {_described(inputs)}",
+            found=f"{signature.name}, made with {_described(signature.inputs)}",
+            next_step="Give these numbers as options, or the model in place of its signature",
+        )
+
+
+def is_signature_file(source: Any) -> bool:
+    """Whether a name is that of a .safetensors file; weights are named by their folder."""
+    return isinstance(source, str | Path) and Path(source).suffix == ".safetensors"
+
+
+def _described(inputs: Inputs) -> str:
+    return f"{inputs.num_sequences} sequences of {inputs.length} ids below {inputs.vocabulary}, seed {inputs.seed}"

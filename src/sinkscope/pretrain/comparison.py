@@ -1,0 +1,255 @@
+"""Training runs over variants and seeds, side by side as tables.
+
+Runs that differ in nothing but their seed are replicas of one variant. The baseline is softmax, or the first run's
+variant where there is none. Validation losses are taken as they were evaluated, without smoothing, and lie on straight
+lines in tokens between two evaluations. A run reaches a loss where its line first comes down to it; the baseline is
+held to the same rule, so against itself its ratio is 1. Ratios are told by seed, each run against the baseline's run
+with the same seed, and their mean is geometric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.births import births
+from sinkscope.pretrain.comparison_schemas import (
+    BIRTHS,
+    COMPARISON_TABLES,
+    LOSSES,
+    OBSERVABLES,
+    TRAINING_RUNS,
+    VARIANTS,
+)
+from sinkscope.pretrain.finished_run import FinishedRun, read_finished_run
+from sinkscope.pretrain.replicas import Groups, check_comparable, num_machines, replicas, unequal_conditions
+from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.tables import rows_where
+from sinkscope.statistics import mean_interval
+
+Row = dict[str, Any]
+PROBED = ("sink_rate", "dom_ratio", "effective_rank")
+"""Observables whose end of training is told by variant: means over layers, on held-out text."""
+RATIOS = ("tokens_ratio", "seconds_ratio")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a run went until its validation loss was down to a target; `bound` is > where it never was, and < where
+    its first evaluation was below."""
+
+    tokens: float
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class TrainingComparison:
+    """What `compare_training` found. `tables` are columns by name, as pandas.DataFrame takes them."""
+
+    baseline: str
+    variants: tuple[str, ...]
+    """Labels, the baseline's first, then in the order given."""
+    runs: tuple[FinishedRun, ...]
+    tables: dict[str, dict[str, list]]
+    notes: tuple[str, ...]
+    """What could not be compared, and why."""
+
+    def rows(self, table: str, **equal: Any) -> list[Row]:
+        """The rows of a table whose columns named in `equal` have these values."""
+        return rows_where(self.tables[table], **equal)
+
+    def of(self, variant: str, quantity: str) -> Row | None:
+        """A variant's row of one quantity; None where it was not measured."""
+        return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
+
+    def write(self, folder: RunFolder) -> str:
+        """Writes every table, and the short ones also as summary.json; returns the suffix of the tables."""
+        paths = [folder.write_table(schema, self.tables[schema.name]) for schema in COMPARISON_TABLES]
+        short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
+        folder.write_json("summary.json", {"baseline": self.baseline, "notes": self.notes, **short})
+        return paths[0].suffix
+
+
+def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
+    """The tables of complete training runs, which must have seen the same data in batches of the same size."""
+    if len(folders) < 2:
+        raise InputError(
+            expected="at least 2 training runs", found=f"{len(folders)}", next_step="Give more run folders"
+        )
+    runs = [read_finished_run(Path(folder)) for folder in folders]
+    check_comparable(runs)
+    groups = replicas(runs)
+    baseline = next(iter(groups))
+    run_rows = _run_rows(groups, one_machine=num_machines(runs) == 1)
+    labelled = [(label, run) for label, group in groups.items() for run in group]
+    observables = [row for label, run in labelled for row in _observable_rows(label, run)]
+    rows = {
+        TRAINING_RUNS: run_rows,
+        LOSSES: [_keys(label, run) | _chosen(row, LOSSES) for label, run in labelled for row in run.evaluations],
+        OBSERVABLES: observables,
+        BIRTHS: [row for label, run in labelled for row in _birth_rows(label, run)],
+        VARIANTS: _variant_rows(list(groups), run_rows, observables),
+    }
+    tables = {s.name: {c.name: [row[c.name] for row in found] for c in s.columns} for s, found in rows.items()}
+    return TrainingComparison(
+        baseline, tuple(groups), tuple(run for _, run in labelled), tables, tuple(unequal_conditions(groups))
+    )
+
+
+def reach(evaluations: Sequence[Row], target: float) -> Reach:
+    """Where the validation loss first comes down to the target, on straight lines in tokens between evaluations."""
+    before = None
+    for row in evaluations:
+        if row["validation_loss"] <= target:
+            if before is None:
+                bound = "<" if row["validation_loss"] < target else ""
+                return Reach(row["tokens"], row["elapsed_s"], bound)
+            share = (before["validation_loss"] - target) / (before["validation_loss"] - row["validation_loss"])
+            tokens, seconds = (before[k] + share * (row[k] - before[k]) for k in ("tokens", "elapsed_s"))
+            return Reach(tokens, seconds, "")
+        before = row
+    return Reach(evaluations[-1]["tokens"], evaluations[-1]["elapsed_s"], ">")
+
+
+def _keys(label: str, run: FinishedRun) -> Row:
+    return {"variant": label, "seed": run.seed}
+
+
+def _chosen(row: Row, schema: Any) -> Row:
+    names = {column.name for column in schema.columns}
+    return {name: value for name, value in row.items() if name in names}
+
+
+def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
+    baseline = next(iter(groups.values()))
+    references = {run.seed: (run.validation_loss, _own_reach(run)) for run in baseline}
+    losses, reaches = zip(*references.values(), strict=True)
+    mean = Reach(fmean(found.tokens for found in reaches), fmean(found.seconds for found in reaches), "")
+    rows = []
+    for label, group in groups.items():
+        for run in group:
+            target, reference = references.get(run.seed, (fmean(losses), mean))
+            found = reach(run.evaluations, target)
+            rows.append(
+                _keys(label, run)
+                | {
+                    "run": run.name,
+                    "tokens": run.evaluations[-1]["tokens"],
+                    "elapsed_s": run.evaluations[-1]["elapsed_s"],
+                    "tokens_per_second": run.tokens_per_second,
+                    "validation_loss": run.validation_loss,
+                    "target_loss": target,
+                    "is_paired": run.seed in references,
+                    "tokens_to_target": found.tokens,
+                    "seconds_to_target": found.seconds,
+                    "bound": found.bound,
+                    "tokens_ratio": found.tokens / reference.tokens,
+                    "seconds_ratio": found.seconds / reference.seconds if one_machine else None,
+                }
+            )
+    return rows
+
+
+def _own_reach(run: FinishedRun) -> Reach:
+    """Where a run of the baseline first had its last loss; one whose loss did not fall is no measure for others."""
+    found = reach(run.evaluations, run.validation_loss)
+    if found.bound:
+        first = run.evaluations[0]
+        raise InputError(
+            expected=f"a baseline whose validation loss falls, in {run.path}",
+            found=f"{first['validation_loss']:.4f} at step {first['step']} and {run.validation_loss:.4f} at the end",
+            next_step="Train it longer or with a lower learning rate, or put another run first",
+        )
+    return found
+
+
+def _observable_rows(label: str, run: FinishedRun) -> list[Row]:
+    rows = []
+    for probe in run.probes:
+        for quantity, values in probe["layers"].items():
+            known = [value for value in values if value is not None]
+            rows.append(
+                _keys(label, run)
+                | {name: probe[name] for name in ("batch", "step", "tokens")}
+                | {"quantity": quantity, "mean": fmean(known) if known else None, "largest": max(known, default=None)}
+            )
+    return rows
+
+
+def _birth_rows(label: str, run: FinishedRun) -> list[Row]:
+    rows = []
+    for batch in dict.fromkeys(probe["batch"] for probe in run.probes):
+        for birth in births(probe for probe in run.probes if probe["batch"] == batch):
+            entries = {name: getattr(birth, name) for name in ("step", "tokens", "step_before", "layer", "largest")}
+            link = {"batch": batch, "link": birth.link.name, "threshold": birth.link.threshold}
+            rows.append(_keys(label, run) | link | entries)
+    return rows
+
+
+def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) -> list[Row]:
+    """Means and intervals over seeds, and over paired differences to the baseline."""
+    ends: dict[str, dict[tuple[str, int], float]] = {
+        name: {(row["variant"], row["seed"]): row[name] for row in runs}
+        for name in ("validation_loss", "tokens_per_second")
+    }
+    for name in PROBED:
+        # Rows come by step: the last one stays.
+        ends[name] = {
+            (row["variant"], row["seed"]): row["mean"]
+            for row in observables
+            if row["quantity"] == name and row["batch"] == "text" and row["mean"] is not None
+        }
+    rows = []
+    for label in labels:
+        own = [row for row in runs if row["variant"] == label]
+        rows += [_ratio_row(label, name, own) for name in RATIOS if own[0][name] is not None]
+        for name, values in ends.items():
+            by_seed = {seed: value for (variant, seed), value in values.items() if variant == label}
+            base = {seed: value for (variant, seed), value in values.items() if variant == labels[0]}
+            differences = [value - base[seed] for seed, value in by_seed.items() if seed in base]
+            if by_seed:
+                rows.append(_end_row(label, name, list(by_seed.values()), differences))
+    return rows
+
+
+def _ratio_row(label: str, quantity: str, runs: list[Row]) -> Row:
+    paired = [row for row in runs if row["is_paired"]]
+    used = paired or runs
+    bounds = {row["bound"] for row in used} - {""}
+    # A mean over bounds on one side is a bound on that side; over both it says nothing.
+    mean = math.exp(fmean(math.log(row[quantity]) for row in used)) if len(bounds) < 2 else None
+    low, high = (None, None)
+    if not bounds and len(paired) > 1:
+        low, high = map(math.exp, mean_interval([math.log(row[quantity]) for row in paired]))
+    return _row(
+        label, quantity, len(used), mean, low, high, bound="".join(sorted(bounds)) if len(bounds) < 2 else "",
+        num_reached=sum(row["bound"] != ">" for row in used), num_pairs=len(paired),
+    )  # fmt: skip
+
+
+def _end_row(label: str, quantity: str, values: list[float], differences: list[float]) -> Row:
+    low, high = _interval(values)
+    difference_low, difference_high = _interval(differences)
+    return _row(
+        label, quantity, len(values), fmean(values), low, high, num_pairs=len(differences),
+        difference=fmean(differences) if differences else None,
+        difference_low=difference_low, difference_high=difference_high,
+    )  # fmt: skip
+
+
+def _interval(values: list[float]) -> tuple[float | None, float | None]:
+    return mean_interval(values) if len(values) > 1 else (None, None)
+
+
+def _row(
+    label: str, quantity: str, num_seeds: int, mean: float | None, low: float | None, high: float | None, **more: Any
+) -> Row:
+    empty = {column.name: None for column in VARIANTS.columns} | {"bound": ""}
+    known = {"variant": label, "quantity": quantity, "num_seeds": num_seeds, "mean": mean, "low": low, "high": high}
+    return empty | known | more

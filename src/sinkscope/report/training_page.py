@@ -1,0 +1,215 @@
+"""The part of a comparison page that is about training runs: the answer, the variants, the figures, the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sinkscope.pretrain.births import LINKS
+from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
+from sinkscope.report import elements
+from sinkscope.report.figure import Figure
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
+from sinkscope.report.training_figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
+
+Row = dict[str, Any]
+COLUMNS = {
+    "validation_loss": "final validation loss",
+    "tokens_ratio": "tokens to the baseline's loss",
+    "seconds_ratio": "seconds to it",
+    "sink_rate": "sink rate",
+    "dom_ratio": "DomRatio",
+    "effective_rank": "effective rank",
+    "tokens_per_second": "tokens/s",
+}
+
+
+@dataclass(frozen=True)
+class TablesBeside:
+    """The folder with the tables of a page, as its figures name it."""
+
+    folder: str
+    suffix: str
+
+    def file_name(self, table: str) -> str:
+        return f"{self.folder}/{table}{self.suffix}"
+
+
+def answer(comparison: TrainingComparison) -> str:
+    """The comparison in two sentences: who needs the fewest tokens for the baseline's loss, and its sink beside it."""
+    baseline = comparison.baseline
+    loss = comparison.of(baseline, "validation_loss")
+    assert loss is not None
+    final = f"{baseline}'s final validation loss of {loss['mean']:.4f}"
+    ratios = [row for row in comparison.rows("variants", quantity="tokens_ratio") if row["variant"] != baseline]
+    if not ratios:
+        return f"{len(comparison.runs)} runs of {baseline}, and nothing to hold them against: {final}."
+    reached = [row for row in ratios if row["mean"] is not None and row["bound"] != ">"]
+    if not reached:
+        return f"No variant reaches {final} in every seed: {', '.join(row['variant'] for row in ratios)}."
+    best = min(reached, key=lambda row: row["mean"])
+    seconds = comparison.of(best["variant"], "seconds_ratio")
+    of_many = f"Of {len(ratios)} variants, " if len(ratios) > 1 else ""
+    first = f"{of_many}{best['variant']} reaches {final} with {_percent(best)} of its tokens{_seeds(best)}"
+    first += "" if seconds is None or seconds["mean"] is None else f", and with {_percent(seconds)} of its seconds"
+    return f"{first}. {_sink_sentence(comparison, best['variant'])}".strip()
+
+
+def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
+    """The HTML of the part, and the figures that its page must draw."""
+    courses, births = training_figures(comparison), birth_figures(comparison)
+    notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
+    parts = [
+        f'<p class="answer">{isolated(answer(comparison))}</p>',
+        _variants(comparison),
+        f'<ul class="caption">{notes}</ul>' if notes else "",
+        _drawn(courses, tables),
+        f"<h2>Birth of the links</h2>{_drawn(births, tables)}{_births(comparison)}" if births else "",
+        f"<h2>Runs</h2>{_runs(comparison)}",
+        _method(comparison, tables),
+    ]
+    return "".join(parts), courses + births
+
+
+def _drawn(figures: list[Figure], tables: TablesBeside) -> str:
+    return f'<div class="figures">{"".join(elements.figure(figure, tables) for figure in figures)}</div>'
+
+
+def _percent(row: Row) -> str:
+    return f"{row['bound']} {100 * row['mean']:.0f} %".strip()
+
+
+def _seeds(row: Row) -> str:
+    """The interval over seeds, or that there is none."""
+    if row["low"] is None:
+        return " (one seed, no interval)" if row["num_seeds"] == 1 else f" ({row['num_seeds']} seeds, no interval)"
+    doubt = "; no clear difference" if row["low"] <= 1 <= row["high"] else ""
+    return f" ({100 * row['low']:.0f} to {100 * row['high']:.0f} % over {row['num_seeds']} seeds{doubt})"
+
+
+def _sink_sentence(comparison: TrainingComparison, variant: str) -> str:
+    entries = []
+    for quantity, name in (("sink_rate", "sink rate"), ("dom_ratio", "DomRatio"), ("effective_rank", "effective rank")):
+        own, base = (comparison.of(label, quantity) for label in (variant, comparison.baseline))
+        if own is not None and base is not None:
+            entries.append(f"{name} {_mean(own)} against {_mean(base)}")
+    return f"At the end: {', '.join(entries)}." if entries else ""
+
+
+def _mean(row: Row) -> str:
+    if row["quantity"] == "sink_rate":
+        return f"{100 * row['mean']:.1f} %"
+    if row["quantity"] == "tokens_per_second":
+        return number(round(row["mean"]))
+    return f"{row['mean']:.4f}" if row["quantity"] == "validation_loss" else number(row["mean"])
+
+
+def _variants(comparison: TrainingComparison) -> str:
+    """Variants as rows: what each reached, with its interval over seeds."""
+    body = []
+    for variant in comparison.variants:
+        cells = []
+        for quantity, label in COLUMNS.items():
+            row = comparison.of(variant, quantity)
+            is_one = variant == comparison.baseline and quantity in RATIOS
+            cells.append(f'<td data-label="{escaped(label)}">{"1" if is_one and row else _cell(row)}</td>')
+        seeds = len(comparison.rows("training_runs", variant=variant))
+        name = f"{isolated(variant)}{' (baseline)' if variant == comparison.baseline else ''}"
+        body.append(f'<tr><th scope="row">{name}</th><td data-label="seeds">{seeds}</td>{"".join(cells)}</tr>')
+    head = "".join(f'<th scope="col">{escaped(label)}</th>' for label in ("variant", "seeds", *COLUMNS.values()))
+    return (
+        '<div class="scroll" tabindex="0"><table class="verdicts stacks" id="variants">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return NO_VALUE
+    if row["quantity"] in RATIOS:
+        if row["bound"] == ">" or row["mean"] is None:
+            return escaped(f"{ratio_text(row)} ({row['num_reached']} of {row['num_seeds']} seeds reached it)")
+        text = ratio_text(row)
+    else:
+        text = _mean(row)
+    if row["low"] is None:
+        return escaped(text)
+    if row["quantity"] == "sink_rate":
+        ends = f"{100 * max(0.0, row['low']):.1f} to {100 * row['high']:.1f}"
+    elif row["quantity"] == "validation_loss":
+        ends = f"{row['low']:.4f} to {row['high']:.4f}"
+    else:
+        ends = interval(row["low"], row["high"])
+    return f'{escaped(text)} <span class="muted ends">({escaped(ends)})</span>'
+
+
+def _births(comparison: TrainingComparison) -> str:
+    """Links as rows, variants as columns: the tokens at birth, and in how many seeds."""
+    parts = []
+    for batch, name in BATCHES.items():
+        if not comparison.rows("births", batch=batch):
+            continue
+        entries = []
+        for link in LINKS:
+            cells = []
+            for variant in comparison.variants:
+                rows = comparison.rows("births", variant=variant, batch=batch, link=link.name)
+                cells.append(_birth_cell(rows) if rows else NO_VALUE)
+            entries.append((link.name, f"at least {link.threshold:g}", *cells))
+        columns = ("link", "threshold", *comparison.variants)
+        parts.append(f"<h3>Training tokens at birth, on {escaped(name)}</h3>{elements.table(columns, entries)}")
+    return "".join(parts)
+
+
+def _birth_cell(rows: list[Row]) -> str:
+    born = [row for row in rows if row["tokens"] is not None]
+    if not born:
+        return "not born"
+    median = median_birth(rows)
+    tokens = "later than the end" if median is None else "from the start" if median == 0 else _tokens(median)
+    return tokens if len(born) == len(rows) else f"{tokens} ({len(born)} of {len(rows)} seeds)"
+
+
+def _tokens(count: int) -> str:
+    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return str(count)
+
+
+def _runs(comparison: TrainingComparison) -> str:
+    columns = ("run", "variant", "seed", "tokens", "seconds", "validation loss", "ratio of tokens", "paired")
+    rows = comparison.rows("training_runs")
+    return elements.table(
+        columns,
+        [
+            (
+                row["run"],
+                row["variant"],
+                str(row["seed"]),
+                _tokens(row["tokens"]),
+                row["elapsed_s"],
+                f"{row['validation_loss']:.4f}",
+                f"{row['bound']} {number(row['tokens_ratio'])}".strip(),
+                "yes" if row["is_paired"] else "no",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _method(comparison: TrainingComparison, tables: TablesBeside) -> str:
+    rules = "".join(
+        f"<li>{escaped(link.name)}: {escaped(link.observable)}, at least {link.threshold:g}</li>" for link in LINKS
+    )
+    return (
+        "<h2>Method</h2><p>Runs that differ in their seed alone are replicas of a variant. Validation losses are not "
+        "smoothed; between two evaluations they lie on a straight line in tokens. A run reaches "
+        f"{isolated(comparison.baseline)}'s final loss, that of the same seed, where its line first comes down to it. "
+        "Ratios are told by seed; their mean is geometric, their interval Student's t over seeds on the logarithm. "
+        "Seconds include evaluation, probes and compilation. Sink rate, DomRatio and effective rank are means over "
+        "layers at the last probe of held-out text.</p>"
+        "<p>A link is born at the first probe at which its observable, in the layer where it is largest, reaches its "
+        f"threshold and keeps it to the end of the run:</p><ul>{rules}</ul>"
+        f'<p class="caption">All tables: <code>{escaped(tables.folder)}/</code></p>'
+    )

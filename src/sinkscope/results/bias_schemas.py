@@ -1,0 +1,109 @@
+"""The tables that `sinkscope bias` writes; every column is declared with its meaning.
+
+A value's interval is at 95 %, over `n` seeds or sequences as `over` says; null where there are too few of them.
+"""
+
+from __future__ import annotations
+
+from sinkscope.results.tables import Column, Schema
+
+QUANTITIES = {
+    "prediction_ratio": "times as often as chance is the preferred token the most likely one",
+    "probability_ratio": "times its uniform share is the preferred token's mean probability",
+    "entropy": "nats of entropy in the histogram of most likely tokens",
+    "entropy_deficit": "nats below uniform predictions",
+    "inter_cosine": "mean cosine between sequences behind the last layer",
+    "intra_cosine": "mean cosine between positions behind the last layer",
+}
+"""What is measured, in the words that follow its number."""
+
+_SEED = Column("seed", "int", "Seed of the weights; null for a model that has its own", nullable=True)
+_OVER = Column("over", "str", "What the interval is over: seeds or sequences")
+_N = Column("n", "int", "How many of them stand behind the number")
+_QUANTITY = Column("quantity", "str", "What is measured; docs/born_biased.md defines each")
+_LAYER = Column("layer", "int", "Layer, counted from 0; -1 is the stream that enters layer 0")
+_PART = Column("part", "str", "Behind which part of the layer: attention or feed_forward; embeddings for layer -1")
+
+
+def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
+    """A value with the ends of its interval."""
+    return (
+        Column(name, "float", meaning, nullable=True),
+        Column(f"{name}_low", "float", "Lower end of its interval", nullable=True),
+        Column(f"{name}_high", "float", "Upper end of its interval", nullable=True),
+    )
+
+
+BIAS = Schema(
+    "bias", (_SEED, _QUANTITY, *_value("value", "The quantity, by seed; over all where over is seeds"), _OVER, _N)
+)
+PREFERRED_TOKENS = Schema(
+    "preferred_tokens",
+    (
+        _SEED,
+        Column("rank", "int", "Place among the most probable tokens, from 0"),
+        Column("token", "int", "Token id"),
+        Column("text", "str", "The token decoded; null without a tokenizer", nullable=True),
+        Column("prediction_ratio", "float", "Share of sequences that predict it, times the vocabulary"),
+        Column("probability_ratio", "float", "Mean probability, times the vocabulary"),
+    ),
+)
+CONTRACTION = Schema(
+    "contraction",
+    (
+        _LAYER,
+        _PART,
+        *_value("inter", "Mean cosine between sequences at the last position"),
+        *_value("inter_added", "What this part adds to it"),
+        *_value("intra", "Mean cosine between the positions of a sequence"),
+        *_value("intra_added", "What this part adds to it"),
+        Column("alignment", "float", "|cosine| of the mean state with the top principal direction"),
+        Column("top_share", "float", "Share of that direction in the energy of the states"),
+        Column("split_half", "float", "Cosine of the mean states of two halves of the sequences"),
+        Column("between_seeds", "float", "Mean cosine of the mean states of two seeds; null for one", nullable=True),
+        _OVER,
+        _N,
+    ),
+)
+CONTRACTION_POSITIONS = Schema(
+    "contraction_positions",
+    (
+        _LAYER,
+        Column("position", "int", "Position, counted from 0"),
+        *_value("inter", "Mean cosine between sequences behind the layer; an interval over seeds only"),
+        *_value("value_variance", "Variance of the value aggregation across sequences; null for layer -1"),
+        _N,
+    ),
+)
+CONTROLS = Schema(
+    "controls",
+    (
+        Column("control", "str", "What was done to the model"),
+        _QUANTITY,
+        Column("value", "float", "The quantity under the control", nullable=True),
+        *_value("difference", "The same less the untouched model's, paired"),
+        _OVER,
+        _N,
+    ),
+)
+PERSISTENCE = Schema(
+    "persistence",
+    (
+        Column("checkpoint", "str", "Name of the checkpoint"),
+        Column("step", "int", "Its step, where its name says it", nullable=True),
+        *_value("correlation", "Rank correlation of its mean next-token probabilities with the beginning's"),
+        Column(
+            "ceiling", "float", "Rank correlation of the beginning with itself on other sequences: the most to expect"
+        ),
+        Column(
+            "other_seeds", "float", "The same with beginnings of other seeds, mean; null without any", nullable=True
+        ),
+        Column("mean_state_cosine", "float", "Cosine of its mean last state with the beginning's"),
+        *_value("prediction_ratio", "As in the table bias"),
+        *_value("probability_ratio", "As in the table bias"),
+        *_value("entropy_deficit", "As in the table bias"),
+        *_value("inter_cosine", "As in the table bias"),
+        _N,
+    ),
+)
+BIAS_TABLES = (BIAS, PREFERRED_TOKENS, CONTRACTION, CONTRACTION_POSITIONS, CONTROLS, PERSISTENCE)

@@ -1,0 +1,108 @@
+"""The real command: what it prints, what it writes, and how it refuses."""
+
+import json
+
+import pytest
+import torch
+from command_line import assert_refused, in_a_process
+from training_runs import short_run
+
+from sinkscope.results.fingerprint_schemas import FINGERPRINT_TABLES
+from sinkscope.results.tables import read_table
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("runs"))
+
+
+def test_a_run_knows_its_initialisation(run, tmp_path):
+    few = ("--num-sequences", 96, "--length", 16)
+    specs = (f"init:{run}", run, run / "snapshots" / "step-00000002", run / "checkpoints" / "step-00000004")
+    result = in_a_process("fingerprint", *specs, *few, "--out", "found", "--fresh", 2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "3 same origin" in result.stdout
+    assert "no proof of theft" in result.stdout
+    found = tmp_path / "found"
+    for schema in FINGERPRINT_TABLES:
+        read_table(found / schema.name, schema)
+    page = (found / "report.html").read_text()
+    assert "3 same origin" in page
+    assert "no proof of theft" in page
+    summary = json.loads((found / "summary.json").read_text())
+    assert [pair["verdict"] for pair in summary["pairs"]] == ["same origin"] * 3
+    assert summary["unrelated"] == ["fresh-0", "fresh-1"]
+    assert str(tmp_path) not in (found / "summary.json").read_text()
+    assert not list(tmp_path.glob(".found*"))  # parts are gone once the run is whole
+
+    # Signatures alone say the same, without any weights; a fresh initialisation is of different origin.
+    names = sorted(path.name for path in (found / "signatures").iterdir())
+    assert len(names) == 6
+    paths = [found / "signatures" / name for name in (names[0], names[1], names[4])]
+    again = in_a_process("fingerprint", *paths, "--matrix", "--fresh", 0, "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    pairs = json.loads(again.stdout)["pairs"]
+    assert [pair["verdict"] for pair in pairs] == ["same origin", "different origin", "different origin"]
+    assert pairs[0]["z"] == summary["pairs"][0]["z"]
+
+
+def test_the_published_method(run, sinkscope):
+    result = sinkscope(
+        "fingerprint",
+        run,
+        run / "snapshots" / "step-00000002",
+        "--method",
+        "seedprint",
+        "--num-sequences",
+        64,
+        "--json",
+    )
+    assert result.code == 0, result.err
+    summary = json.loads(result.out)
+    assert summary["method"] == "seedprint"
+    assert summary["unrelated"] == []
+    assert summary["pairs"][0]["q"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "at least two models"),
+        (("{run}", "--num-sequences", 12), "at least 64 sequences"),
+        (("{run}", "--method", "guess"), "a method: alignment, seedprint"),
+        (("{run}", "--length", 129), "the context of"),
+        (("{run}", "--vocabulary", 100_000), "ids, those of the sequences"),
+        (("{run}", "--seed", -1), "a seed from 0"),
+        (("{run}", "--fresh", -1), "fresh initialisations"),
+        (("nothing/here.safetensors",), "a signature in nothing/here.safetensors"),
+        (("{run}/model/model.safetensors",), "a signature in"),
+        (("init:nothing",), "a training run in nothing"),
+    ],
+)
+def test_what_is_refused(run, sinkscope, tmp_path, arguments, message):
+    result = sinkscope("fingerprint", run, *(str(each).format(run=run) for each in arguments))
+    assert_refused(result, message, tmp_path)
+
+
+def test_weights_that_are_no_numbers_are_refused(run, sinkscope, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    result = sinkscope("fingerprint", run, tmp_path / "broken", "--num-sequences", 64)
+    assert_refused(result, "NaN in", tmp_path)
+
+
+def test_other_vocabularies_are_refused_unless_ids_are_shared(run, sinkscope, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    num_ids = model.config.vocab_size
+    model.resize_token_embeddings(num_ids + 2)
+    model.save_pretrained(tmp_path / "more")
+    arguments = ("fingerprint", run, tmp_path / "more", "--num-sequences", 64, "--length", 16, "--fresh", 0)
+    assert_refused(sinkscope(*arguments), "one vocabulary", tmp_path)
+    result = sinkscope(*arguments, "--vocabulary", num_ids, "--json")
+    assert json.loads(result.out)["pairs"][0]["verdict"] == "same origin"
