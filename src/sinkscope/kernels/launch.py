@@ -18,6 +18,8 @@ if TYPE_CHECKING or HAS_TRITON:
     import triton
 
 MAX_LAUNCHERS = 4096
+CHECKED_VERSIONS = ("3.6.", "3.7.")
+"""Releases of Triton whose compiled kernels were seen to take arguments so; under others every launch is bound."""
 _launchers: dict[tuple, Callable[..., None]] = {}
 
 
@@ -35,7 +37,7 @@ def launch(
     by its numbers themselves, which settle all that but the types: a number must always come as int or always as float.
     """
     with torch.cuda.device_of(tensors[0]):
-        if is_interpreted(kernel):
+        if is_interpreted(kernel) or not triton.__version__.startswith(CHECKED_VERSIONS):
             kernel[grid](*tensors, *numbers, *constants, **options)
             return
         like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]

@@ -2,7 +2,8 @@
 
 Axes: B sequences, H heads, T positions, N = B * T tokens, S keys read, Q positions that one signal points at, F first
 positions, P = 3 Q + F candidates.
-On CUDA each function is one launch: the half dozen small operations that it stands for cost more than they compute.
+On CUDA each function is one launch for a single sequence: the half dozen small operations that it stands for cost more
+than they compute. Its few programs would take long over many sequences, whose operations are worth their launches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NUM_FIRST = 4
 
 def add_received(so_far_T: Tensor, received_BHS: Tensor, weight_S: Tensor, keys_S: Tensor) -> None:
     """Adds, in place, what each key read received from all heads and sequences, times its weight."""
-    if _has_kernel(received_BHS):
+    if _has_kernel(received_BHS) and len(received_BHS) == 1:
         triton_add_received(so_far_T, received_BHS, weight_S, keys_S)
     else:
         so_far_T.index_add_(0, keys_S, received_BHS.sum((0, 1)) * weight_S)
@@ -39,8 +40,8 @@ def candidates(
 
     Where nothing was received yet, or no layer stands before, DomRatio speaks for both.
     """
-    if _has_kernel(largest_N):
-        return triton_candidates(largest_N, mean_abs_N, length, received_T, before_P)
+    if _has_kernel(largest_N) and len(largest_N) == length:
+        return triton_candidates(largest_N, mean_abs_N, received_T, before_P)
     ratio_T = (largest_N / mean_abs_N).view(-1, length).sum(0)
     return joined_candidates(point_at(ratio_T, ratio_T if received_T is None else received_T), before_P)
 
@@ -74,21 +75,21 @@ def triton_add_received(so_far_T: Tensor, received_BHS: Tensor, weight_S: Tensor
 
 
 def triton_candidates(
-    largest_N: Tensor, mean_abs_N: Tensor, length: int, received_T: Tensor | None, before_P: Tensor | None
+    largest_T: Tensor, mean_abs_T: Tensor, received_T: Tensor | None, before_P: Tensor | None
 ) -> Tensor:
     """Of equal values the first position is taken, and nan counts as the largest value."""
-    candidates_P = largest_N.new_empty(3 * NUM_POINTED_AT + NUM_FIRST, dtype=torch.int64)
+    candidates_P = largest_T.new_empty(3 * NUM_POINTED_AT + NUM_FIRST, dtype=torch.int64)
     launch(
         _candidates_kernel,
         (2, 1, 1),
         (
-            largest_N.contiguous(),
-            mean_abs_N.contiguous(),
-            largest_N if received_T is None else received_T,
+            largest_T.contiguous(),
+            mean_abs_T.contiguous(),
+            largest_T if received_T is None else received_T,
             candidates_P if before_P is None else before_P,
             candidates_P,
         ),
-        (largest_N.shape[0] // length, length),
+        (len(largest_T),),
         (received_T is not None, before_P is not None, NUM_POINTED_AT, NUM_FIRST, 4096),
         num_warps=16,
     )
@@ -96,10 +97,8 @@ def triton_candidates(
 
 
 def _jit(function: Any) -> Any:
-    """Compiles once for all lengths and numbers of sequences."""
-    return (
-        triton.jit(do_not_specialize=["num_rows", "num_keys", "batch", "length"])(function) if HAS_TRITON else function
-    )
+    """Compiles once for all lengths."""
+    return triton.jit(do_not_specialize=["num_rows", "num_keys", "length"])(function) if HAS_TRITON else function
 
 
 @_jit
@@ -116,7 +115,7 @@ def _add_received_kernel(so_far, received, weight, keys, num_rows, num_keys, BLO
 
 @_jit
 def _candidates_kernel(
-    largest, mean_abs, received, before, candidates, batch, length,
+    largest, mean_abs, received, before, candidates, length,
     RECEIVED: tl.constexpr, BEFORE: tl.constexpr, Q: tl.constexpr, F: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One program: the positions of one signal's Q largest values, the next one found by one more read of them all.
@@ -124,9 +123,7 @@ def _candidates_kernel(
     The signal lies in the cache, and a program that kept its Q largest values on the way would do more work.
     """
     signal = tl.program_id(0)
-    num_rows = batch
-    if RECEIVED:
-        num_rows = tl.where(signal == 1, 0, batch)
+    is_ratio = (signal == 0) | (not RECEIVED)
     last_value = float("inf")
     last_t = -1
     for number in range(Q):
@@ -134,11 +131,11 @@ def _candidates_kernel(
         top_t = tl.full([BLOCK_T], 2147483647, tl.int32)
         for start in range(0, length, BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
-            value = tl.load(received + t, mask=(t < length) & (num_rows == 0), other=0.0)
-            for b in range(0, num_rows):
-                n = tl.cast(b, tl.int64) * length + t
-                ratio = tl.load(largest + n, mask=t < length, other=0.0)
-                value += ratio / tl.load(mean_abs + n, mask=t < length, other=1.0)
+            value = tl.load(received + t, mask=(t < length) & (is_ratio == 0), other=0.0)
+            if is_ratio:
+                value = tl.load(largest + t, mask=t < length, other=0.0) / tl.load(
+                    mean_abs + t, mask=t < length, other=1.0
+                )
             value = tl.where(value == value, value, float("inf"))
             still = (value < last_value) | ((value == last_value) & (t > last_t))
             better = still & (t < length) & (value > top)
