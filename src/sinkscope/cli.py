@@ -37,6 +37,13 @@ app.command("fingerprint")(fingerprint_command)
 app.command("models")(models_command)
 
 
+OUT_OF_MEMORY = InputError(
+    expected="memory for this model and these tokens",
+    found="the device full",
+    next_step="Give fewer or shorter sequences, a smaller --dtype or, to pretrain, a smaller --micro-batch-size",
+)
+
+
 def main() -> None:
     """Runs a command; input that cannot be honoured ends with a message and exit code 2, never a traceback."""
     # A termination must unwind the stack, so that no half-written folder stays behind.
@@ -46,6 +53,17 @@ def main() -> None:
     except InputError as error:
         print(f"sinkscope: {error}", file=sys.stderr)
         sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"sinkscope: {OUT_OF_MEMORY}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("sinkscope: interrupted; no run was written", file=sys.stderr)
         sys.exit(130)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """By name and text: asking torch for its class would import it for every --help."""
+    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    return named or "can't allocate memory" in str(error)

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -217,3 +218,31 @@ def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
     assert parts["family"] == "llama"
     assert parts["num_key_value_heads"] == 2
     assert "self_attn.o_proj" in sinkscope("models", "llama").out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+    ],
+)
+def test_a_full_memory_is_explained(sinkscope, monkeypatch, error):
+    monkeypatch.setattr("sinkscope.capture.trace.read_model", raises(error))
+    result = sinkscope("trace", "--out", "run")
+    assert result.code == 2
+    assert "fewer or shorter sequences" in result.err
+    assert "Traceback" not in result.err
+    assert not Path("run").exists()
+    # Control: another failure of the program is not mistaken for it.
+    monkeypatch.setattr("sinkscope.capture.trace.read_model", raises(RuntimeError("shapes")))
+    with pytest.raises(RuntimeError, match="shapes"):
+        sinkscope("trace", "--out", "run")
+
+
+def raises(error):
+    def read(*arguments, **options):
+        raise error
+
+    return read
