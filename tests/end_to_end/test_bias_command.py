@@ -125,9 +125,9 @@ def test_a_training_run_is_followed_from_its_own_beginning(sinkscope, trained, t
     assert run.summary["seeds"][0] == 11
     rows = run.rows("persistence")
     assert [(row["checkpoint"], row["step"]) for row in rows] == [
-        ("step-00000000", 0),
-        ("step-00000020", 20),
-        ("model", None),
+        ("run/step-00000000", 0),
+        ("run/step-00000020", 20),
+        ("run/model", None),
     ]
     # At step 0 the model is its beginning: it agrees with itself as far as it can, and its states are the same.
     assert rows[0]["correlation"] == pytest.approx(rows[0]["ceiling"], abs=1e-6)
@@ -144,7 +144,7 @@ def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):
     assert result.code == 0, result.err
     summary = json.loads(result.out)
     assert summary["model"] == "init:run"
-    assert [row["checkpoint"] for row in summary["persistence"]] == ["step-00000020", "model"]
+    assert [row["checkpoint"] for row in summary["persistence"]] == ["run/step-00000020", "run"]
     assert all(row["other_seeds"] is None for row in summary["persistence"])
 
 
@@ -212,3 +212,25 @@ def test_python_takes_a_model_object_and_leaves_it_as_it_was():
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert set(result.tables) == {schema.name for schema in BIAS_TABLES}
+
+
+def test_a_training_run_is_not_replaced_by_another_run(sinkscope, trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    result = sinkscope("bias", copy, *FEW, "--controls", "none", "--out", copy, "--overwrite")
+    assert result.code == 2
+    assert "a training run" in result.err
+    assert (copy / "model").is_dir()
+
+
+def test_weights_that_are_all_zero_are_refused(sinkscope, trained, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    for weight in model.parameters():
+        weight.data.zero_()
+    model.save_pretrained(tmp_path / "zero")
+    result = sinkscope("bias", tmp_path / "zero", *FEW, "--controls", "none", "--out", "run")
+    assert result.code == 2
+    assert "not all 0" in result.err
+    assert not (tmp_path / "run").exists()

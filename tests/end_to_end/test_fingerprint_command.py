@@ -1,6 +1,7 @@
 """The real command: what it prints, what it writes, and how it refuses."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -77,11 +78,34 @@ def test_the_published_method(run, sinkscope):
         (("nothing/here.safetensors",), "a signature in nothing/here.safetensors"),
         (("{run}/model/model.safetensors",), "a signature in"),
         (("init:nothing",), "a training run in nothing"),
+        (("tiny",), "a preset of pretrain, which has none"),
+        (("{run}", "--method", "seedprint", "--unrelated", "{run}"), "whose null is a formula"),
     ],
 )
 def test_what_is_refused(run, sinkscope, tmp_path, arguments, message):
     result = sinkscope("fingerprint", run, *(str(each).format(run=run) for each in arguments))
     assert_refused(result, message, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"other"])
+def test_a_damaged_checkpoint_is_refused(run, sinkscope, tmp_path, content):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    checkpoint = copy / "checkpoints" / "step-00000004"
+    weights = checkpoint / "training.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5] + content)
+    result = sinkscope("fingerprint", run, checkpoint, "--num-sequences", 64)
+    assert result.code == 2
+    assert "a whole checkpoint" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_refused_command_keeps_what_an_interrupted_one_finished(run, sinkscope, tmp_path):
+    parts = tmp_path / ".found.parts"
+    parts.mkdir()
+    (parts / "batch").write_text("finished")
+    assert sinkscope("fingerprint", run, run, "--method", "guess", "--out", "found").code == 2
+    assert (parts / "batch").exists()
 
 
 def test_weights_that_are_no_numbers_are_refused(run, sinkscope, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import LlamaConfig
@@ -210,6 +212,43 @@ def test_a_signature_of_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(InputError, match="version 2"):
         load_signature(tmp_path / "later.safetensors")
+
+
+def test_equal_weights_in_another_configuration_are_read_by_themselves(tmp_path):
+    parts = Parts(tmp_path / "run", {"a": 1})
+    other = dataclasses.replace(SHAPE, config=LlamaConfig(**{**SHAPE.config.to_diff_dict(), "rms_norm_eps": 10.0}))
+    signatures = [sign(draw(shape, 1, name="one"), INPUTS, parts=parts) for shape in (SHAPE, other)]
+    assert signatures[0].weight_hash == signatures[1].weight_hash
+    assert not torch.equal(signatures[0].states, signatures[1].states)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record, tensors: record.update(more=1),
+        lambda record, tensors: record.pop("dtype"),
+        lambda record, tensors: record["inputs"].update(more=1),
+        lambda record, tensors: tensors.update(embeddings=tensors["embeddings"][:10]),
+        lambda record, tensors: tensors.update(states=tensors["states"][:, 0]),
+    ],
+)
+def test_a_signature_with_other_contents_is_refused(tmp_path, damage):
+    path = tmp_path / "one.safetensors"
+    sign(draw(SHAPE, 1), INPUTS).save(path)
+    with safe_open(path, framework="pt") as file:
+        record = json.loads(file.metadata()[signature_module.METADATA])
+    tensors = load_file(path)
+    damage(record, tensors)
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(kept, path, metadata={signature_module.METADATA: json.dumps(record)})
+    with pytest.raises(InputError, match="expected"):
+        load_signature(path)
+
+
+def test_a_configuration_that_nothing_can_be_drawn_from_is_refused():
+    found = dataclasses.replace(sign(draw(SHAPE, 1), INPUTS), config={"model_type": "no such family"})
+    with pytest.raises(InputError, match="--fresh 0"):
+        found.configuration()
 
 
 def test_interrupted_work_resumes_to_the_bit(tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ def test_controls_find_what_was_planted():
         name: entry["inter_cosine"] for name, entry in result.summary["controls"].items() if "refused" not in entry
     }
     for name in ("tanh_activation", "odd_feed_forward", "no_feed_forward"):
-        assert change[name]["high"] < -0.1, name
+        assert change[name]["difference_high"] < -0.1, name
         assert abs(change[name]["value"]) < 0.05, name
     assert change["no_attention"]["difference"] == pytest.approx(0, abs=1e-6)
     assert abs(change["redrawn_embeddings"]["difference"]) < 0.3
@@ -150,7 +150,7 @@ def test_attention_that_averages_is_found_by_its_own_control():
         loaded, num_sequences=64, length=16, controls=["no_attention", "no_feed_forward", "calibrated_variance"]
     )
     intra = {name: entry["intra_cosine"] for name, entry in result.summary["controls"].items()}
-    assert intra["no_attention"]["high"] < -0.2
+    assert intra["no_attention"]["difference_high"] < -0.2
     assert intra["no_feed_forward"]["difference"] == pytest.approx(0, abs=1e-6)
     rows = result.tables["contraction"]
     added = [

@@ -93,7 +93,7 @@ def bias_command(
             num_sequences=num_sequences,
             length=length,
             seed=seed,
-            controls={"all": None, "none": []}.get(controls, controls.split(",")),
+            controls={"all": None, "none": []}.get(controls, [name.strip() for name in controls.split(",")]),
             along=config.along,
             revision=revision,
             dtype=dtype,

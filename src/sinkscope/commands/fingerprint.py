@@ -93,11 +93,13 @@ def fingerprint_command(
     # Parts are named by weights and inputs, so that whatever else changes, a model is read once.
     parts = Parts(path, {"command": "fingerprint", "version": __version__})
     asked = asdict(config)
+    goes_on = parts.path is not None and parts.path.exists()
     try:
         with terminal.steps() as work:
             result = fingerprint(asked.pop("models"), **asked, parts=parts, work=work)  # type: ignore[arg-type]
     except InputError:
-        parts.discard()  # a command that is refused leaves nothing behind
+        if not goes_on:
+            parts.discard()  # a command that is refused leaves all as it was
         raise
     except KeyboardInterrupt:
         print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)

@@ -96,6 +96,12 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
 
     path = out or default_run_path(model or "default", datetime.now())
     check_output(path, overwrite)
+    if (path / "metrics.jsonl").exists():
+        raise InputError(
+            expected=f"a folder for this run at {path}",
+            found="a training run, which cannot be made again in minutes",
+            next_step="Choose another folder with --out, or remove the training run yourself",
+        )
     return path
 
 

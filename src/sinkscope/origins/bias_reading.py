@@ -130,6 +130,12 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
             next_step="Load the model with --dtype float32, or fetch its weights again",
         )
     contraction = reader.result()
+    if not np.isfinite(contraction.top_share_S).all():
+        raise InputError(
+            expected="states that are not all 0, which have no direction",
+            found=f"such states in {loaded.name}",
+            next_step="Look at its weights: they may all be 0",
+        )
     values = _preference(probability_NV) | {
         "inter_cosine": contraction.inter_SN[-1],
         "intra_cosine": contraction.intra_SN[-1],

@@ -85,17 +85,18 @@ def _variance_link(found: BiasReadings) -> list[float]:
 def _controls(tables: Tables) -> Row:
     result: Row = {}
     for row in _rows(tables["controls"]):
-        difference = _interval(row, "difference") | {"difference": row["difference"], "value": row["value"]}
-        result.setdefault(row["control"], {})[row["quantity"]] = difference
+        names = ("value", "difference", "difference_low", "difference_high", "over", "n")
+        result.setdefault(row["control"], {})[row["quantity"]] = {name: row[name] for name in names}
     return result
 
 
 def _story(summary: Row) -> str:
     deficit, ratio = summary["bias"]["entropy_deficit"], summary["bias"]["prediction_ratio"]
     over = f"{len(summary['seeds'])} seeds" if len(summary["seeds"]) > 1 else f"{summary['tokens']['count']} sequences"
+    drawn = ", drawn anew," if summary["seeds"] else ""
     verdict = {True: "prefers some tokens whatever it reads", False: "shows no preference that chance would not"}
     sentences = [
-        f"{summary['model']} {verdict.get(summary['prefers_tokens'], 'was read, too little for a verdict')}: "
+        f"{summary['model']}{drawn} {verdict.get(summary['prefers_tokens'], 'was read, too little for a verdict')}: "
         f"its preferred token is predicted {_shown(ratio)} times as often as chance, and the entropy of its "
         f"predictions lies {_shown(deficit)} nats below uniform, over {over}."
     ]
@@ -107,7 +108,7 @@ def _story(summary: Row) -> str:
     effects = [
         (entry["entropy_deficit"]["difference"], name)
         for name, entry in summary["controls"].items()
-        if "refused" not in entry and entry["entropy_deficit"]["high"] < 0
+        if "refused" not in entry and entry["entropy_deficit"]["difference_high"] < 0
     ]
     if effects and summary["prefers_tokens"]:
         difference, name = min(effects)

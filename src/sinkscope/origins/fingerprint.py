@@ -138,7 +138,7 @@ def fingerprint(
     Models are anything that `load_model` takes, signatures, or files of signatures; where one is a signature, its
     inputs are the default. `loading` goes to `load_model`. Models are read one after the other, never two at once.
     """
-    _check_request(models, method, fresh)
+    _check_request(models, method, fresh, unrelated)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
     asked = {key: value for key, value in numbers.items() if value is not None}
     # Signatures are read first: their inputs are the default, and a file that is none is refused before any work.
@@ -259,7 +259,7 @@ def _published(base: Signature, suspect: Signature) -> Pair:
     )
 
 
-def _check_request(models: Sequence[Any], method: str, fresh: int) -> None:
+def _check_request(models: Sequence[Any], method: str, fresh: int, unrelated: Sequence[Any]) -> None:
     if len(models) < 2:
         raise InputError(
             expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
@@ -268,6 +268,12 @@ def _check_request(models: Sequence[Any], method: str, fresh: int) -> None:
         raise InputError(
             expected=f"a method: {', '.join(get_args(Method))}", found=repr(method), next_step="Choose it with --method"
         )
+    if method == "seedprint" and unrelated:
+        raise InputError(
+            expected="no --unrelated models beside --method seedprint, whose null is a formula",
+            found=str(len(unrelated)),
+            next_step="Leave them out, or take the default method",
+        )
     if fresh < 0:
         raise InputError(expected="at least 0 fresh initialisations", found=str(fresh), next_step="Raise --fresh")
 
@@ -275,7 +281,14 @@ def _check_request(models: Sequence[Any], method: str, fresh: int) -> None:
 def _check_widths(signatures: list[Signature]) -> None:
     first = signatures[0]
     for other in signatures[1:]:
-        if other.width != first.width or (other.embeddings is None) != (first.embeddings is None):
+        if (other.embeddings is None) != (first.embeddings is None):
+            without = first if first.embeddings is None else other
+            raise InputError(
+                expected="embeddings as wide as the layers in every model, or in none",
+                found=f"none in {without.name}",
+                next_step="Leave it out: signatures of different parts cannot be compared",
+            )
+        if other.width != first.width:
             raise InputError(
                 expected=f"models of one width: {first.name} has {first.width} hidden dimensions",
                 found=f"{other.width} in {other.name}",

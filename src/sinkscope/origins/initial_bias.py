@@ -30,7 +30,7 @@ from sinkscope.origins.bias_reading import (
 )
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
-from sinkscope.origins.model_specs import Configuration, draw, find_configuration, load_model
+from sinkscope.origins.model_specs import INITIAL, Configuration, draw, find_configuration, load_model
 from sinkscope.results.bias_schemas import BIAS_TABLES
 from sinkscope.results.run_folder import RunFolder
 
@@ -134,7 +134,8 @@ def bias(
         _check_shape(loaded, first)
         reading = read(loaded, batches[0])
         others = [preference_correlation(other, reading) for other in readings[1:]]
-        checkpoints.append(Checkpoint(loaded.name, _step(place), reading, agreement(readings[0], reading), others))
+        name = _place_name(place, loaded)
+        checkpoints.append(Checkpoint(name, _step(place), reading, agreement(readings[0], reading), others))
     return Bias(
         BiasReadings(
             name=first.name if found is None else found.name,
@@ -182,6 +183,14 @@ def _run_checkpoints(found: Configuration) -> list[Path]:
     if found.run is None:
         return []
     return [path for path in (*sorted(found.run.glob("snapshots/step-????????")), found.run / "model") if path.is_dir()]
+
+
+def _place_name(place: Any, loaded: LoadedModel) -> str:
+    """The last part of its path, of a run's model or checkpoint with the run's: models of runs are all called model."""
+    if not isinstance(place, str | Path) or str(place).startswith(INITIAL):
+        return loaded.name
+    parts = [part for part in Path(place).expanduser().resolve().parts if part not in ("snapshots", "checkpoints")]
+    return "/".join(parts[-2:]) if parts[-1] == "model" or parts[-1].startswith("step-") else parts[-1]
 
 
 def _step(place: Any) -> int | None:

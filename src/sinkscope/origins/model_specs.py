@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
-from sinkscope.pretrain.checkpoints import RECORD, TENSORS
+from sinkscope.pretrain.checkpoints import RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
@@ -65,6 +65,12 @@ def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto",
         source = run / "model"
     if isinstance(source, str | Path) and (path := Path(source).expanduser() / RECORD).is_file():
         return _checkpoint(path.parent, dtype=dtype, device=device)
+    if isinstance(source, str) and source in PRESETS and not Path(source).exists():
+        raise InputError(
+            expected="a model with weights",
+            found=f"{source}, a preset of pretrain, which has none",
+            next_step=f"Train it with sinkscope pretrain --config {source}, or see what it prefers with sinkscope bias",
+        )
     return load(source, dtype=dtype, device=device, **options)
 
 
@@ -76,7 +82,11 @@ def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
             found="one in shards",
             next_step="Take a snapshot of the run, or the run itself when it is finished",
         )
-    found = _run_configuration(folder.parent.parent)
+    if (reason := damage(folder)) is not None:
+        raise InputError(
+            expected=f"a whole checkpoint in {folder}", found=reason, next_step="Give another checkpoint of the run"
+        )
+    found = _run_configuration(folder.resolve().parent.parent)
     tensors = load_file(folder / TENSORS)
     with torch.random.fork_rng(devices=[]), quiet():
         model = _drawn(found.config, 0)

@@ -110,7 +110,14 @@ class Signature:
                 next_step="Type --fresh 0, and give unrelated models with --unrelated",
             )
         others = {key: value for key, value in self.config.items() if key != "model_type"}
-        return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
+        try:
+            return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
+        except Exception as error:  # transformers has an exception for each thing that can be wrong with one
+            raise InputError(
+                expected=f"a configuration in the signature of {self.name} that models can be drawn from",
+                found=str(error).splitlines()[0],
+                next_step="Type --fresh 0, and give unrelated models with --unrelated",
+            ) from error
 
     def save(self, path: Path) -> None:
         """Writes the signature to a safetensors file, whole or not at all."""
@@ -129,25 +136,27 @@ def load_signature(path: Path) -> Signature:
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[METADATA])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            states = tensors["states"]
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        if (version := record.pop("version", None)) != VERSION:
+            raise InputError(
+                expected=f"a signature of version {VERSION} in {path}",
+                found=f"version {version}",
+                next_step="Make it again from the model with this version of sinkscope",
+            )
+        record["inputs"] = Inputs(**record["inputs"])
+        states, embeddings = tensors["states"], tensors.get("embeddings")
+        signature = Signature(states=states, embeddings=embeddings, **record)
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise InputError(
             expected=f"a signature in {path}",
             found=f"none ({type(error).__name__}: {error})",
             next_step="Give a file that sinkscope fingerprint wrote, or the model's folder",
         ) from error
-    if (version := record.pop("version", None)) != VERSION:
+    rows = signature.inputs.num_sequences
+    whole = states.ndim == 2 and len(states) == rows and (embeddings is None or embeddings.shape == states.shape)
+    if not whole or not all(torch.isfinite(t).all() for t in tensors.values()):
         raise InputError(
-            expected=f"a signature of version {VERSION} in {path}",
-            found=f"version {version}",
-            next_step="Make it again from the model with this version of sinkscope",
-        )
-    record["inputs"] = Inputs(**record["inputs"])
-    signature = Signature(states=states, embeddings=tensors.get("embeddings"), **record)
-    if states.shape[0] != signature.inputs.num_sequences or not all(torch.isfinite(t).all() for t in tensors.values()):
-        raise InputError(
-            expected=f"{signature.inputs.num_sequences} rows of finite numbers in {path}",
-            found=f"{states.shape[0]} rows, or NaN or infinity in them",
+            expected=f"{rows} rows of finite numbers in {path}",
+            found=f"a table of {' x '.join(map(str, states.shape))}, other embeddings, or NaN or infinity in them",
             next_step="Make it again from the model",
         )
     return signature
@@ -165,9 +174,12 @@ def sign(
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
     size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
+    # The hash of large weights is of samples of them, and other numbers of a configuration give other states.
+    identity = json.dumps([loaded.name, loaded.weight_hash, loaded.dtype, _fields(loaded)], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     batches = []
     for start in range(0, inputs.num_sequences, size):
-        key = f"{loaded.weight_hash[:24]}-{inputs_hash[:16]}-{start}"
+        key = f"{digest}-{inputs_hash[:16]}-{start}"
         kept = parts.load(key)
         if kept is None:
             kept = _states(loaded, inputs.ids[start : start + size])

@@ -73,7 +73,7 @@ def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint, None before the first; each damaged one is named on the way to it."""
     found = _checkpoints(run)
     for path in found:
-        reason = _damage(path)
+        reason = damage(path)
         if reason is None:
             return path
         say(f"checkpoint {path.name} is damaged ({reason}); looking at the one before")
@@ -139,7 +139,8 @@ def _checkpoints(run: Path) -> list[Path]:
     return sorted((run / FOLDER).glob("step-????????"), reverse=True)
 
 
-def _damage(path: Path) -> str | None:
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, by the hashes of its files; None where it is whole."""
     try:
         record = json.loads((path / RECORD).read_text(encoding="utf-8"))
         for name, sha256 in record["files"].items():

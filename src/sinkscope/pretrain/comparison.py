@@ -214,7 +214,11 @@ def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) ->
             base = {seed: value for (variant, seed), value in values.items() if variant == labels[0]}
             differences = [value - base[seed] for seed, value in by_seed.items() if seed in base]
             if by_seed:
-                rows.append(_end_row(label, name, list(by_seed.values()), differences))
+                row = _end_row(label, name, list(by_seed.values()), differences)
+                if name == "tokens_per_second" and row["low"] is not None:
+                    # A speed is above 0, and so is its interval.
+                    row["low"], row["high"] = map(math.exp, mean_interval([math.log(v) for v in by_seed.values()]))
+                rows.append(row)
     return rows
 
 

@@ -93,6 +93,12 @@ def read_run(folder: Path) -> Run:
             if is_training(folder)
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
+    if _read_object(folder / "summary.json").get("kind") == "fingerprint":
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found="a run of sinkscope fingerprint",
+            next_step="Leave it out; its own page shows all of its pairs",
+        )
     kind = _kind(folder)
     schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
     tables = {

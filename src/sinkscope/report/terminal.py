@@ -153,15 +153,23 @@ def show_bias(result: Bias, path: Path) -> None:
             continue
         deficit, cosine = entry["entropy_deficit"], entry["inter_cosine"]
         change = f"{deficit['difference']:+.3g}"
-        rows.append((name, change, _ends(deficit["low"], deficit["high"]), f"{cosine['difference']:+.3g}"))
+        rows.append(
+            (name, change, _ends(deficit["difference_low"], deficit["difference_high"]), f"{cosine['difference']:+.3g}")
+        )
     if rows:
         _table(console, "change under each control", ("control", "entropy deficit", "interval", "inter cosine"), rows)
     rows = [
-        (row["checkpoint"], f"{row['value']:.3f}", _ends(row["low"], row["high"]), _number(row["other_seeds"]))
+        (
+            row["checkpoint"],
+            f"{row['value']:.3f}",
+            _ends(row["low"], row["high"]),
+            _number(row["ceiling"]),
+            _number(row["other_seeds"]),
+        )
         for row in summary["persistence"]
     ]
     if rows:
-        columns = ("checkpoint", "correlation", "interval", "other seeds")
+        columns = ("checkpoint", "correlation", "interval", "ceiling", "other seeds")
         _table(console, "rank correlation with the beginning", columns, rows, limit=len(rows))
     for name, entry in summary["controls"].items():
         if "refused" in entry:
@@ -234,7 +242,7 @@ def _table(
 ) -> None:
     table = Table(title=f"{title} ({limit} of {len(rows)})" if len(rows) > limit else title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # the end of a name is what tells two checkpoints apart
     for row in rows[:limit]:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)

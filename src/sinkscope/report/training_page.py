@@ -51,7 +51,11 @@ def answer(comparison: TrainingComparison) -> str:
     seconds = comparison.of(best["variant"], "seconds_ratio")
     of_many = f"Of {len(ratios)} variants, " if len(ratios) > 1 else ""
     first = f"{of_many}{best['variant']} reaches {final} with {_percent(best)} of its tokens{_seeds(best)}"
-    first += "" if seconds is None or seconds["mean"] is None else f", and with {_percent(seconds)} of its seconds"
+    first += (
+        ""
+        if seconds is None or seconds["mean"] is None
+        else f", and with {_percent(seconds)} of its seconds{_seeds(seconds)}"
+    )
     return f"{first}. {_sink_sentence(comparison, best['variant'])}".strip()
 
 
