@@ -92,11 +92,12 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     """Where the run goes; checked before any work."""
     from datetime import datetime
 
+    from sinkscope.report.run_contents import is_training
     from sinkscope.results.run_folder import check_output, default_run_path
 
     path = out or default_run_path(model or "default", datetime.now())
     check_output(path, overwrite)
-    if (path / "metrics.jsonl").exists():
+    if is_training(path):
         raise InputError(
             expected=f"a folder for this run at {path}",
             found="a training run, which cannot be made again in minutes",

@@ -83,7 +83,7 @@ def token_batch(
     first = None
     if bos:
         first = bos_id(loaded)
-        _check_vocabulary(torch.tensor([first]), _num_embeddings(loaded.model))
+        _check_vocabulary(torch.tensor([first]), num_embeddings(loaded.model))
     source = None
     if kind == "random":
         ids = _random_ids(loaded, length, num_sequences, seed)
@@ -140,7 +140,7 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
     ids = ids.to(device="cpu", dtype=torch.int64, copy=True)
     begins_with_bos = False
     if model is not None:
-        _check_vocabulary(ids, _num_embeddings(model))
+        _check_vocabulary(ids, num_embeddings(model))
         _check_length(model, ids.shape[1])
         bos = getattr(text_config(model), "bos_token_id", None)
         begins_with_bos = isinstance(bos, int) and bool((ids[:, 0] == bos).all())
@@ -163,7 +163,7 @@ def special_ids(loaded: LoadedModel) -> set[int]:
 
 def _vocabulary_size(loaded: LoadedModel) -> int:
     # Embeddings are often padded to a round number of rows; the rows beyond the tokenizer were never trained.
-    rows = _num_embeddings(loaded.model)
+    rows = num_embeddings(loaded.model)
     return rows if loaded.tokenizer is None else min(rows, len(loaded.tokenizer))
 
 
@@ -191,7 +191,7 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
             expected="repeat:ID with a token id", found=f"'repeat:{argument}'", next_step="Type for example repeat:42"
         )
     token = torch.tensor(min(int(argument), 2**62))
-    _check_vocabulary(token, _num_embeddings(loaded.model))
+    _check_vocabulary(token, num_embeddings(loaded.model))
     return token
 
 
@@ -208,7 +208,7 @@ def _text_windows(
     text = _read_text(path)
     # Without verbose=False the tokenizer warns that a whole file is longer than the model's context.
     ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
-    _check_vocabulary(ids, _num_embeddings(loaded.model))
+    _check_vocabulary(ids, num_embeddings(loaded.model))
     if num_sequences * window > len(ids):
         longest, most = len(ids) // num_sequences + bos, len(ids) // window
         ways = [f"--num-sequences {most}"] * (most > 0) + [f"--length {longest}"] * (longest >= 2)
@@ -243,14 +243,20 @@ def _tokenizer_adds_bos(loaded: LoadedModel) -> bool:
     return loaded.tokenizer("a")["input_ids"][:1] == [loaded.tokenizer.bos_token_id]
 
 
-def _num_embeddings(model: Any) -> int:
+def num_embeddings(model: Any) -> int:
+    """How many ids a model has embeddings for."""
     return model.get_input_embeddings().weight.shape[0]
 
 
-def _check_length(model: Any, length: int) -> None:
+def context_length(model: Any) -> int | None:
+    """The most tokens that a model's configuration allows; None where it does not say."""
     config = text_config(model)
     limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")]
-    context = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def _check_length(model: Any, length: int) -> None:
+    context = context_length(model)
     if context is not None and length > context:
         raise InputError(
             expected=f"at most {context} tokens, the model's context",

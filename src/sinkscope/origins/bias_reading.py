@@ -136,12 +136,12 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
             found=f"such states in {loaded.name}",
             next_step="Look at its weights: they may all be 0",
         )
-    values = _preference(probability_NV) | {
+    predicted_N = probability_NV.argmax(-1)
+    values = _preference(probability_NV, predicted_N) | {
         "inter_cosine": contraction.inter_SN[-1],
         "intra_cosine": contraction.intra_SN[-1],
     }
     preferred_K = probability_NV.mean(0).topk(min(NUM_PREFERRED, probability_NV.shape[1])).indices
-    predicted_N = probability_NV.argmax(-1)
     return BiasReading(
         name=loaded.name,
         values=values,
@@ -168,9 +168,8 @@ def _check_size(batch: TokenBatch, vocabulary: int) -> None:
         )
 
 
-def _preference(probability_NV: Tensor) -> dict[str, np.ndarray]:
+def _preference(probability_NV: Tensor, predicted_N: Tensor) -> dict[str, np.ndarray]:
     num_sequences, vocabulary = probability_NV.shape
-    predicted_N = probability_NV.argmax(-1)
     surprise_N = prediction_surprise(predicted_N)
     values = {
         "prediction_ratio": prediction_ratio(predicted_N, vocabulary),

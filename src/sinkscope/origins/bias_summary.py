@@ -9,6 +9,7 @@ import numpy as np
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.origins.bias_controls import CONTROLS
 from sinkscope.origins.bias_reading import BiasReadings
+from sinkscope.results.tables import rows_where
 from sinkscope.statistics import rank_correlation
 
 Tables = dict[str, dict[str, list]]
@@ -19,7 +20,7 @@ def bias_summary(found: BiasReadings, tables: Tables) -> Row:
     """The entries of summary.json."""
     anatomy = anatomy_of(found.model.model)
     one = len(found.untouched) == 1
-    quantities = {row["quantity"]: row for row in _rows(tables["bias"]) if one or row["over"] == "seeds"}
+    quantities = {row["quantity"]: row for row in rows_where(tables["bias"]) if one or row["over"] == "seeds"}
     summary = {
         "model": found.name,
         "family": anatomy.family.name,
@@ -31,7 +32,7 @@ def bias_summary(found: BiasReadings, tables: Tables) -> Row:
         "prefers_tokens": _above_zero(quantities["entropy_deficit"], "value"),
         "bias": {name: _interval(row, "value") for name, row in quantities.items()},
         "preferred_tokens": [
-            row["token"] for row in _rows(tables["preferred_tokens"]) if row["seed"] == found.seeds[0]
+            row["token"] for row in rows_where(tables["preferred_tokens"]) if row["seed"] == found.seeds[0]
         ],
         "contraction": _contraction(tables),
         "variance_link": _variance_link(found),
@@ -39,14 +40,10 @@ def bias_summary(found: BiasReadings, tables: Tables) -> Row:
         "persistence": [
             {name: row[name] for name in ("checkpoint", "step", "ceiling", "other_seeds")}
             | _interval(row, "correlation")
-            for row in _rows(tables["persistence"])
+            for row in rows_where(tables["persistence"])
         ],
     }
     return summary | {"story": _story(summary)}
-
-
-def _rows(table: dict[str, list]) -> list[Row]:
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
 def _interval(row: Row, name: str) -> Row:
@@ -62,7 +59,7 @@ def _above_zero(row: Row, name: str) -> bool | None:
 
 def _contraction(tables: Tables) -> Row:
     """Where the cosines begin and end, and what each part adds over all layers."""
-    rows = _rows(tables["contraction"])
+    rows = rows_where(tables["contraction"])
     result: Row = {}
     for name in ("inter", "intra"):
         added = {
@@ -84,7 +81,7 @@ def _variance_link(found: BiasReadings) -> list[float]:
 
 def _controls(tables: Tables) -> Row:
     result: Row = {}
-    for row in _rows(tables["controls"]):
+    for row in rows_where(tables["controls"]):
         names = ("value", "difference", "difference_low", "difference_high", "over", "n")
         result.setdefault(row["control"], {})[row["quantity"]] = {name: row[name] for name in names}
     return result

@@ -42,11 +42,7 @@ def bias_tables(found: BiasReadings) -> dict[str, dict[str, list]]:
         CONTROLS.name: _controls(found),
         PERSISTENCE.name: _persistence(found),
     }
-    rows = {name: list(each) for name, each in made.items()}
-    return {
-        schema.name: {column.name: [row[column.name] for row in rows[schema.name]] for column in schema.columns}
-        for schema in BIAS_TABLES
-    }
+    return {schema.name: schema.from_rows(list(made[schema.name])) for schema in BIAS_TABLES}
 
 
 def _bias(found: BiasReadings) -> Iterable[Row]:

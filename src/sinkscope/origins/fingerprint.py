@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
 from sinkscope.origins.model_specs import draw, load_model
 from sinkscope.origins.seedprint import LEVEL, seedprint
@@ -32,7 +33,6 @@ from sinkscope.origins.signature import (
     is_signature_file,
     load_signature,
     sign,
-    vocabulary_of,
 )
 from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.results.parts import Parts
@@ -112,7 +112,7 @@ class Fingerprint:
         folder.write_json("summary.json", self.summary())
         rows = [asdict(pair) | {"method": self.method} for pair in self.pairs]
         for schema, found in ((PAIRS, rows), (UNRELATED, self.unrelated_rows)):
-            folder.write_table(schema, {c.name: [row[c.name] for row in found] for c in schema.columns})
+            folder.write_table(schema, schema.from_rows(found))
         (folder.path / "signatures").mkdir()
         for index, signature in enumerate([*self.signatures, *self.unrelated]):
             signature.save(folder.path / "signatures" / f"{index:03d}-{_file_name(signature.name)}.safetensors")
@@ -147,11 +147,11 @@ def fingerprint(
     inputs = _inputs([*sources, *given], asked)
     if inputs is None:
         sources[0] = _loaded(sources[0], loading)
-        inputs = Inputs(vocabulary=vocabulary_of(sources[0]), **asked)
+        inputs = Inputs(vocabulary=num_embeddings(sources[0].model), **asked)
 
     def signed(source: Any) -> Signature:
         opened = source if isinstance(source, Signature) else _loaded(source, loading)
-        has = opened.vocabulary if isinstance(opened, Signature) else vocabulary_of(opened)
+        has = opened.vocabulary if isinstance(opened, Signature) else num_embeddings(opened.model)
         if vocabulary is None and has != inputs.vocabulary:
             raise InputError(
                 expected=f"models with one vocabulary, of {inputs.vocabulary} ids",

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel, text_config
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.origins.model_specs import Configuration
 from sinkscope.results.parts import Parts
 
@@ -162,11 +163,6 @@ def load_signature(path: Path) -> Signature:
     return signature
 
 
-def vocabulary_of(loaded: LoadedModel) -> int:
-    """The number of ids that a model has embeddings for."""
-    return loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, return-value]
-
-
 def sign(
     loaded: LoadedModel, inputs: Inputs, *, parts: Parts | None = None, progress: Progress | None = None
 ) -> Signature:
@@ -204,7 +200,7 @@ def sign(
         inputs_hash=inputs_hash,
         weight_hash=loaded.weight_hash,
         dtype=loaded.dtype,
-        vocabulary=vocabulary_of(loaded),
+        vocabulary=num_embeddings(loaded.model),
         config=_fields(loaded),
     )
 
@@ -223,16 +219,13 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
 
 
 def _check(loaded: LoadedModel, inputs: Inputs) -> None:
-    if inputs.vocabulary > (rows := vocabulary_of(loaded)):
+    if inputs.vocabulary > (rows := num_embeddings(loaded.model)):
         raise InputError(
             expected=f"a model with at least {inputs.vocabulary} ids, those of the sequences",
             found=f"{rows} in {loaded.name}",
             next_step=f"If the first ids mean the same tokens in all models, type --vocabulary {rows}",
         )
-    config = text_config(loaded.model)
-    context = next(
-        (limit for key in ("max_position_embeddings", "n_positions") if (limit := getattr(config, key, None))), None
-    )
+    context = context_length(loaded.model)
     if context is not None and inputs.length > context:
         raise InputError(
             expected=f"at most {context} tokens, the context of {loaded.name}",

@@ -10,7 +10,7 @@ with the same seed, and their mean is geometric.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -96,7 +96,7 @@ def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
         BIRTHS: [row for label, run in labelled for row in _birth_rows(label, run)],
         VARIANTS: _variant_rows(list(groups), run_rows, observables),
     }
-    tables = {s.name: {c.name: [row[c.name] for row in found] for c in s.columns} for s, found in rows.items()}
+    tables = {schema.name: schema.from_rows(found) for schema, found in rows.items()}
     return TrainingComparison(
         baseline, tuple(groups), tuple(run for _, run in labelled), tables, tuple(unequal_conditions(groups))
     )
@@ -217,7 +217,7 @@ def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) ->
                 row = _end_row(label, name, list(by_seed.values()), differences)
                 if name == "tokens_per_second" and row["low"] is not None:
                     # A speed is above 0, and so is its interval.
-                    row["low"], row["high"] = map(math.exp, mean_interval([math.log(v) for v in by_seed.values()]))
+                    row["low"], row["high"] = _interval_above_zero(by_seed.values())
                 rows.append(row)
     return rows
 
@@ -230,7 +230,7 @@ def _ratio_row(label: str, quantity: str, runs: list[Row]) -> Row:
     mean = math.exp(fmean(math.log(row[quantity]) for row in used)) if len(bounds) < 2 else None
     low, high = (None, None)
     if not bounds and len(paired) > 1:
-        low, high = map(math.exp, mean_interval([math.log(row[quantity]) for row in paired]))
+        low, high = _interval_above_zero([row[quantity] for row in paired])
     return _row(
         label, quantity, len(used), mean, low, high, bound="".join(sorted(bounds)) if len(bounds) < 2 else "",
         num_reached=sum(row["bound"] != ">" for row in used), num_pairs=len(paired),
@@ -249,6 +249,12 @@ def _end_row(label: str, quantity: str, values: list[float], differences: list[f
 
 def _interval(values: list[float]) -> tuple[float | None, float | None]:
     return mean_interval(values) if len(values) > 1 else (None, None)
+
+
+def _interval_above_zero(values: Iterable[float]) -> tuple[float, float]:
+    """Of numbers that cannot be negative, by their logarithms."""
+    low, high = mean_interval([math.log(value) for value in values])
+    return math.exp(low), math.exp(high)
 
 
 def _row(

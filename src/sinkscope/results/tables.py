@@ -58,6 +58,10 @@ class Schema:
         if unknown := [column.name for column in self.columns if column.type not in _ACCEPTED]:
             raise ValueError(f"table {self.name!r}: the type of {unknown} is none of {list(_ACCEPTED)}")
 
+    def from_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+        """The columns that rows with at least their names make."""
+        return {column.name: [row[column.name] for row in rows] for column in self.columns}
+
 
 def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_without_suffix: Path) -> Path:
     """The path of the file written: `data` checked against `schema`, as Parquet or, without pyarrow, JSON lines.
