@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: study test lint check-code check-format check-types real-weights clean
 
 study: $(INSTALLED)
-	$(BIN)/sinkscope study
+	$(BIN)/sinkscope compare reference:softmax reference:head_norm --out runs/reference.html --overwrite
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)

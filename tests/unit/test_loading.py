@@ -33,7 +33,7 @@ from transformers.utils import logging
 from sinkscope.errors import InputError
 from sinkscope.models import loading
 from sinkscope.models.gguf_header import read_gguf_header
-from sinkscope.models.loading import DEFAULT_MODEL, bos_id, load, weight_hash
+from sinkscope.models.loading import bos_id, load, weight_hash
 
 LLAMA = {
     "hidden_size": 32,
@@ -107,15 +107,9 @@ class TestDefault:
             assert torch.equal(torch.random.get_rng_state(), before)
             hashes.add(loaded.weight_hash)
         assert len(hashes) == 1
-        assert (loaded.name, loaded.source, loaded.tokenizer, loaded.dtype) == (
-            "tiny-random-llama (untrained)",
-            "default",
-            None,
-            "float32",
-        )
-        assert loaded.name == DEFAULT_MODEL
+        assert (loaded.name, loaded.source, loaded.dtype) == ("reference:softmax", "reference", "float32")
         assert not loaded.model.training
-        assert bos_id(loaded) == 1
+        assert bos_id(loaded) == 0
 
     def test_dtype(self):
         assert load(dtype="bfloat16", device="cpu").dtype == "bfloat16"

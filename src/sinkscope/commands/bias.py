@@ -37,7 +37,7 @@ def bias_command(
         typer.Argument(
             help="A configuration (config.json or its folder, a preset of pretrain, a training run), whose weights are "
             "drawn from seeds; or a model with weights: Hugging Face name, folder, .gguf file, or init:RUN for what a "
-            "training run began with. Without it a tiny Llama.",
+            "training run began with. Without it reference:softmax.",
             show_default=False,
         ),
     ] = None,

@@ -21,9 +21,10 @@ def compare_command(
     """Put runs side by side in one page.
 
     Training runs that differ in their seed alone count as replicas of a variant; softmax, or else the first, is the
-    baseline. Their tables are written beside the page.
+    baseline. Their tables are written beside the page. Of the models that come with the package both the training and a
+    study are shown.
 
-    Example: sinkscope compare runs/softmax-0 runs/softmax-1 runs/head-norm-0 runs/head-norm-1
+    Example: sinkscope compare reference:softmax reference:head_norm
     """
     from sinkscope.commands.study import study_run
     from sinkscope.report.comparison import compare, tables_path

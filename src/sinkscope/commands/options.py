@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Hugging Face name, local folder or .gguf file; without it a tiny random model.", show_default=False
+        help="Hugging Face name, local folder, .gguf file, or reference:softmax (the default) or reference:head_norm, "
+        "which come with the package.",
+        show_default=False,
     ),
 ]
 Tokens = Annotated[str, typer.Option(help="random (uniform ids), text:FILE or repeat:ID.")]
@@ -92,10 +94,11 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     """Where the run goes; checked before any work."""
     from datetime import datetime
 
+    from sinkscope.models.reference import DEFAULT_MODEL
     from sinkscope.report.run_contents import is_training
     from sinkscope.results.run_folder import check_output, default_run_path
 
-    path = out or default_run_path(model or "default", datetime.now())
+    path = out or default_run_path(model or DEFAULT_MODEL, datetime.now())
     check_output(path, overwrite)
     if is_training(path):
         raise InputError(

@@ -31,12 +31,12 @@ from sinkscope.models.checkpoint_checks import (
 )
 from sinkscope.models.gguf_header import GgufHeader, copy_without_vocabulary, read_gguf_header
 from sinkscope.models.insert_head_norm import load_head_norm
+from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.runtime import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-DEFAULT_MODEL = "tiny-random-llama (untrained)"
 HUB_TIMEOUT_S = 5.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -55,7 +55,7 @@ class LoadedModel:
     name: str
     revision: str | None = None
     """The commit on the Hub, where the model came from there."""
-    source: Literal["hub", "folder", "gguf", "given", "default"]
+    source: Literal["hub", "folder", "gguf", "given", "reference"]
     weight_hash: str
     dtype: str
     trust_remote_code: bool
@@ -67,7 +67,7 @@ def bare_model(model: Any) -> Any:
 
 
 def load(
-    source: str | Path | PreTrainedModel | LoadedModel | None = None,
+    source: str | Path | PreTrainedModel | LoadedModel | None = DEFAULT_MODEL,
     *,
     revision: str | None = None,
     dtype: str = "auto",
@@ -78,7 +78,8 @@ def load(
 ) -> LoadedModel:
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
-    `source` is a folder, a .gguf file, a Hugging Face name, a model (taken as it is), or None for a tiny random Llama.
+    `source` is a folder, a .gguf file, a Hugging Face name, a model (taken as it is), or one of the package:
+    reference:softmax, the default, or reference:head_norm.
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
@@ -86,6 +87,8 @@ def load(
     """
     if isinstance(source, LoadedModel):
         return source
+    if source is None:
+        source = DEFAULT_MODEL
     if device_map is not None and device != "auto":
         raise InputError(expected="either --device or --device-map", found="both", next_step="Leave one of the two out")
     if revision is not None and not (isinstance(source, str) and looks_like_hub_name(source)):
@@ -104,7 +107,7 @@ def load(
         if hasattr(source, "config"):
             check_causal(source.config, _name_of(source))
         return _finish(source, tokenizer, name=_name_of(source), source="given", trust_remote_code=trust_remote_code)
-    if source is not None and not isinstance(source, str | Path):
+    if not isinstance(source, str | Path):
         raise InputError(
             expected="a model name, a path, a model or None",
             found=f"a {type(source).__name__}",
@@ -117,9 +120,10 @@ def load(
     if device_map is not None:
         options["device_map"] = device_map
     commit = None
-    path = Path(source or "").expanduser()
-    if source is None:
-        name, kind = DEFAULT_MODEL, "default"
+    path = Path(source).expanduser()
+    if is_reference(source):
+        name, kind = str(source), "reference"
+        path = reference_run(name) / "model"
     elif path.suffix.lower() == ".gguf" and path.is_file():
         name, kind = path.name, "gguf"
     elif path.is_dir():
@@ -130,9 +134,7 @@ def load(
         commit = path.name  # the cache names a snapshot's folder by its commit
     # Building a model draws random numbers, even where all of them are overwritten.
     with torch.random.fork_rng(devices=[]), quiet():
-        if kind == "default":
-            model = _default_model(torch.float32 if wanted == "auto" else wanted)
-        elif kind == "gguf":
+        if kind == "gguf":
             header = read_gguf_header(path)
             if wanted == "auto":
                 wanted = torch.bfloat16 if on_cuda else torch.float32
@@ -145,7 +147,7 @@ def load(
             model = _load_folder(path, name, dtype=wanted, **options)
             if tokenizer is None and any((path / file).is_file() for file in TOKENIZER_FILES):
                 tokenizer = path
-        if device_map is None or kind == "default":
+        if device_map is None:
             model = _ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
 
@@ -220,25 +222,6 @@ def quiet() -> Iterator[None]:
         if bars:
             logging.enable_progress_bar()
         (enable_progress_bars if hub_bars else disable_progress_bars)()
-
-
-def _default_model(dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=176,
-        vocab_size=512,
-        max_position_embeddings=2048,
-    )
-    # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the caller's fork does not cover.
-    torch.default_generator.manual_seed(0)
-    with torch.device("cpu"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval().to(dtype)
 
 
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | a model folder, a .gguf file, a Hugging Face name | its own | no |
 | init:RUN | those that the training run in the folder RUN began with, drawn again from its seed | no |
-| RUN | those that the training run ended with | the run's |
+| RUN, or reference:softmax or reference:head_norm | those that the training run ended with | the run's |
 | RUN/checkpoints/step-00001000 | those of that checkpoint of the run | no |
 | a config.json, or a folder with one and no weights | none | yes |
 | a preset of pretrain: tiny, 30m, 152m or 1b | none | yes |
@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
+from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
@@ -51,7 +52,7 @@ class Configuration:
 def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto", **options: Any) -> LoadedModel:
     """The weights that a name of the table above stands for; anything else is left to `load`, with its options."""
     if isinstance(source, str) and source.startswith(INITIAL):
-        found = _run_configuration(Path(source.removeprefix(INITIAL)).expanduser())
+        found = _run_configuration(_run(source.removeprefix(INITIAL)))
         assert found.seed is not None
         return draw(found, found.seed, name=f"{INITIAL}{found.name}", dtype=dtype, device=device)
     if isinstance(source, str | Path) and is_training_run(Path(source).expanduser()):
@@ -105,11 +106,10 @@ def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -
     if source is not None and hasattr(source, "to_diff_dict"):
         return Configuration(name=str(source.name_or_path or source.model_type), config=source)
     if source is None:
-        default = load(None)
-        return Configuration(name=default.name, config=default.model.config)
+        source = DEFAULT_MODEL
     if not isinstance(source, str | Path) or str(source).startswith(INITIAL):
         return None
-    path = Path(source).expanduser()
+    path = _run(source)
     if is_training_run(path):
         return _run_configuration(path)
     if path.name == "config.json" and path.is_file():
@@ -155,6 +155,11 @@ def _drawn(config: Any, seed: int) -> Any:
     with torch.device("cpu"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
+
+
+def _run(source: str | Path) -> Path:
+    """The folder that a name stands for, where it stands for one."""
+    return reference_run(str(source)) if is_reference(source) else Path(source).expanduser()
 
 
 def _run_configuration(run: Path) -> Configuration:

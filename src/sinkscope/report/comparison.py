@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
+from sinkscope.models.reference import is_reference, reference_run
 from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, line, log_axis
@@ -27,10 +28,11 @@ def compare(
 ) -> str:
     """Writes the page that compares run folders, and returns what training runs answer.
 
-    A name that is no run is a model, whose run `run_of` makes. The tables of training runs stand beside the page.
+    A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
+    training runs stand beside the page.
     """
-    trained = [name for name in names if is_training(Path(name))]
-    num_read = len(names) - len(trained)
+    trained = [name for name in names if is_reference(name) or is_training(Path(name))]
+    num_read = sum(is_reference(name) or name not in trained for name in names)
     if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
             expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
@@ -47,7 +49,8 @@ def compare(
     check_page(destination, overwrite)
     if trained:
         check_output(tables_path(destination), overwrite)
-    folders = [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
+    folders = [reference_run(name) for name in names if is_reference(name)]
+    folders += [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
     return write_comparison_page(folders, destination, overwrite=overwrite)
 
 

@@ -1,0 +1,75 @@
+"""Writes a text to train on that is half prose, half source code: the Python files of installed packages.
+
+    python benchmarks/mixed_text.py --prose train.txt --out text.txt
+
+Whether sinks are born sooner where the text repeats itself (docs/results.md). All packages are under permissive
+licences (BSD, Apache 2.0, PSF); their versions are printed, and --seed decides the order of the documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import platform
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "numpy", "scipy", "sympy", "networkx", "matplotlib")
+END_OF_TEXT = "<|endoftext|>"
+LEAST_BYTES = 2000
+"""Shorter files are mostly lists of imports."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prose", type=Path, required=True, help=f"a text whose documents end with {END_OF_TEXT}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--characters", type=int, default=110_000_000, help="of prose, and as many of source code")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    shuffled = random.Random(options.seed).shuffle
+    files = [path for root in roots() for path in source_files(root)]
+    shuffled(files)
+    sources = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
+    books = options.prose.read_text(encoding="utf-8").split(END_OF_TEXT)
+    documents = [*until(options.characters, sources), *until(options.characters, books)]
+    shuffled(documents)
+    with options.out.open("w", encoding="utf-8") as out:
+        out.writelines(f"{document.strip()}\n{END_OF_TEXT}\n" for document in documents)
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    print(
+        f"{len(documents)} documents, {options.out.stat().st_size:,} bytes:",
+        *(f"{k}=={v}" for k, v in versions.items()),
+    )
+
+
+def roots() -> Iterator[Path]:
+    """The folders of the packages, and of the standard library."""
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise SystemExit(f"mixed_text: {name} is not installed. Try: pip install -c constraints.txt {name}")
+        yield Path(spec.origin).parent
+    yield Path(sysconfig.get_path("stdlib"))
+
+
+def until(num_characters: int, documents: Iterable[str]) -> Iterator[str]:
+    """The first documents, as many as make up that many characters."""
+    for document in documents:
+        if num_characters <= 0:
+            return
+        num_characters -= len(document)
+        yield document
+
+
+def source_files(root: Path) -> list[Path]:
+    """The Python files under a folder by name; of the standard library without what is installed beside it."""
+    found = (path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
+    return sorted(path for path in found if path.stat().st_size >= LEAST_BYTES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The models that come with the package: reference:softmax, the default, and reference:head_norm.
+
+They were trained alike but for the attention. Each is the folder of its training run, with the final weights in model/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+
+PREFIX = "reference:"
+REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}head_norm")
+DEFAULT_MODEL = REFERENCES[0]
+FOLDER = Path(__file__).resolve().parent.parent / "reference"
+
+
+def is_reference(source: Any) -> bool:
+    """Whether a model's name stands for one that comes with the package, or means to."""
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def reference_run(name: str) -> Path:
+    """The folder of the training run behind reference:NAME."""
+    if name not in REFERENCES:
+        raise InputError(
+            expected=f"{' or '.join(REFERENCES)}", found=repr(name), next_step="Choose one of them, or give a model"
+        )
+    run = FOLDER / name.removeprefix(PREFIX)
+    if not (run / "model" / "model.safetensors").is_file():
+        raise InputError(
+            expected=f"the weights of {name} in {run}",
+            found="none",
+            next_step="Install sinkscope again, or clone its repository",
+        )
+    return run
