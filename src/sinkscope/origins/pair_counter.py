@@ -17,8 +17,9 @@ import sys
 
 import numpy as np
 
-FEW_SAMPLES = 1 << 15
-"""Below it blocks are small; at about this number comparing longer ones costs less than counting in more of them."""
+FEW_SAMPLES = 12_000
+"""Below it blocks are short: counting in more of them costs less than comparing long ones (0.7 against 0.8 ms a column
+of 10,000; 2.5 against 1.7 ms of 20,000)."""
 SIGN = np.int32(-(2**31))
 ABOVE_SUBNORMAL = np.int32(1 << 20)
 """Added to the bits of a float32, it makes them the upper half of a float64 that is no subnormal, and still finite."""
@@ -29,7 +30,7 @@ BLOCK_BITS = 20
 
 
 class PairCounter:
-    """Counts pairs in so many columns, again and again in the same memory: fresh memory takes longer than counting."""
+    """Counts pairs in so many columns, again and again in the same memory: every fresh page costs a fault."""
 
     def __init__(self, num_columns: int, num_samples: int) -> None:
         shape = num_columns, num_samples
