@@ -21,7 +21,8 @@ from sinkscope.origins.pair_counter import PairCounter
 PLACES = 100_000
 """Samples counted together on a thread: fewer take too many calls, more no longer fit the cache."""
 MOST_SAMPLES_ON_GPU = 1 << 18
-"""With more, n^2 comparisons (34 ms a column at 1 T pairs/s) take longer than a CPU's sorting (55 ms on one thread)."""
+"""An estimate of where n^2 comparisons (34 ms a column, were they 1 T a second) meet a CPU's sorting (some 55 ms of one
+thread, shared among several). The GPU's rate has not been measured."""
 
 
 def kendall_tau_columns(x_NC: Float[Tensor, "N C"], y_NC: Float[Tensor, "N C"]) -> Float[Tensor, " C"]:

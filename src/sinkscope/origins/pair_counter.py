@@ -105,7 +105,7 @@ class PairCounter:
         """[C] pairs i < j of one block with values[i] > values[j].
 
         Left and right halves of blocks are compared all with all, then those of their halves and so on: few long
-        operations, because threads that start short ones wait for each other.
+        operations, of which two threads gain more than of many short ones.
         """
         block, num_columns, num_blocks = values_BCP.shape
         half, width = block // 2, num_columns * num_blocks
