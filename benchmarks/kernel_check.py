@@ -39,12 +39,13 @@ from sinkscope.kernels.attention_received import (  # noqa: E402
     attention_received_plain,
     received_by_keys,
 )
+from sinkscope.kernels.pair_agreement import pair_agreement_plain, triton_pair_agreement  # noqa: E402
 from sinkscope.kernels.standout import joined_candidates, point_at, triton_add_received, triton_candidates  # noqa: E402
 from sinkscope.kernels.token_means import triton_means  # noqa: E402
 from sinkscope.kernels.token_statistics import token_statistics, token_statistics_plain  # noqa: E402
 
 DEVICE = torch.device("cpu" if arguments.dry_run else "cuda")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EXPONENTIALS_PER_SECOND = 16 * 132 * 1.71e9  # 16 a clock on each of an H200's multiprocessors
 TOLERANCE = 3e-5  # float32 scores of about 8 from 22-bit products are good to 4e-6; see tests/kernels for the reasons
 STATISTICS_TOLERANCE = 1e-4  # relative; the promise for the kurtosis is 1e-3
@@ -83,6 +84,14 @@ STATISTICS_CASES = [
     (130, 1536, "fp32", False),
     (300, 2048, "bf16", False),
     (33, 16384, "bf16", True),
+]
+# samples, columns, dtype, unit of the rounded samples
+PAIR_CASES = [
+    (2, 1, "fp32", 1.0),
+    (33, 5, "bf16", 1.0),
+    (100, 3, "fp32", 1e-44),
+    (2000, 40, "fp32", 1.0),
+    (3001, 7, "fp64", 1.0),
 ]
 
 
@@ -143,6 +152,18 @@ def checks() -> Iterator[tuple[str, dict[str, float], float]]:
             errors["mean_square"] = relative_error(square, plain.energy / num_channels)
             yield f"N{num_tokens} C{num_channels} {dtype} means", errors, STATISTICS_TOLERANCE
     yield from standout_checks()
+    yield from pair_checks()
+
+
+def pair_checks() -> Iterator[tuple[str, dict[str, float], float]]:
+    """Counts are exact. Subnormal samples too: a device that flushed them would see ties."""
+    for num_samples, num_columns, dtype, unit in PAIR_CASES:
+        if arguments.dry_run and num_samples > 200:
+            continue
+        x, y = (torch.randn(2, num_samples, num_columns, device=DEVICE) * 20).round() * unit
+        x, y = x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
+        errors = {"counts": relative_error(launched(triton_pair_agreement, x, y), pair_agreement_plain(x, y))}
+        yield f"pairs N{num_samples} C{num_columns} {dtype} unit={unit}", errors, 0.0
 
 
 def standout_checks() -> Iterator[tuple[str, dict[str, float], float]]:
@@ -179,6 +200,9 @@ def controls() -> Iterator[tuple[str, float]]:
         yield f"control: {dropped} dropped", relative_error(found, plain)
     flipped = attention_received(qkl[0], qkl[1].flip(1), qkl[2], **options).received_sum
     yield "control: key-value heads exchanged", relative_error(flipped, plain)
+    x, y = torch.randn(2, 100, 3, device=DEVICE)
+    other = pair_agreement_plain(x, y.roll(1, 0))
+    yield "control: samples paired with their neighbours", relative_error(triton_pair_agreement(x, y), other)
 
 
 def errors_of(found, expected) -> dict[str, float]:
@@ -250,6 +274,12 @@ def print_timings() -> None:
             f"[{num_tokens:6,}, {num_channels:5,}] moments={moments!s:5}  {ms:7.3f} ms  {speed:5.0f} GB/s{goal}",
             flush=True,
         )
+    print("\npairs of samples compared, float32, all columns at once")
+    for num_samples, num_columns in ((70, 2),) if arguments.dry_run else ((2000, 400), (10000, 400), (100000, 4)):
+        x, y = torch.randn(2, num_samples, num_columns, device=DEVICE)
+        ms = median_ms(lambda: triton_pair_agreement(x, y))  # noqa: B023
+        speed = num_samples * (num_samples - 1) / 2 * num_columns / ms / 1e9
+        print(f"[{num_samples:7,}, {num_columns:3,}]  {ms:9.3f} ms  {speed:7.3f} T pairs/s", flush=True)
 
 
 def print_sweep() -> None:

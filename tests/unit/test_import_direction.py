@@ -42,8 +42,11 @@ WITHIN_LAYER_0 = {
     ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),
-    *((f"kernels.{name}", "kernels.launch") for name in ("attention_by_distance", "attention_received", "standout")),
-    *((f"kernels.{name}", "kernels.launch") for name in ("token_means", "token_statistics")),
+    *(
+        (f"kernels.{name}", "kernels.launch")
+        for name in ("attention_by_distance", "attention_received", "pair_agreement")
+    ),
+    *((f"kernels.{name}", "kernels.launch") for name in ("standout", "token_means", "token_statistics")),
 }
 # Measures must work for someone who has activations and torch, and nothing else of ours.
 MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}

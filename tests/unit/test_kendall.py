@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkscope.origins import kendall
+from sinkscope.origins import kendall, pair_counter
 from sinkscope.origins.kendall import kendall_tau_columns
 from sinkscope.statistics import kendall_tau
 
@@ -24,17 +24,33 @@ def samples(num_samples, num_columns, *, levels=None, dtype=torch.float32, seed=
     return x.to(dtype), y.to(dtype)
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 63, 64, 65, 200])
+def by_definition(x, y):
+    return [kendall_tau(a.double().numpy(), b.double().numpy()) for a, b in zip(x.T, y.T, strict=True)]
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 31, 32, 33, 63, 64, 65, 200])
 @pytest.mark.parametrize("levels", [None, 3, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("count", ["_agreement_by_sorting", "_agreement_by_pairs"])
-def test_equal_to_the_definition(num_samples, levels, dtype, count, monkeypatch):
-    monkeypatch.setattr(kendall, "_agreement_by_sorting", getattr(kendall, count))
-    monkeypatch.setattr(kendall, "PAIRS_AT_ONCE", 1000)  # several blocks of rows
-    monkeypatch.setattr(kendall, "COLUMNS", 3)  # several groups of columns, the last one short
+def test_equal_to_the_definition(num_samples, levels, dtype, monkeypatch):
+    monkeypatch.setattr(kendall, "PLACES", 3 * num_samples)  # groups of 3 columns, the last of which repeats two
     x, y = samples(num_samples, 7, levels=levels, dtype=dtype)
-    expected = [kendall_tau(a.double().numpy(), b.double().numpy()) for a, b in zip(x.T, y.T, strict=True)]
-    np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), by_definition(x, y), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("levels", [None, 3, 30])
+def test_long_blocks_are_equal_to_short_ones(levels, monkeypatch):
+    monkeypatch.setattr(pair_counter, "FEW_SAMPLES", 2)
+    for num_samples in (2, 127, 128, 257, 700):
+        x, y = samples(num_samples, 2, levels=levels)
+        np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), by_definition(x, y), atol=TOLERANCE, rtol=0)
+
+
+def test_two_threads_count_what_one_does(monkeypatch):
+    x, y = samples(150, 40, levels=20)
+    monkeypatch.setattr(kendall, "PLACES", 450)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(kendall.os, "cpu_count", lambda: 2)
+    np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), by_definition(x, y), atol=TOLERANCE, rtol=0)
 
 
 def test_equal_to_scipy():
@@ -46,11 +62,29 @@ def test_equal_to_scipy():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=150))
-def test_any_ties(pairs):
+@given(
+    st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=150),
+    st.sampled_from([1.0, 1e-44, 1e37]),
+)
+def test_any_ties(pairs, unit):
+    """Of both signs, near zero and near the largest float32 as well."""
+    stats = pytest.importorskip("scipy.stats", reason="KENDALL NOT CHECKED AGAINST SCIPY: it is not installed")
+    x, y = (torch.tensor(values, dtype=torch.float32)[:, None] * unit for values in zip(*pairs, strict=True))
+    expected = stats.kendalltau(x[:, 0].double().numpy(), y[:, 0].double().numpy()).statistic
+    found = [kendall_tau_columns(*inputs).item() for inputs in ((x, y), (x.double(), y.double()))]
+    np.testing.assert_allclose(found, [expected, expected], atol=TOLERANCE, rtol=0)
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(finite, finite), min_size=2, max_size=100))
+def test_any_floats(pairs):
+    stats = pytest.importorskip("scipy.stats", reason="KENDALL NOT CHECKED AGAINST SCIPY: it is not installed")
     x, y = (torch.tensor(values, dtype=torch.float32)[:, None] for values in zip(*pairs, strict=True))
-    expected = kendall_tau(x[:, 0].double().numpy(), y[:, 0].double().numpy())
-    np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), [expected], atol=TOLERANCE, rtol=0)
+    expected = stats.kendalltau(x[:, 0].double().numpy(), y[:, 0].double().numpy()).statistic
+    np.testing.assert_allclose(kendall_tau_columns(x, y).item(), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_by_hand():
@@ -71,15 +105,24 @@ def test_extremes():
     assert kendall_tau_columns(torch.ones(5, 0), torch.ones(5, 0)).shape == (0,)
 
 
-def test_many_samples_keep_their_exactness():
-    """Above 2^15 samples, places no longer fit 16 bits; a reversed order has every pair discordant."""
-    up = torch.arange(40_000, dtype=torch.float32)[:, None]
-    assert kendall_tau_columns(up, -up).item() == -1.0
+@pytest.mark.parametrize("num_samples", [40_000, 70_000])
+def test_many_samples_keep_their_exactness(num_samples):
+    """Pairs no longer fit 32 bits, nor places 16; a reversed order has every pair discordant."""
+    up = torch.arange(num_samples, dtype=torch.float32)[:, None]
+    assert kendall_tau_columns(up, -up).item() == pytest.approx(-1.0, abs=TOLERANCE)
     swapped = up.clone()
-    swapped[[0, 39_999]] = swapped[[39_999, 0]]
-    pairs = 40_000 * 39_999 // 2
-    discordant = 2 * 39_998 + 1
+    swapped[[0, num_samples - 1]] = swapped[[num_samples - 1, 0]]
+    pairs = num_samples * (num_samples - 1) // 2
+    discordant = 2 * (num_samples - 2) + 1
     assert kendall_tau_columns(up, swapped).item() == pytest.approx(1 - 2 * discordant / pairs, abs=TOLERANCE)
+
+
+def test_many_samples_are_equal_to_scipy():
+    stats = pytest.importorskip("scipy.stats", reason="KENDALL NOT CHECKED AGAINST SCIPY: it is not installed")
+    for levels in (None, 300):
+        x, y = samples(70_000, 1, levels=levels)
+        expected = stats.kendalltau(x[:, 0].numpy(), y[:, 0].numpy()).statistic
+        np.testing.assert_allclose(kendall_tau_columns(x, y).item(), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_control_one_swapped_pair_shows():
