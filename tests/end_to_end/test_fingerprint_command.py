@@ -33,6 +33,7 @@ def test_a_run_knows_its_initialisation(run, tmp_path):
     summary = json.loads((found / "summary.json").read_text())
     assert [pair["verdict"] for pair in summary["pairs"]] == ["same origin"] * 3
     assert summary["unrelated"] == ["fresh-0", "fresh-1"]
+    assert [model["name"] for model in summary["models"]][:2] == [f"init:{run.name}", run.name]
     assert str(tmp_path) not in (found / "summary.json").read_text()
     assert not list(tmp_path.glob(".found*"))  # parts are gone once the run is whole
 

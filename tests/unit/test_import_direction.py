@@ -44,7 +44,7 @@ WITHIN_LAYER_0 = {
     ("measures.super_neurons", "measures"),
     *(
         (f"kernels.{name}", "kernels.launch")
-        for name in ("attention_by_distance", "attention_received", "pair_agreement")
+        for name in ("attention_by_distance", "attention_received", "head_rms_norm", "pair_agreement")
     ),
     *((f"kernels.{name}", "kernels.launch") for name in ("standout", "token_means", "token_statistics")),
 }

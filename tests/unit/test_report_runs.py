@@ -99,6 +99,8 @@ def test_refused_comparisons(study, tmp_path):
         compare([str(study)] * 2, tmp_path, overwrite=True)
     with pytest.raises(InputError, match="able to write"):
         compare([str(study)] * 2, tmp_path / "missing" / "page.html")
+    with pytest.raises(InputError, match=r"--out .*page\.html"):
+        compare([str(study)] * 2, tmp_path / "page.txt")
     assert {path.name for path in tmp_path.iterdir()} == {"study", "empty", "page.html"}
 
 

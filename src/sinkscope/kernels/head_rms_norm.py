@@ -13,15 +13,14 @@ Axes: B batch, T position, H heads, D head size, P programs that sum the gradien
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.kernels.launch import HAS_TRITON, is_interpreted
 
-HAS_TRITON = find_spec("triton") is not None  # an extra: without it the definition must still work
 if TYPE_CHECKING or HAS_TRITON:
     import triton
     import triton.language as tl
@@ -253,5 +252,5 @@ def _backward_kernel(
         tl.store(sums + num_heads * D * tl.num_programs(1) + place, tl.sum(doffset_ND, 0), mask=d < D)
 
 
-INTERPRETED = HAS_TRITON and not isinstance(_forward_kernel, triton.JITFunction)
+INTERPRETED = HAS_TRITON and is_interpreted(_forward_kernel)
 """Whether Triton runs kernels on the CPU (TRITON_INTERPRET=1 at import)."""

@@ -24,7 +24,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
-from sinkscope.origins.model_specs import draw, load_model
+from sinkscope.origins.model_specs import INITIAL, draw, load_model
 from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import (
     Inputs,
@@ -316,8 +316,9 @@ def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
     if not isinstance(source, str | Path):
         return loaded
     # Run folders are shared, so an absolute path is recorded by its last part.
-    label = Path(source).name if Path(source).expanduser().is_absolute() else str(source)
-    return replace(loaded, name=label)
+    prefix = INITIAL if str(source).startswith(INITIAL) else ""
+    path = Path(str(source).removeprefix(prefix)).expanduser()
+    return replace(loaded, name=f"{prefix}{path.name}" if path.is_absolute() else str(source))
 
 
 def _with_own_names(signatures: list[Signature]) -> list[Signature]:

@@ -47,6 +47,12 @@ def compare(
             next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
         )
     check_page(destination, overwrite)
+    if destination.suffix != ".html":  # tables stand in a folder named by the page without its suffix
+        raise InputError(
+            expected="a page whose name ends in .html",
+            found=str(destination),
+            next_step=f"Write it with --out {destination.with_suffix('.html')}",
+        )
     if trained:
         check_output(tables_path(destination), overwrite)
     folders = [reference_run(name) for name in names if is_reference(name)]
