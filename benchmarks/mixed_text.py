@@ -1,4 +1,4 @@
-"""Writes a text to train on that is half prose, half source code: the Python files of installed packages.
+"""Writes a text to train on that is part prose, part source code: the Python files of installed packages.
 
     python benchmarks/mixed_text.py --prose train.txt --out text.txt
 
@@ -27,7 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prose", type=Path, required=True, help=f"a text whose documents end with {END_OF_TEXT}")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--characters", type=int, default=110_000_000, help="of prose, and as many of source code")
+    parser.add_argument("--prose-characters", type=int, default=110_000_000)
+    parser.add_argument("--code-characters", type=int, default=110_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     shuffled = random.Random(options.seed).shuffle
@@ -35,7 +36,7 @@ def main() -> None:
     shuffled(files)
     sources = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
     books = options.prose.read_text(encoding="utf-8").split(END_OF_TEXT)
-    documents = [*until(options.characters, sources), *until(options.characters, books)]
+    documents = [*until(options.code_characters, sources), *until(options.prose_characters, books)]
     shuffled(documents)
     with options.out.open("w", encoding="utf-8") as out:
         out.writelines(f"{document.strip()}\n{END_OF_TEXT}\n" for document in documents)
