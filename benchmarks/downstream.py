@@ -8,13 +8,15 @@ a text (per tensor) or a token; weights for an output channel, or a group of 128
 control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
 first. Positions stay as they are. The loss is that of late tokens, behind the window's first fall.
-Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts.
+Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts; and that of
+a later model beside the first one's, by text, where both read the same tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +55,7 @@ def main() -> None:
     except InputError as error:
         print(f"downstream: {error}", file=sys.stderr)
         sys.exit(2)
+    add_against_first(rows)
     print(table(rows))
     if options.out:
         settings = {key: value for key, value in vars(options).items() if key != "out"}
@@ -111,13 +114,15 @@ def measured(name: str, conditions: dict[str, tuple[Condition, int]], options: a
     """A row for each condition: perplexity, and its change from the untouched model on the same tokens."""
     loaded = load(name, device=options.device)
     ids_NT = texts(loaded, options)
+    tokens = hashlib.sha256(ids_NT.cpu().numpy().tobytes()).hexdigest()
     rows, plain_NT = [], None
     for condition, (open_condition, start) in conditions.items():
         print(f"{name}: {condition}", file=sys.stderr, flush=True)
         with open_condition(loaded):
             losses_NT = token_losses(loaded.model, ids_NT)
         plain_NT = losses_NT if plain_NT is None else plain_NT
-        rows.append({"model": name, "condition": condition, **change(losses_NT[:, start:], plain_NT[:, start:])})
+        found = change(losses_NT[:, start:], plain_NT[:, start:])
+        rows.append({"model": name, "condition": condition, "tokens_sha256": tokens, **found})
     return rows
 
 
@@ -152,11 +157,29 @@ def token_losses(model: Any, ids_NT: Tensor) -> np.ndarray:
 def change(losses_NT: np.ndarray, plain_NT: np.ndarray) -> dict[str, Any]:
     """Perplexity, and the factor of its change with the interval of its mean logarithm over texts."""
     differences_N = (losses_NT - plain_NT).mean(1)
-    low, high = bootstrap_mean_interval(differences_N)
-    factors = np.exp([differences_N.mean(), low, high]).tolist()
-    names = ("perplexity_factor", "perplexity_factor_low", "perplexity_factor_high")
-    row = dict(zip(names, (value if np.isfinite(value) else None for value in factors), strict=True))
-    return {"perplexity": float(np.exp(losses_NT.mean())), **row, "num_texts": len(losses_NT)}
+    return {
+        "perplexity": float(np.exp(losses_NT.mean())),
+        **factor("perplexity_factor", differences_N),
+        "num_texts": len(losses_NT),
+        "loss_changes": differences_N.tolist(),
+    }
+
+
+def factor(name: str, differences_N: np.ndarray) -> dict[str, float | None]:
+    """The factor in perplexity that mean differences of the loss make, and its interval; None where there is none."""
+    factors = np.exp([differences_N.mean(), *bootstrap_mean_interval(differences_N)]).tolist()
+    names = (name, f"{name}_low", f"{name}_high")
+    return dict(zip(names, (value if np.isfinite(value) else None for value in factors), strict=True))
+
+
+def add_against_first(rows: list[dict[str, Any]]) -> None:
+    """Gives the rows of later models their factor over the first model's, by text, where the tokens are the same."""
+    first = {row["condition"]: row for row in rows if row["model"] == rows[0]["model"]}
+    for row in rows:
+        base = first[row["condition"]]
+        if row is not base and row["tokens_sha256"] == base["tokens_sha256"]:
+            differences_N = np.subtract(row["loss_changes"], base["loss_changes"])
+            row.update(factor("against_first", differences_N))
 
 
 def quantised(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
@@ -241,13 +264,22 @@ def streaming(loaded: LoadedModel, window: int, kept: range) -> contextlib.Abstr
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: perplexity by condition and model, with the change in per cent."""
-    lines = ["| model | condition | perplexity | change |", "| --- | --- | ---: | ---: |"]
+    lines = [
+        "| model | condition | perplexity | change | over the first model's |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
     for row in rows:
-        ends = (row["perplexity_factor_low"], row["perplexity_factor_high"])
-        interval = "" if None in ends else f" [{ends[0] - 1:+.2%}, {ends[1] - 1:+.2%}]"
-        changed = f"{row['perplexity_factor'] - 1:+.2%}{interval}"
-        lines.append(f"| {row['model']} | {row['condition']} | {row['perplexity']:.3f} | {changed} |")
+        cells = [in_per_cent(row, name) for name in ("perplexity_factor", "against_first")]
+        lines.append(f"| {row['model']} | {row['condition']} | {row['perplexity']:.3f} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def in_per_cent(row: dict[str, Any], name: str) -> str:
+    """A factor as a change in per cent with its interval; nothing where there is no such factor."""
+    value, *ends = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
+    if value is None:
+        return ""
+    return f"{value - 1:+.2%}" + ("" if None in ends else f" [{ends[0] - 1:+.2%}, {ends[1] - 1:+.2%}]")
 
 
 if __name__ == "__main__":

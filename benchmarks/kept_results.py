@@ -21,15 +21,15 @@ FILE_BYTES, NUM_FILES = 15 << 20, 4
 
 
 def run_result(run: Run, folder: Path) -> dict[str, Any]:
-    """What is kept of a complete run."""
+    """What is kept of a run; one that was stopped has no summary."""
     rows = read_rows(folder / "metrics.jsonl")
-    probes = folder / "probes.jsonl"
+    probes, summary = folder / "probes.jsonl", folder / "summary.json"
     return {
         "run": asdict(run),
         "diverged": False,
         "config": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
-        "summary": json.loads((folder / "summary.json").read_text(encoding="utf-8")),
+        "summary": json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
         # The later half: the first updates compile.
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :]),
         "metrics": [row for row in rows if row["validation_loss"] is not None],
@@ -85,7 +85,8 @@ def write_run(result: dict[str, Any], folder: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(result["config"]), encoding="utf-8")
     for name in ("environment", "summary"):
-        (path / f"{name}.json").write_text(json.dumps(result[name]), encoding="utf-8")
+        if result[name] is not None:  # a summary says that the run is complete
+            (path / f"{name}.json").write_text(json.dumps(result[name]), encoding="utf-8")
     for name in ("metrics", "probes"):
         lines = [json.dumps(row) + "\n" for row in result[name]]
         (path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -106,7 +106,8 @@ def ends_of_training(comparison: TrainingComparison, results: list[dict[str, Any
             own["sink_rate"] = last["random"]["whole"]["sink_rate"]
             layers = {name: last["text"]["layers"][name] for name in ("effective_rank", "dom_ratio")}
             own.update({name: fmean(value for value in values if value is not None) for name, values in layers.items()})
-            own["largest_residual"] = max(last["text"]["layers"]["largest_residual"])
+            if "largest_residual" in last["text"]["layers"]:  # probes did not always read it
+                own["largest_residual"] = max(last["text"]["layers"]["largest_residual"])
     for by_seed in ends.values():
         for seed, own in by_seed.items():
             if "speedup" in own and seed in ends[BASELINE]:

@@ -152,6 +152,19 @@ def test_a_change_by_hand():
     assert change(np.ones((1, 2)), np.ones((1, 2)))["perplexity_factor_low"] is None, "one text has no interval"
 
 
+def test_a_model_against_the_first_by_text():
+    tokens = {"condition": "8 bits", "tokens_sha256": "same"}
+    first = {"model": "a", "loss_changes": [0.1, 0.3], **tokens}
+    second = {"model": "b", "loss_changes": [0.0, 0.2], **tokens}
+    other = {"model": "c", "loss_changes": [0.0, 0.2], **tokens, "tokens_sha256": "other"}
+    downstream.add_against_first([first, second, other])
+    ends = [second[name] for name in ("against_first", "against_first_low", "against_first_high")]
+    assert ends == pytest.approx([np.exp(-0.1)] * 3), "the change differs by text, what it is less the first's does not"
+    assert downstream.in_per_cent(second, "against_first") == "-9.52% [-9.52%, -9.52%]"
+    assert "against_first" not in first
+    assert downstream.in_per_cent(other, "against_first") == "", "the control: other tokens are not paired"
+
+
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capsys, model):
     settings = {"length": 64, "window": 60, "first": 4}
     with pytest.raises(InputError, match="found first 4, window 60, length 64"):

@@ -11,7 +11,7 @@ import paper_experiment
 import paper_tables
 import pytest
 import yaml
-from kept_results import KeptResults, read_results, write_run
+from kept_results import KeptResults, read_results, run_result, write_run
 from paper_experiment import Experiment, carry_out
 from paper_plan import OTHERS, Run, best_trial, judging_groups, run_configuration, tuning_groups
 
@@ -229,6 +229,28 @@ def test_a_kept_run_is_a_run_folder_again(options, tmp_path):
     assert yaml.safe_load((folder / "config.yaml").read_text()) == result["config"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 10]
+
+
+def test_a_stopped_run_is_kept_without_a_summary(options, tmp_path):
+    Experiment(options, BASE).carry_out([TRIALS[0]])
+    kept = read_results(options.keep)[0]
+    folder = write_run(kept, tmp_path / "whole")
+    (folder / "summary.json").unlink()
+    stopped = run_result(Run(**kept["run"]), folder)
+    assert stopped["summary"] is None
+    assert stopped["metrics"] == kept["metrics"]
+    assert not (write_run(stopped, tmp_path / "stopped") / "summary.json").exists()
+    assert (write_run(kept, tmp_path / "again") / "summary.json").exists(), "the control"
+
+
+def test_probes_without_the_largest_residual_leave_its_cell_empty(options):
+    carry_out(options, BASE, TRIALS)
+    results = read_results(options.keep)
+    for result in results:
+        for probe in result["probes"]:
+            del probe["layers"]["largest_residual"]
+    row = next(line for line in paper_tables.tables(results) if line.startswith("| head_norm |"))
+    assert [cell.strip() for cell in row.split("|")[9:11]] == ["50.0% [50.0%, 50.0%]", ""]
 
 
 def test_a_gain_that_lasts():
