@@ -305,6 +305,7 @@ def test_initialisations_know_each_other_by_seed():
         ("shape, seed 1", "shape, seed 1 (2)"): "same origin",
         ("shape, seed 2", "shape, seed 1 (2)"): "different origin",
     }
+    assert "no proof of innocence" in result.caveat
     assert result.pairs[0].num_unrelated == 4
     assert result.pairs[1].unrelated_z < 4  # a fresh initialisation is none of the models'
     assert len(result.unrelated_rows) == 6

@@ -45,7 +45,7 @@ Method = Literal["alignment", "seedprint"]
 Verdict = Literal["same origin", "different origin", "can't tell"]
 WEAKEST_RELATION = 0.05
 """Below this alignment nothing of a shared initialisation is left that we would call one: a convention, under the 0.3
-of the weakest pairs that the proof recognised, which longer training can bring a relation below (docs/origins.md)."""
+of the weakest pairs that the proof recognised. Longer training brings a relation below it (docs/origins.md)."""
 FRESH = 4
 FRESH_SEED = 1_847_362_915
 """Of the first fresh initialisation: not a seed that people give, and below 2^32, where torch's generator wraps."""
@@ -94,6 +94,17 @@ class Fingerprint:
         (pair,) = self.pairs
         return f"{pair.suspect} and {pair.base}: {pair.verdict}."
 
+    @property
+    def caveat(self) -> str:
+        """What the verdicts do not say."""
+        text = "A p-value says how rarely two independent initialisations would look so alike. It is no proof of theft."
+        if any(pair.verdict == "different origin" for pair in self.pairs):
+            text += (
+                " Different origin says that no more is shared than by unrelated models. Long training erases a shared "
+                "initialisation too: it is no proof of innocence."
+            )
+        return text
+
     def summary(self) -> dict[str, Any]:
         """summary.json of a run."""
         inputs = self.signatures[0].inputs
@@ -101,6 +112,7 @@ class Fingerprint:
             "kind": "fingerprint",
             "method": self.method,
             "answer": self.answer,
+            "caveat": self.caveat,
             "inputs": asdict(inputs),
             "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
             "unrelated": [each.name for each in self.unrelated],

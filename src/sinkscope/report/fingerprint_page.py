@@ -46,8 +46,7 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
         header(title, circumstances),
         '<main id="main">',
         f'<p class="answer">{isolated(result.answer)}</p>',
-        "<p>A p-value says how rarely two independent initialisations would look so alike. It is no proof of theft: "
-        "models share an origin for honest reasons too.</p>",
+        f"<p>{escaped(result.caveat)}</p>",
         f"<h2>Pairs</h2>{elements.table(columns, rows)}",
         f'<h2>Map</h2><div class="figures">{elements.figure(figure, None, wide=True)}</div>',
         f"<h2>Method</h2><p>{escaped(METHOD[result.method])}</p><p><code>{isolated(command)}</code></p></main>",

@@ -214,7 +214,7 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
     )
     _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
     console.print(Text(result.answer, style="bold"))
-    console.print(Text("The p-value is that of two models drawn independently; it is no proof of theft."))
+    console.print(Text(result.caveat))
     console.print(Text(f"Written to {path}"))
 
 
