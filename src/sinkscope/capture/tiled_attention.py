@@ -24,7 +24,8 @@ from sinkscope.capture.edits import RowEdit
 TILE_ELEMENTS = 1 << 21
 """Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
 cache."""
-TILE_QUERIES = 64
+TILE_QUERIES = 128
+"""Queries in one tile at most, and no more than a quarter of them: what a tile computes behind its diagonal is lost."""
 SAMPLED_QUERIES = 256
 """Attention by distance and the lock are read at no more queries than this, evenly spaced."""
 FAINTEST = -80.0
@@ -128,8 +129,9 @@ def tiled_attention(
         sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).expand(num_batch, -1, -1).flatten(0, 1)
 
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
-    fitting = max(16, TILE_ELEMENTS // (num_groups * keys_per_tile))  # long rows: fewer queries
-    queries_per_tile = min(TILE_QUERIES, num_queries, 1 << (fitting.bit_length() - 1))
+    # Long rows: fewer queries.
+    fitting = max(16, min(TILE_QUERIES, num_queries // 4, TILE_ELEMENTS // (num_groups * keys_per_tile)))
+    queries_per_tile = min(num_queries, 1 << (fitting.bit_length() - 1))
     size = num_groups * queries_per_tile * keys_per_tile
     buffers = torch.empty(2, min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
     queries_n = sampled_queries(num_queries, query_BHTD.device)
