@@ -9,6 +9,7 @@ import yaml
 from command_line import assert_refused
 from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
+from tiny_models import tiny_model
 
 from sinkscope.report import page
 from sinkscope.results.study_schemas import STUDY_TABLES
@@ -33,6 +34,13 @@ def bos_folder(tmp_path_factory):
     """A model whose sink is its special token: there is none without BOS."""
     folder = tmp_path_factory.mktemp("models") / "special"
     decoy("special_token", 0)[0].save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sinkless_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "sinkless"
+    tiny_model("llama").save_pretrained(folder)
     return folder
 
 
@@ -99,8 +107,8 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert "amplify_variance.position_10.factor_8.layer_2" in load_file(run / "calibration.safetensors")
 
 
-def test_a_model_without_a_sink_gets_an_honest_answer(sinkscope, tmp_path, ran):
-    result = sinkscope("study", "--out", "run", *SMALL)
+def test_a_model_without_a_sink_gets_an_honest_answer(sinkless_folder, sinkscope, tmp_path, ran):
+    result = sinkscope("study", sinkless_folder, "--out", "run", *SMALL)
     assert result.code == 0, result.err
     assert "No sink to explain" in result.out
     assert "run/report.html" in result.out
@@ -113,12 +121,12 @@ def test_a_model_without_a_sink_gets_an_honest_answer(sinkscope, tmp_path, ran):
     assert {entry.name for entry in tmp_path.iterdir()} == {"run"}
 
 
-def test_a_run_is_replaced_only_when_asked(sinkscope, tmp_path):
-    assert sinkscope("study", "--out", "run", *SMALL).code == 0
+def test_a_run_is_replaced_only_when_asked(sinkless_folder, sinkscope, tmp_path):
+    assert sinkscope("study", sinkless_folder, "--out", "run", *SMALL).code == 0
     before = (tmp_path / "run" / "environment.json").read_text()
-    assert_refused(sinkscope("study", "--out", "run", *SMALL), "--overwrite", tmp_path)
+    assert_refused(sinkscope("study", sinkless_folder, "--out", "run", *SMALL), "--overwrite", tmp_path)
     assert (tmp_path / "run" / "environment.json").read_text() == before
-    assert sinkscope("study", "--out", "run", "--overwrite", *SMALL).code == 0
+    assert sinkscope("study", sinkless_folder, "--out", "run", "--overwrite", *SMALL).code == 0
     assert (tmp_path / "run" / "environment.json").read_text() != before
 
 
