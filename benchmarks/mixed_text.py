@@ -13,19 +13,26 @@ import importlib.metadata
 import importlib.util
 import platform
 import random
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.text_sources import SEPARATOR, documents
+
 PACKAGES = ("torch", "transformers", "numpy", "scipy", "sympy", "networkx", "matplotlib")
-END_OF_TEXT = "<|endoftext|>"
 LEAST_BYTES = 2000
 """Shorter files are mostly lists of imports."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prose", type=Path, required=True, help=f"a text whose documents end with {END_OF_TEXT}")
+    parser.add_argument(
+        "--prose", required=True, help="a text file or a folder of them, as sinkscope tokenize takes it"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prose-characters", type=int, default=110_000_000)
     parser.add_argument("--code-characters", type=int, default=110_000_000)
@@ -35,14 +42,18 @@ def main() -> None:
     files = [path for root in roots() for path in source_files(root)]
     shuffled(files)
     sources = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
-    books = options.prose.read_text(encoding="utf-8").split(END_OF_TEXT)
-    documents = [*until(options.code_characters, sources), *until(options.prose_characters, books)]
-    shuffled(documents)
+    try:
+        books = [*until(options.prose_characters, documents([options.prose]))]
+    except InputError as error:
+        print(f"mixed_text: {error}", file=sys.stderr)
+        sys.exit(2)
+    mixed = [*until(options.code_characters, sources), *books]
+    shuffled(mixed)
     with options.out.open("w", encoding="utf-8") as out:
-        out.writelines(f"{document.strip()}\n{END_OF_TEXT}\n" for document in documents)
+        out.writelines(f"{document.strip()}\n{SEPARATOR}\n" for document in mixed)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
     print(
-        f"{len(documents)} documents, {options.out.stat().st_size:,} bytes:",
+        f"{len(mixed)} documents, {options.out.stat().st_size:,} bytes:",
         *(f"{k}=={v}" for k, v in versions.items()),
     )
 
@@ -57,13 +68,13 @@ def roots() -> Iterator[Path]:
     yield Path(sysconfig.get_path("stdlib"))
 
 
-def until(num_characters: int, documents: Iterable[str]) -> Iterator[str]:
+def until(num_characters: int, texts: Iterable[str]) -> Iterator[str]:
     """The first documents, as many as make up that many characters."""
-    for document in documents:
+    for text in texts:
         if num_characters <= 0:
             return
-        num_characters -= len(document)
-        yield document
+        num_characters -= len(text)
+        yield text
 
 
 def source_files(root: Path) -> list[Path]:

@@ -44,9 +44,11 @@ WITHIN_LAYER_0 = {
     ("measures.super_neurons", "measures"),
     *(
         (f"kernels.{name}", "kernels.launch")
-        for name in ("attention_by_distance", "attention_received", "head_rms_norm", "pair_agreement")
+        for name in (
+            *("attention_by_distance", "attention_received", "head_rms_norm", "pair_agreement"),
+            *("standout", "token_means", "token_statistics"),
+        )
     ),
-    *((f"kernels.{name}", "kernels.launch") for name in ("standout", "token_means", "token_statistics")),
 }
 # Measures must work for someone who has activations and torch, and nothing else of ours.
 MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}

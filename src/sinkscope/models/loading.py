@@ -67,7 +67,7 @@ def bare_model(model: Any) -> Any:
 
 
 def load(
-    source: str | Path | PreTrainedModel | LoadedModel | None = DEFAULT_MODEL,
+    source: str | Path | PreTrainedModel | LoadedModel | None = None,
     *,
     revision: str | None = None,
     dtype: str = "auto",

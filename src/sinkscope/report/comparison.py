@@ -31,8 +31,9 @@ def compare(
     A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
     training runs stand beside the page.
     """
-    trained = [name for name in names if is_reference(name) or is_training(Path(name))]
-    num_read = sum(is_reference(name) or name not in trained for name in names)
+    references = [name for name in names if is_reference(name)]
+    trained = [*references, *(name for name in names if is_training(Path(name)))]
+    num_read = len(names) - len(trained) + len(references)
     if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
             expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
@@ -55,7 +56,7 @@ def compare(
         )
     if trained:
         check_output(tables_path(destination), overwrite)
-    folders = [reference_run(name) for name in names if is_reference(name)]
+    folders = [reference_run(name) for name in references]
     folders += [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
     return write_comparison_page(folders, destination, overwrite=overwrite)
 
