@@ -81,6 +81,8 @@ def test_comparing_them_shows_training_and_studies_in_one_page(tmp_path):
     assert "head_norm reaches softmax's final validation loss" in answer
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<h2>Verdicts</h2>" in page
+    for figure in ("effective-rank", "layers-effective-rank"):  # through training, and by layer
+        assert page.count(f'data-figure="{figure}"') == 1
     assert (tmp_path / "page-tables" / "summary.json").is_file()
 
 

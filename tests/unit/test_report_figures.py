@@ -9,7 +9,8 @@ import pytest
 from study_tables import FACTORS, LENGTH, NUM_HEADS, NUM_LAYERS, write_study_folder, write_trace_folder
 
 from sinkscope.report import trace_figures
-from sinkscope.report.figure import bounds, heat_map, log_axis, rounded
+from sinkscope.report.document import write_page
+from sinkscope.report.figure import Figure, bounds, heat_map, log_axis, rounded
 from sinkscope.report.run_contents import read_run
 from sinkscope.report.study_figures import study_figures
 from sinkscope.report.trace_figures import chain_panels, layer_curves, mapped_positions, maps
@@ -190,3 +191,10 @@ def test_a_logarithmic_map_leaves_zero_blank_and_a_narrow_axis_is_linear():
     assert trace["customdata"] == [[0.0, 100.0]]
     assert "type" not in log_axis("", [4.0, 5.0])
     assert log_axis("", [1.0, 50.0])["tickvals"] == [1, 2, 5, 10, 20, 50]
+
+
+def test_two_figures_of_one_id_are_refused(tmp_path):
+    figure = Figure("rates", "Rates", "", (), [], {})
+    write_page(tmp_path / "page.html", "One", "", [figure])
+    with pytest.raises(ValueError, match="same id"):
+        write_page(tmp_path / "page.html", "Two", "", [figure, figure])

@@ -216,7 +216,7 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
             if any(value is not None for value in run.tables["layers"][column])
         ]
         if series:
-            id = column.replace("_", "-")
+            id = f"layers-{column.replace('_', '-')}"  # training runs on the same page have an effective rank too
             figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
     doses = []
     for name, run, look in named:

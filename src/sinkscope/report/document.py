@@ -20,6 +20,9 @@ from sinkscope.report.text import escaped, isolated, script_json
 
 def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
     """Writes one file with everything in it, at once. The page may load nothing, and run no script but its own."""
+    ids = [figure.id for figure in figures]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"two figures of one page have the same id: {sorted(ids)}")
     assets = importlib.resources.files("sinkscope.report") / "assets"
     plotly, script = _plotly(), (assets / "page.js").read_text(encoding="utf-8")
     page = string.Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
