@@ -5,10 +5,9 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: study test lint check-code check-format check-types real-weights clean
 
-# 32 tokens: the bundled models are young, and so is the sink of the first, which does not reach far yet.
 study: $(INSTALLED)
-	$(BIN)/sinkscope study reference:softmax --length 32 --out runs/softmax --overwrite
-	$(BIN)/sinkscope study reference:head_norm --length 32 --out runs/head_norm --overwrite
+	$(BIN)/sinkscope study reference:softmax --out runs/softmax --overwrite
+	$(BIN)/sinkscope study reference:head_norm --out runs/head_norm --overwrite
 	$(BIN)/sinkscope compare runs/softmax runs/head_norm src/sinkscope/reference/softmax src/sinkscope/reference/head_norm \
 		--out runs/reference.html --overwrite
 

@@ -20,13 +20,14 @@ FILE_BYTES, NUM_FILES = 15 << 20, 4
 """Limits on what is kept: a machine that is lent for training may hand back only a few files of at most 16 MiB."""
 
 
-def run_result(run: Run, folder: Path) -> dict[str, Any]:
-    """What is kept of a run; one that was stopped has no summary."""
+def run_result(run: Run, folder: Path, *, jobs: int = 1) -> dict[str, Any]:
+    """What is kept of a run, one of `jobs` at a time; one that was stopped has no summary."""
     rows = read_rows(folder / "metrics.jsonl")
     probes, summary = folder / "probes.jsonl", folder / "summary.json"
     return {
         "run": asdict(run),
         "diverged": False,
+        "jobs": jobs,
         "config": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
         "summary": json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,

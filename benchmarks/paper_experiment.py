@@ -196,7 +196,7 @@ class Experiment:
         folder = self.options.runs / run.name
         result = self.done.get(run.name)
         if result is None and (folder / "summary.json").is_file():
-            result = run_result(run, folder)
+            result = run_result(run, folder, jobs=self.options.jobs)
         if result is None:
             return False
         if not result["diverged"] and result["config"] != written_config(run, self.options, self.base)[1].plain():
@@ -246,7 +246,7 @@ class Experiment:
     def _ended(self, run: Run, code: int, elapsed_s: float) -> None:
         folder = self.options.runs / run.name
         if code == 0:
-            result = run_result(run, folder)
+            result = run_result(run, folder, jobs=self.options.jobs)
             training_s = result["summary"]["tokens"] / result["tokens_per_second"]
             self.overhead_s = max(0.0, elapsed_s - training_s)  # less than 0 in a run that went on
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a complete run needs none, the disk may

@@ -5,8 +5,9 @@
 Means over seeds with 95 % intervals (Student's t), of ratios geometric ones; differences are taken by seed against
 softmax. A run reaches softmax's final loss where its held-out losses, joined by straight lines, first come down to that
 of the same seed; seconds are those tokens over the run's median tokens/s, so start-up, probes and evaluations don't
-count. Disparity is DomRatio at the sink, effective rank is taken over held-out text, both as means over layers; the
-sink rate is that of random tokens; the largest activation is the largest |residual| of any layer on held-out text.
+count; they and tokens/s are left out where runs shared a device. Disparity is DomRatio at the sink, effective rank is
+taken over held-out text, both as means over layers; the sink rate is that of random tokens; the largest activation is
+the largest |residual| of any layer on held-out text. Shares of a gain are left out where there is none.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def ends_of_training(comparison: TrainingComparison, results: list[dict[str, Any
         result = by_name[row["run"]]
         own = ends.setdefault(label_of(result["run"]), {}).setdefault(row["seed"], {})
         own["validation_loss"] = row["validation_loss"]
-        own["tokens_per_second"] = result["tokens_per_second"]
+        if result.get("jobs", 1) == 1:  # runs that share a device slow each other down, and not all alike
+            own["tokens_per_second"] = result["tokens_per_second"]
         if not row["bound"] and row["is_paired"]:
             own["speedup"] = 1 / row["tokens_ratio"]
         last = {probe["batch"]: probe for probe in result["probes"]}
@@ -110,9 +112,9 @@ def ends_of_training(comparison: TrainingComparison, results: list[dict[str, Any
                 own["largest_residual"] = max(last["text"]["layers"]["largest_residual"])
     for by_seed in ends.values():
         for seed, own in by_seed.items():
-            if "speedup" in own and seed in ends[BASELINE]:
-                rate = own["tokens_per_second"] / ends[BASELINE][seed]["tokens_per_second"]
-                own["speedup_s"] = own["speedup"] * rate
+            base = ends[BASELINE].get(seed, {})
+            if "speedup" in own and "tokens_per_second" in own.keys() & base.keys():
+                own["speedup_s"] = own["speedup"] * own["tokens_per_second"] / base["tokens_per_second"]
     return ends
 
 
@@ -124,9 +126,10 @@ def main_table(ends: Ends) -> list[str]:
         cells = []
         for name, (_, form) in QUANTITIES.items():
             values = [own[name] for own in by_seed.values() if name in own]
-            reached = f"reached on {len(values)} of {len(by_seed)} seeds"
-            is_partial = name in ("speedup", "speedup_s") and len(values) < len(by_seed)
-            cells.append(reached if is_partial else with_interval(values, form, in_logs=name.startswith("speedup")))
+            if name.startswith("speedup") and len(values) < len(by_seed):  # a mean of those that reach it would flatter
+                cells.append(f"reached on {len(values)} of {len(by_seed)} seeds" if name == "speedup" else "")
+            else:
+                cells.append(with_interval(values, form, in_logs=name.startswith("speedup")))
             if name == "validation_loss":
                 cells.append("" if label == BASELINE else with_interval(gains(ends, label, sign=-1), "+.4f"))
         lines.append(f"| {label} | {len(by_seed)} | {' | '.join(cells)} |")
@@ -238,7 +241,7 @@ def course_table(courses: Mapping[int, Mapping[int, Sequence[float]]], births: S
     lines = ["| M tokens | softmax's loss less head_norm's | of the final gain |", "| ---: | ---: | ---: |"]
     chosen = sorted(gain)[:: max(1, len(gain) // LINES_OF_A_COURSE)]
     for tokens in dict.fromkeys([*chosen, max(gain)]):
-        share = f"{fmean(gain[tokens]) / final:.0%}" if final else ""
+        share = f"{fmean(gain[tokens]) / final:.0%}" if final > 0 else ""
         lines.append(f"| {tokens / 1e6:.1f} | {with_interval(gain[tokens], '+.4f')} | {share} |")
     when = "never" if lasting is None else f"from {lasting / 1e6:.1f} M tokens on"
     born = ["never" if tokens is None else f"{tokens / 1e6:.1f} M" for tokens in births]
@@ -266,7 +269,8 @@ def ablation_table(ends: Ends) -> list[str]:
         if label != BASELINE and seeds:
             own = [base[seed]["validation_loss"] - ends[label][seed]["validation_loss"] for seed in seeds]
             whole = fmean(base[seed]["validation_loss"] - norm[seed]["validation_loss"] for seed in seeds)
-            lines.append(f"| {label} | {with_interval(own, '+.4f')} | {fmean(own) / whole:.0%} |")
+            share = f"{fmean(own) / whole:.0%}" if whole > 0 else ""
+            lines.append(f"| {label} | {with_interval(own, '+.4f')} | {share} |")
     return lines
 
 
