@@ -66,6 +66,20 @@ def test_a_checkpoint_is_the_model_at_its_step(run, tmp_path):
         load_model(str(tmp_path / "run" / "checkpoints" / "step-00000004"))
 
 
+def test_a_checkpoint_that_left_its_run_is_refused_in_plain_words(run, tmp_path):
+    alone = tmp_path / "moved" / "step-00000004"
+    shutil.copytree(run / "checkpoints" / "step-00000004", alone)
+    with pytest.raises(InputError) as refused:
+        load_model(alone)
+    assert refused.value.expected.startswith("a checkpoint inside its training run's folder")
+    assert refused.value.found == f"{alone} without its run"
+    assert refused.value.next_step.endswith("copy the whole folder of the run and name COPY/checkpoints/step-00000004")
+    # Control: what it says to do is taken.
+    shutil.copytree(run, tmp_path / "COPY")
+    expected = load_model(run / "checkpoints" / "step-00000004").weight_hash
+    assert load_model(tmp_path / "COPY/checkpoints/step-00000004").weight_hash == expected
+
+
 def test_names_stand_for_weights_or_for_a_configuration(tmp_path):
     model = tiny_model("gpt2")
     model.save_pretrained(tmp_path / "whole")

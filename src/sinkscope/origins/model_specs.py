@@ -24,7 +24,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
-from sinkscope.pretrain.checkpoints import RECORD, TENSORS, damage
+from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
@@ -77,6 +77,14 @@ def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto",
 
 def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
     """A checkpoint's weights in a model of its run's configuration."""
+    run = folder.resolve().parent.parent
+    if not is_training_run(run):
+        raise InputError(
+            expected="a checkpoint inside its training run's folder, whose config.yaml describes the model",
+            found=f"{folder} without its run",
+            next_step="Name it where sinkscope pretrain wrote it, or copy the whole folder of the run and name "
+            f"COPY/{FOLDER}/{folder.resolve().name}",
+        )
     if not (folder / TENSORS).is_file():
         raise InputError(
             expected=f"a checkpoint of one process in {folder}",
@@ -87,7 +95,7 @@ def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
         raise InputError(
             expected=f"a whole checkpoint in {folder}", found=reason, next_step="Give another checkpoint of the run"
         )
-    found = _run_configuration(folder.resolve().parent.parent)
+    found = _run_configuration(run)
     tensors = load_file(folder / TENSORS)
     with torch.random.fork_rng(devices=[]), quiet():
         model = _drawn(found.config, 0)
