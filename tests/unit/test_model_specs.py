@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from tiny_models import CONFIGURATIONS, tiny_model
+from training_folders import write_training_folder
 from training_runs import short_run
 from transformers import AutoConfig, LlamaConfig
 
@@ -129,6 +130,8 @@ def test_what_is_no_run_is_refused(run, tmp_path):
     for name, found in ((tmp_path / "empty", "no config.yaml of one"), (tmp_path / "none", "no such folder")):
         with pytest.raises(InputError, match=found):
             load_model(f"init:{name}")
+    with pytest.raises(InputError, match="one that another version of sinkscope wrote"):
+        load_model(f"init:{write_training_folder(tmp_path / 'older')}")
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run, unfinished, ignore=shutil.ignore_patterns("model"))
     with pytest.raises(InputError, match="one without a model yet"):

@@ -7,10 +7,12 @@ import pytest
 from study_tables import write_study_folder, write_trace_folder
 from training_folders import write_training_folder
 
+from sinkscope.commands.options import run_path
 from sinkscope.errors import InputError
 from sinkscope.report.comparison import compare
 from sinkscope.report.page import write_study_page
 from sinkscope.report.run_contents import read_run
+from sinkscope.results.run_folder import is_training_run
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_refused_comparisons(study, tmp_path):
         ([study], "2 to 26 runs"),
         ([study] * 27, "found 27"),
         ([study, tmp_path / "nowhere"], "no such folder"),
-        ([study, tmp_path / "empty"], "neither summary.json nor metrics"),
+        ([study, tmp_path / "empty"], "neither summary.json nor a training run"),
     ):
         with pytest.raises(InputError, match=message):
             compare(list(map(str, names)), page)
@@ -115,6 +117,21 @@ def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
 def test_a_training_run_has_no_page_of_its_own(tmp_path):
     with pytest.raises(InputError, match="sinkscope compare"):
         write_study_page(write_training_folder(tmp_path / "training"), tmp_path / "page.html")
+
+
+def test_a_training_run_is_known_by_its_configuration_and_never_overwritten(study, tmp_path):
+    training = write_training_folder(tmp_path / "training")
+    (training / "metrics.jsonl").unlink()  # as before the first step
+    assert is_training_run(training)
+    with pytest.raises(InputError, match="cannot be made again in minutes"):
+        run_path(training, None, overwrite=True)
+    # Controls: a study, and rows of the same name that another program wrote.
+    assert run_path(study, None, overwrite=True) == study
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
+    (training / "config.yaml").write_text("a: [")
+    for folder in (study, tmp_path / "other", training, tmp_path / "nowhere"):
+        assert not is_training_run(folder)
 
 
 def test_without_plotly_the_message_says_what_to_install(study, tmp_path, monkeypatch):

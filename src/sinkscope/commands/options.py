@@ -95,12 +95,11 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     from datetime import datetime
 
     from sinkscope.models.reference import DEFAULT_MODEL
-    from sinkscope.report.run_contents import is_training
-    from sinkscope.results.run_folder import check_output, default_run_path
+    from sinkscope.results.run_folder import check_output, default_run_path, is_training_run
 
     path = out or default_run_path(model or DEFAULT_MODEL, datetime.now())
     check_output(path, overwrite)
-    if is_training(path):
+    if is_training_run(path):
         raise InputError(
             expected=f"a folder for this run at {path}",
             found="a training run, which cannot be made again in minutes",

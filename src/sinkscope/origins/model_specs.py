@@ -26,7 +26,8 @@ from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
-from sinkscope.pretrain.run_setup import initial_configuration, is_training_run
+from sinkscope.pretrain.run_setup import initial_configuration
+from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:

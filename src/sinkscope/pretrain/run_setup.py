@@ -23,7 +23,7 @@ from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokeni
 from sinkscope.pretrain.trackers import check_tracker, tracker
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml
 from sinkscope.pretrain.training_run import Say, TrainingRun
-from sinkscope.results.run_folder import DISK_FULL, check_output, explained, run_folder
+from sinkscope.results.run_folder import DISK_FULL, check_output, explained, is_training_run, run_folder
 from sinkscope.runtime import environment
 
 DEFAULT_PRESET = "tiny"
@@ -85,11 +85,6 @@ def resolve(
     )
 
 
-def is_training_run(folder: Path) -> bool:
-    """Whether `pretrain` made this folder, finished or not."""
-    return bool(_saved_configuration(folder))
-
-
 def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
     """The configuration, with its seed, that a run's first weights are drawn from, and the folder of its tokenizer.
 
@@ -99,7 +94,7 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
     if not saved:
         raise InputError(
             expected=f"a training run in {run}",
-            found="no config.yaml of one" if run.is_dir() else "no such folder",
+            found=_instead_of_a_run(run),
             next_step="Give a folder that sinkscope pretrain wrote",
         )
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
@@ -190,13 +185,19 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
 
 
 def _saved_configuration(run: Path) -> dict[str, Any]:
-    """What config.yaml of a training run holds; empty where it is of another command, or not there."""
+    """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
     try:
         saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     fields = {field.name for field in dataclasses.fields(PretrainConfig)}
     return saved if isinstance(saved, dict) and saved.keys() == fields and isinstance(saved["model"], dict) else {}
+
+
+def _instead_of_a_run(folder: Path) -> str:
+    if is_training_run(folder):
+        return "one that another version of sinkscope wrote"
+    return "no config.yaml of one" if folder.is_dir() else "no such folder"
 
 
 def _differences(found: Any, expected: Any, where: str = "") -> list[str]:

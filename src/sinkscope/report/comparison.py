@@ -12,11 +12,11 @@ from sinkscope.report import elements
 from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.page import circumstances
-from sinkscope.report.run_contents import Run, is_run, is_training, read_run
+from sinkscope.report.run_contents import Run, is_run, read_run
 from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
-from sinkscope.results.run_folder import check_output, check_page, run_folder
+from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
@@ -32,7 +32,7 @@ def compare(
     training runs stand beside the page.
     """
     references = [name for name in names if is_reference(name)]
-    trained = [*references, *(name for name in names if is_training(Path(name)))]
+    trained = [*references, *(name for name in names if is_training_run(Path(name)))]
     num_read = len(names) - len(trained) + len(references)
     if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
@@ -68,8 +68,8 @@ def tables_path(page: Path) -> Path:
 
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
     """Writes one page with the runs in these folders side by side, and returns what training runs answer."""
-    trained = [Path(folder) for folder in folders if is_training(Path(folder))]
-    read = [read_run(Path(folder)) for folder in folders if not is_training(Path(folder))]
+    trained = [Path(folder) for folder in folders if is_training_run(Path(folder))]
+    read = [read_run(Path(folder)) for folder in folders if not is_training_run(Path(folder))]
     if biases := [run.path.name for run in read if run.kind == "bias"]:
         raise InputError(
             expected="studies, traces or training runs",

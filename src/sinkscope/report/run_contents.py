@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from sinkscope.errors import InputError
 from sinkscope.results.bias_schemas import BIAS, BIAS_TABLES
+from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.trace_schemas import TRACE_TABLES
@@ -74,23 +75,18 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a command of ours wrote this folder."""
-    return (folder / "summary.json").is_file() or is_training(folder)
-
-
-def is_training(folder: Path) -> bool:
-    """Whether a training run is in this folder, complete or not."""
-    return (folder / "metrics.jsonl").is_file()
+    return (folder / "summary.json").is_file() or is_training_run(folder)
 
 
 def read_run(folder: Path) -> Run:
     """The study, trace or bias in a folder; anything else, or tables of another version, is refused."""
-    if is_training(folder) or not is_run(folder):
-        found = "no such folder" if not folder.is_dir() else "neither summary.json nor metrics"
+    if is_training_run(folder) or not is_run(folder):
+        found = "no such folder" if not folder.is_dir() else "neither summary.json nor a training run"
         raise InputError(
             expected=f"a study or a trace in {folder}",
-            found="a training run" if is_training(folder) else found,
+            found="a training run" if is_training_run(folder) else found,
             next_step=f"Compare it with others: sinkscope compare {folder} OTHER"
-            if is_training(folder)
+            if is_training_run(folder)
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
     if _read_object(folder / "summary.json").get("kind") == "fingerprint":

@@ -102,6 +102,20 @@ def check_output(path: Path, overwrite: bool = False) -> None:
         probe.rmdir()
 
 
+def is_training_run(folder: Path) -> bool:
+    """Whether `pretrain` made this folder, finished or not: its config.yaml alone describes a model and its training.
+
+    It stands here, not in `pretrain`, for those who must know it before they wait for torch.
+    """
+    import yaml
+
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "training"))
+
+
 def check_page(path: Path, overwrite: bool = False) -> None:
     """Returns if a page can be written to `path`, else raises InputError."""
     if path.is_dir() or (path.exists() and not overwrite):
