@@ -37,6 +37,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import given_batch, token_batch
 from sinkscope.pretrain.token_shards import MANIFEST, open_shards
 from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.results.run_folder import whole_file
 from sinkscope.runtime import environment
 from sinkscope.statistics import bootstrap_mean_interval
 
@@ -60,9 +61,8 @@ def main() -> None:
     if options.out:
         settings = {key: value for key, value in vars(options).items() if key != "out"}
         record = {"settings": settings, "environment": environment(device=torch.device(options.device)), "rows": rows}
-        partial = options.out.with_name(f".{options.out.name}.partial")
-        partial.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(options.out)
+        with whole_file(options.out) as partial:
+            partial.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def parsed() -> argparse.Namespace:

@@ -34,6 +34,7 @@ from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.results.run_folder import whole_file
 from sinkscope.statistics import average_ranks
 
 NUM_SHUFFLES = 2000
@@ -67,9 +68,8 @@ def main() -> None:
         sys.exit(2)
     print(table(result))
     if options.out:
-        partial = options.out.with_name(f".{options.out.name}.partial")
-        partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(options.out)
+        with whole_file(options.out) as partial:
+            partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def parsed() -> argparse.Namespace:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from kept_results import read_results
 
 from sinkscope.errors import InputError
+from sinkscope.results.run_folder import whole_file
 
 HEADS = (
     *("run", "variant", "layers x width", "text", "sequences x tokens", "learning rate", "weight decay", "steps"),
@@ -116,9 +117,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for panel in (sink, dom_ratio, loss):
         panel.legend(fontsize=7)
         panel.tick_params(labelsize=8)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=90, metadata={"Software": "sinkscope"})
-    partial.replace(path)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=90, metadata={"Software": "sinkscope"})
 
 
 if __name__ == "__main__":

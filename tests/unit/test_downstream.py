@@ -191,6 +191,7 @@ def test_the_script_prints_a_table_and_writes_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*arguments, "--device", "cpu", "--out", str(tmp_path / "out.json")])
     downstream.main()
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert not list(tmp_path.glob(".*"))
     assert len(rows) == 12
     assert capsys.readouterr().out.count("\n") == 14
     controls = [row for row in rows if row["condition"].startswith(("16-bit", "window of 64", "as it is", "late"))]

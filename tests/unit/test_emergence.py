@@ -1,5 +1,6 @@
 """What early checkpoints tell: correlations by their formula, chance by shuffling, strengths by their definition."""
 
+import json
 import shutil
 
 import emergence
@@ -75,7 +76,7 @@ def test_strengths_are_their_definition():
     assert contrast == pytest.approx(found_LFT[1, 7, 5] / np.mean(others))
 
 
-def test_a_snapshot_that_is_the_model_tells_all_and_another_seed_nothing(tmp_path):
+def test_a_snapshot_that_is_the_model_tells_all_and_another_seed_nothing(tmp_path, monkeypatch):
     run = tmp_path / "run"
     tiny_model("llama").save_pretrained(run / "model")
     tiny_model("llama", seed=5).save_pretrained(run / "snapshots/step-00000000")
@@ -89,6 +90,11 @@ def test_a_snapshot_that_is_the_model_tells_all_and_another_seed_nothing(tmp_pat
     assert at_sink[100, "strength"]["standing"] == 1
     assert {row["num_positions"] for row in result["positions"]} == {16}
     assert "| 100 | sink | strength | 1.000 |" in emergence.table(result)
+    arguments = ["emergence", str(run), "--length", "32", "--num-sequences", "4", "--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr("sys.argv", arguments)
+    emergence.main()
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out.json"}
 
 
 def test_a_run_without_snapshots_is_refused(tmp_path):

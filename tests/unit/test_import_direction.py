@@ -36,6 +36,7 @@ LAYERS = {
 WITHIN_LAYER_0 = {
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
+    ("results.parts", "results.run_folder"),
     ("results.fingerprint_schemas", "results.tables"),
     ("results.study_schemas", "results.tables"),
     ("results.bias_schemas", "results.tables"),

@@ -44,6 +44,7 @@ def test_the_script_prints_and_draws(tmp_path, result, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", arguments)
     kept_probes.main()
     assert capsys.readouterr().out.count("\n") == 3
+    assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "course.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from sinkscope.errors import InputError
 from sinkscope.results import run_folder as module
-from sinkscope.results.run_folder import check_output, default_run_path, run_folder
+from sinkscope.results.run_folder import check_output, default_run_path, run_folder, whole_file
 from sinkscope.results.tables import Column, Schema, read_table
 
 SCHEMA = Schema("sinks", (Column("position", "int", "position of the sink"),))
@@ -52,6 +52,25 @@ def test_a_run_appears_whole_and_at_once(tmp_path):
     assert names(path.parent) == {"run"}
     assert (path / "config.yaml").read_text(encoding="utf-8") == "b:\n- 1\n- é\na: null\n"
     assert read_table(path / "sinks") == {"position": [0, 3]}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "rows.json"
+    with whole_file(path) as partial:
+        partial.write_text("first")
+        assert names(tmp_path) == {partial.name}
+        assert partial.name.startswith(".rows.json.")
+    assert names(tmp_path) == {"rows.json"}
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), whole_file(path) as partial:
+            partial.write_text("half")
+            raise error
+        assert path.read_text() == "first"
+        assert names(tmp_path) == {"rows.json"}
+    # Control: without an error the same words are there.
+    with whole_file(path) as partial:
+        partial.write_text("half")
+    assert path.read_text() == "half"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, InputError])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -31,6 +30,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.origins.model_specs import Configuration
 from sinkscope.results.parts import Parts
+from sinkscope.results.run_folder import whole_file
 
 VERSION = 1
 """Of the file and of how its numbers are made; signatures of different versions are not compared."""
@@ -124,11 +124,10 @@ class Signature:
         """Writes the signature to a safetensors file, whole or not at all."""
         tensors = {"states": self.states, "embeddings": self.embeddings}
         record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in tensors}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
         kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, partial, metadata=metadata)
-        partial.replace(path)
+        with whole_file(path) as partial:
+            save_file(kept, partial, metadata=metadata)
 
 
 def load_signature(path: Path) -> Signature:

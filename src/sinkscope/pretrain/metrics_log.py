@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sinkscope.results.run_folder import whole_file
 from sinkscope.results.tables import Column, Schema, write_table
 
 METRICS = Schema(
@@ -45,12 +46,8 @@ class JsonLines:
         """Rows after `last_step` are dropped: a resumed run will write them again."""
         self.path = path
         rows = [row for row in read_rows(path) if row["step"] <= last_step] if path.exists() else []
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:

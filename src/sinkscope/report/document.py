@@ -6,16 +6,15 @@ import base64
 import hashlib
 import importlib.resources
 import importlib.util
-import os
 import re
 import string
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from sinkscope.errors import InputError
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import escaped, isolated, script_json
+from sinkscope.results.run_folder import whole_file
 
 
 def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
@@ -35,18 +34,15 @@ def write_page(destination: Path, title: str, body: str, figures: Sequence[Figur
         plotly=plotly,
         script=script,
     )
-    partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        partial.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(partial, destination)
+        with whole_file(destination) as partial:
+            partial.write_text(page, encoding="utf-8", newline="\n")
     except OSError as error:
         raise InputError(
             expected=f"to be able to write {destination}",
             found=error.strerror or str(error),
             next_step="Choose another place with --out",
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def header(title: str, circumstances: str) -> str:

@@ -7,7 +7,6 @@ moved, so a part that is there is whole.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+
+from sinkscope.results.run_folder import whole_file
 
 
 class Parts:
@@ -49,9 +50,8 @@ class Parts:
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         if self._folder is None:
             return
-        partial = self._folder / f".{name}.{os.getpid()}"
-        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
-        partial.replace(self._folder / f"{name}.safetensors")
+        with whole_file(self._folder / f"{name}.safetensors") as partial:
+            save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
 
     def discard(self) -> None:
         """Removes the parts: the run they belong to is whole."""

@@ -86,6 +86,18 @@ def run_folder(path: Path, overwrite: bool = False) -> Iterator[RunFolder]:
         raise
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A hidden sibling to write, which becomes the file `path` when the block ends without an exception."""
+    partial = _hidden_sibling(path, "partial")
+    try:
+        yield partial
+        _fsync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def check_output(path: Path, overwrite: bool = False) -> None:
     """Returns if a run can be written to `path`, else raises InputError; commands call it before any work.
 
