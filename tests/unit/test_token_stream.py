@@ -116,6 +116,18 @@ def test_hugging_face_datasets_are_asked_for_only_by_name(tmp_path, monkeypatch)
     ]
 
 
+def test_a_dataset_that_breaks_while_it_streams_is_refused(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        yield {"text": "one"}
+        raise ValueError("no Parquet.\nand more")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    read = documents(["hf:some/name"])
+    assert next(read) == "one"
+    with pytest.raises(InputError, match=r"a dataset at hf:some/name; found no Parquet\. Give"):
+        next(read)
+
+
 # Shards
 
 

@@ -139,16 +139,15 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
             stream = load_dataset(HF_BUILDERS[path.suffix], data_files=str(path), **options)
         else:
             stream = load_dataset(name, config or None, **options)
+        for row in stream:  # files are first opened here, and a broken one is found
+            if not isinstance(row.get("text"), str):
+                raise InputError(
+                    expected=f"a column 'text' in {source}", found=", ".join(row), next_step="Choose another dataset"
+                )
+            yield row["text"]
     except (OSError, ValueError) as error:  # among them the package's own "not found"
-        raise InputError(
-            expected=f"a dataset at {source}", found=str(error).splitlines()[0], next_step=f"Give {FORMS} to --data"
-        ) from error
-    for row in stream:
-        if not isinstance(row.get("text"), str):
-            raise InputError(
-                expected=f"a column 'text' in {source}", found=", ".join(row), next_step="Choose another dataset"
-            )
-        yield row["text"]
+        found = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise InputError(expected=f"a dataset at {source}", found=found, next_step=f"Give {FORMS} to --data") from error
 
 
 def _datasets_package():
