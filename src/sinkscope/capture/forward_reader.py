@@ -144,8 +144,8 @@ class ForwardReader:
 
     def _on_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         request = self.request
-        if self.keys is not None:
-            request = replace(request, keys=self._on(key.device, "keys", self._keys))
+        if request.keys is not None and request.keys.device != key.device:
+            request = self.request = replace(request, keys=self._on(key.device, "keys", self._keys))
         if self.across_sequences:
             moments = Moments.of(value, keep_mean=self.chunked)
             self._kept["value"][layer] = moments

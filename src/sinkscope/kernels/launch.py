@@ -36,19 +36,24 @@ def launch(
     A compiled kernel fits all arguments of the same types, alignment, divisibility and equality to 1. Here it is kept
     by its numbers themselves, which settle all that but the types: a number must always come as int or always as float.
     """
-    with torch.cuda.device_of(tensors[0]):
-        if is_interpreted(kernel) or not triton.__version__.startswith(CHECKED_VERSIONS):
-            kernel[grid](*tensors, *numbers, *constants, **options)
-            return
-        like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
-        key = (id(kernel), tensors[0].device, grid, numbers, constants, *options.values(), *like)
-        launcher = _launchers.get(key)
-        if launcher is not None:
-            launcher(*tensors, *numbers, *constants)
-            return
-        if len(_launchers) >= MAX_LAUNCHERS:  # many lengths: compiling is not repeated, only binding
-            _launchers.clear()
-        _launchers[key] = kernel[grid](*tensors, *numbers, *constants, **options)[grid]
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # Only where it is needed: entering a device costs as much as a launch does.
+        with torch.cuda.device(device):
+            launch(kernel, grid, tensors, numbers, constants, **options)
+        return
+    if is_interpreted(kernel) or not triton.__version__.startswith(CHECKED_VERSIONS):
+        kernel[grid](*tensors, *numbers, *constants, **options)
+        return
+    like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+    key = (id(kernel), device, grid, numbers, constants, *options.values(), *like)
+    launcher = _launchers.get(key)
+    if launcher is not None:
+        launcher(*tensors, *numbers, *constants)
+        return
+    if len(_launchers) >= MAX_LAUNCHERS:  # many lengths: compiling is not repeated, only binding
+        _launchers.clear()
+    _launchers[key] = kernel[grid](*tensors, *numbers, *constants, **options)[grid]
 
 
 def is_interpreted(kernel: Any) -> bool:
