@@ -3,8 +3,8 @@
     python benchmarks/kept_probes.py docs/results/explorations
     python benchmarks/kept_probes.py docs/results/reference --figure docs/reference-pair.png
 
-Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key where it is
-largest. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
+Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key that the probe
+told about. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
 their last evaluation and probe. The figure needs matplotlib.
 """
 

@@ -13,15 +13,19 @@ from sinkscope.pretrain.probes import QUANTITIES, probe, random_batch
 LENGTH, NUM_SEQUENCES = 20, 6
 
 
-@pytest.fixture(scope="module")
-def model():
-    """A decoder with queries and keys so large that attention is far from even: on a short text, heads have sinks."""
+def decoder(scale):
     model = Decoder(decoder_config(preset("tiny"))).double()
     with torch.no_grad():
         for block in model.blocks:
-            block.self_attn.q_proj.weight *= 20
-            block.self_attn.k_proj.weight *= 20
+            block.self_attn.q_proj.weight *= scale
+            block.self_attn.k_proj.weight *= scale
     return model.train()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A decoder with queries and keys so large that attention is far from even: on a short text, heads have sinks."""
+    return decoder(20)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +61,16 @@ def activations(model, ids):
 
 
 def expected_layers(model, ids):
-    """(the strongest key, every quantity by layer) by the definitions, with attention held whole."""
+    """(the key told about, its rate, every quantity by layer) by the definitions, with attention held whole."""
     kept = activations(model, ids)
     queries = torch.arange(LENGTH)
     alpha = torch.stack(
         [torch.stack([entry["attention"][:, :, key:, key].mean(-1) for key in range(LENGTH)], -1) for entry in kept]
     )  # [L, B, H, S]
     rate = (alpha > 0.3).double().mean((0, 1, 2))
-    position = int(torch.where(queries < LENGTH - 16, rate, -1.0).argmax())
+    # The strongest sink; without one the key that receives most attention.
+    weight = rate if (rate[queries < LENGTH - 16] >= 0.05).any() else alpha.mean((0, 1, 2))
+    position = int(torch.where(queries < LENGTH - 16, weight, -1.0).argmax())
     result: dict[str, list] = {name: [] for name in QUANTITIES}
     pairs = list(itertools.combinations(range(NUM_SEQUENCES), 2))
     sinks = {key for key in range(LENGTH - 16) if rate[key] >= 0.05} | {position}
@@ -90,9 +96,14 @@ def expected_layers(model, ids):
     return position, rate, {name: torch.stack(values).tolist() if values else [] for name, values in result.items()}
 
 
-def test_every_quantity_is_its_definition(model, batch):
+@pytest.mark.parametrize("scale", [20, 10])
+def test_every_quantity_is_its_definition(scale, batch):
+    model = decoder(scale)
     position, rate, expected = expected_layers(model, batch.ids)
     found = probe(model, batch)
+    strongest = int(rate[: LENGTH - 16].argmax())
+    # The control: with a scale of 10 there is no sink, and the key with the largest rate is another.
+    assert (found.whole["num_sinks"] > 0, strongest == position) == ((True, True) if scale == 20 else (False, False))
     assert found.whole["sink_position"] == position
     assert found.whole["sink_rate"] == pytest.approx(float(rate[position]))
     assert found.whole["sink_rate"] > 0, "the control: there is something to find"

@@ -1,7 +1,7 @@
 """The six observables of the sink chain on fixed batches while a model trains, read by the tracing code.
 
-Everything is told about one position, the key that most heads count as their sink (position 0 while no head does), so
-that the links can be put in the order of their birth before any of them is strong enough to be called found.
+Everything is told about one position, the strongest sink or, while there is none, the key that receives most attention,
+so that the links can be put in the order of their birth before any of them is strong enough to be called found.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.reading import evaluation_mode, read_model
+from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
@@ -55,10 +56,12 @@ def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = T
     with _eager():
         findings = Findings(read_model(loaded, batch, effective_rank=effective_rank).cpu())
         with evaluation_mode(model):
-            layers = _layers(findings)
+            key = _key(findings)
+            layers = _layers(findings, key)
             num_super_neurons = len(findings.super_neurons)
-    position, rate = findings.strongest
-    whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
+    reading = findings.reading
+    whole: dict[str, float | None] = {"sink_position": int(reading.keys[key])}
+    whole["sink_rate"] = _number(float(reading.sink_rate[key]))
     whole["num_sinks"] = len(findings.sinks)
     whole["num_massive_dimensions"] = len({entry.dimension for entry in findings.massive})
     whole["num_super_neurons"] = num_super_neurons
@@ -96,11 +99,22 @@ def _eager() -> Iterator[None]:
         yield
 
 
-def _layers(findings: Findings) -> dict[str, Tensor | list[float]]:
-    reading, (position, _) = findings.reading, findings.strongest
+def _key(findings: Findings) -> int:
+    """Where among the keys the position stands that a probe tells about.
+
+    Without a sink not the key of the largest rate: late keys, which few queries see, pass its threshold by chance.
+    """
+    reading = findings.reading
+    eligible_S = eligible_positions(reading.batch.length)[reading.keys]
+    weight_S = reading.sink_rate if findings.sinks else reading.received.mean((0, 1))
+    return int(torch.where(eligible_S, weight_S, -1.0).argmax())
+
+
+def _layers(findings: Findings, key: int) -> dict[str, Tensor | list[float]]:
+    reading = findings.reading
+    position = int(reading.keys[key])
     write_LT = reading.by_position["largest_write"]
     others = torch.arange(write_LT.shape[1]) != position
-    key = int((reading.keys == position).nonzero()[0])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
         "top_share": _top_shares(findings, reading.by_position["largest_write_unit"][:, position]),

@@ -30,7 +30,7 @@ SETTLED = 0.25
 PROBED = {
     "sink_rate": (
         "Sink rate",
-        "Share of heads and sequences that count the strongest key as their sink, held-out text.",
+        "Share of heads and sequences that count the probed key as their sink, held-out text.",
     ),
     "dom_ratio": ("Dimension disparity", "DomRatio at that key, mean over layers, held-out text."),
     "effective_rank": ("Effective rank", "Of the residuals, mean over layers, held-out text."),
