@@ -193,6 +193,12 @@ class TestFolder:
         (folder / "adapter_config.json").write_text("{}")
         refused(folder, "whole weights", "an adapter", "Merge")
 
+    def test_a_training_run_is_told_where_its_model_lies(self, folder):
+        run = folder.parent / "run"
+        run.mkdir()
+        folder.rename(run / "model")
+        refused(run, "a model folder", "run, a training run", f"Name its model, {run / 'model'}")
+
     def test_a_file_that_is_no_model(self, folder):
         refused(folder / "model.safetensors", "a model folder", "the file model.safetensors", "Name the folder")
 

@@ -21,8 +21,8 @@ def compare_command(
     """Put runs side by side in one page.
 
     Training runs that differ in their seed alone count as replicas of a variant; softmax, or else the first, is the
-    baseline. Their tables are written beside the page. Of the models that come with the package both the training and a
-    study are shown.
+    baseline. Their tables are written beside the page. A model is studied first, which takes minutes on a CPU. Of the
+    models that come with the package both the training and a study are shown.
 
     Example: sinkscope compare reference:softmax reference:head_norm
     """

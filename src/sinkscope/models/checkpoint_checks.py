@@ -58,6 +58,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The entries of the folder's config.json."""
     path = folder / "config.json"
     if not path.is_file():
+        if (model := folder / "model" / path.name).is_file():
+            raise InputError(
+                expected="a model folder",
+                found=f"{folder}, a training run",
+                next_step=f"Name its model, {model.parent}",
+            )
         raise InputError(
             expected="a model folder with a config.json",
             found=f"{folder.resolve().name} without one",

@@ -46,7 +46,9 @@ def answer(comparison: TrainingComparison) -> str:
         return f"{len(comparison.runs)} runs of {baseline}, and nothing to hold them against: {final}."
     reached = [row for row in ratios if row["mean"] is not None and row["bound"] != ">"]
     if not reached:
-        return f"No variant reaches {final} in every seed: {', '.join(row['variant'] for row in ratios)}."
+        names, does = ", ".join(row["variant"] for row in ratios), "does" if len(ratios) == 1 else "do"
+        every = " in every seed" if any(row["num_seeds"] > 1 for row in ratios) else ""
+        return f"{names} {does} not reach {final}{every}."
     best = min(reached, key=lambda row: row["mean"])
     seconds = comparison.of(best["variant"], "seconds_ratio")
     of_many = f"Of {len(ratios)} variants, " if len(ratios) > 1 else ""

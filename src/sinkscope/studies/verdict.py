@@ -19,7 +19,9 @@ def verdict_sentence(plan: Plan, judgements: Sequence[Judgement], rate: float, w
         judged = [j for j in judgements if (CLAIMS[j.id][0] == "causal") == (kind == "causal") and j.id != "sink"]
         text += _count(judged, words)
     if went is not None:
-        text += f"Without its minimal set of units the sink is {went}."
+        # Whether that many units are needed is a claim of its own, with its interval.
+        left = f"position {plan.sink} falls below the 5 % of a sink" if went == "gone" else f"the sink is {went}"
+        text += f"Without its minimal set of units {left}."
     return text.strip()
 
 
