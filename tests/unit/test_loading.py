@@ -197,6 +197,7 @@ class TestFolder:
         run = folder.parent / "run"
         run.mkdir()
         folder.rename(run / "model")
+        (run / "config.yaml").write_text("model: {}\ntraining: {}\n")
         refused(run, "a model folder", "run, a training run", f"Name its model, {run / 'model'}")
 
     def test_a_file_that_is_no_model(self, folder):

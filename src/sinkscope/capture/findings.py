@@ -115,11 +115,19 @@ class Findings:
     @cached_property
     def strongest(self) -> tuple[int, float]:
         """(position, sink rate) of the key with the largest rate among those with enough later queries, sink or not."""
-        eligible = eligible_positions(self.reading.batch.length)[self.reading.keys]
-        if not bool(eligible.any()):
+        return self._foremost(self.reading.sink_rate)
+
+    @cached_property
+    def most_attended(self) -> tuple[int, float]:
+        """(position, sink rate) of the key among them that receives most attention, over all layers and heads."""
+        return self._foremost(self.reading.received.mean((0, 1)))
+
+    def _foremost(self, weight_S: Tensor) -> tuple[int, float]:
+        eligible_S = eligible_positions(self.reading.batch.length)[self.reading.keys]
+        if not bool(eligible_S.any()):
             return int(self.reading.keys[0]), float("nan")
-        rate = torch.where(eligible, self.reading.sink_rate, -1.0)
-        return int(self.reading.keys[rate.argmax()]), float(rate.max())
+        key = int(torch.where(eligible_S, weight_S, -1.0).argmax())
+        return int(self.reading.keys[key]), float(self.reading.sink_rate[key])
 
     @cached_property
     def massive(self) -> list[MassiveDimension]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.reading import evaluation_mode, read_model
-from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
@@ -56,12 +55,12 @@ def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = T
     with _eager():
         findings = Findings(read_model(loaded, batch, effective_rank=effective_rank).cpu())
         with evaluation_mode(model):
-            key = _key(findings)
-            layers = _layers(findings, key)
+            # Not the key of the largest rate where none is a sink's: late keys, which few queries see, pass its
+            # threshold by chance.
+            position, rate = findings.strongest if findings.sinks else findings.most_attended
+            layers = _layers(findings, position)
             num_super_neurons = len(findings.super_neurons)
-    reading = findings.reading
-    whole: dict[str, float | None] = {"sink_position": int(reading.keys[key])}
-    whole["sink_rate"] = _number(float(reading.sink_rate[key]))
+    whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
     whole["num_sinks"] = len(findings.sinks)
     whole["num_massive_dimensions"] = len({entry.dimension for entry in findings.massive})
     whole["num_super_neurons"] = num_super_neurons
@@ -99,22 +98,11 @@ def _eager() -> Iterator[None]:
         yield
 
 
-def _key(findings: Findings) -> int:
-    """Where among the keys the position stands that a probe tells about.
-
-    Without a sink not the key of the largest rate: late keys, which few queries see, pass its threshold by chance.
-    """
+def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]]:
     reading = findings.reading
-    eligible_S = eligible_positions(reading.batch.length)[reading.keys]
-    weight_S = reading.sink_rate if findings.sinks else reading.received.mean((0, 1))
-    return int(torch.where(eligible_S, weight_S, -1.0).argmax())
-
-
-def _layers(findings: Findings, key: int) -> dict[str, Tensor | list[float]]:
-    reading = findings.reading
-    position = int(reading.keys[key])
     write_LT = reading.by_position["largest_write"]
     others = torch.arange(write_LT.shape[1]) != position
+    key = int((reading.keys == position).nonzero()[0])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
         "top_share": _top_shares(findings, reading.by_position["largest_write_unit"][:, position]),

@@ -69,7 +69,7 @@ def tables_path(page: Path) -> Path:
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
     """Writes one page with the runs in these folders side by side, and returns what training runs answer."""
     trained = [Path(folder) for folder in folders if is_training_run(Path(folder))]
-    read = [read_run(Path(folder)) for folder in folders if not is_training_run(Path(folder))]
+    read = [read_run(Path(folder)) for folder in folders if Path(folder) not in trained]
     if biases := [run.path.name for run in read if run.kind == "bias"]:
         raise InputError(
             expected="studies, traces or training runs",

@@ -80,13 +80,13 @@ def is_run(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """The study, trace or bias in a folder; anything else, or tables of another version, is refused."""
-    if is_training_run(folder) or not is_run(folder):
+    if (trains := is_training_run(folder)) or not is_run(folder):
         found = "no such folder" if not folder.is_dir() else "neither summary.json nor a training run"
         raise InputError(
             expected=f"a study or a trace in {folder}",
-            found="a training run" if is_training_run(folder) else found,
+            found="a training run" if trains else found,
             next_step=f"Compare it with others: sinkscope compare {folder} OTHER"
-            if is_training_run(folder)
+            if trains
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
     if _read_object(folder / "summary.json").get("kind") == "fingerprint":
