@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 
 study: $(INSTALLED)
 	$(BIN)/sinkscope study reference:softmax --out runs/softmax --overwrite
-	$(BIN)/sinkscope study reference:head_norm --out runs/head_norm --overwrite
-	$(BIN)/sinkscope compare runs/softmax runs/head_norm src/sinkscope/reference/softmax src/sinkscope/reference/head_norm \
+	$(BIN)/sinkscope study reference:learned_sink --out runs/learned_sink --overwrite
+	$(BIN)/sinkscope compare runs/softmax runs/learned_sink src/sinkscope/reference/softmax src/sinkscope/reference/learned_sink \
 		--out runs/reference.html --overwrite
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.

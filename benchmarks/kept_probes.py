@@ -5,7 +5,8 @@
 
 Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key that the probe
 told about. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
-their last evaluation and probe. The figure needs matplotlib.
+their last evaluation and probe. A star behind sequences x tokens: the loss leaves out the first target of each
+(`skipped_targets`). The figure needs matplotlib.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def cells(result: dict[str, Any]) -> list[str]:
         run["variant"],
         f"{model['num_hidden_layers']} x {model['hidden_size']}",
         config["data"][0],
-        f"{training['batch_size']} x {training['sequence_length']:,}",
+        f"{training['batch_size']} x {training['sequence_length']:,}{' *' if training.get('skipped_targets') else ''}",
         f"{training['learning_rate']:g}",
         f"{training['weight_decay']:g}",
         steps,

@@ -31,7 +31,7 @@ def test_without_a_model_the_bundled_one_is_traced(tmp_path):
     result = in_a_process("trace", "--num-sequences", 4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "reference:softmax" in result.stdout
-    assert "written most by neuron 160 of layer 11" in result.stdout
+    assert "written most by neuron 455 of layer 12" in result.stdout
     (run,) = (tmp_path / "runs").iterdir()
     for name in ("config.yaml", "environment.json", "summary.json", "chain.png"):
         assert (run / name).stat().st_size > 0

@@ -258,6 +258,15 @@ def test_another_configuration_is_refused_and_named(train):
         train(learning_rate=0.02)
 
 
+def test_a_run_that_is_older_than_a_setting_goes_on_with_its_default(train, tmp_path):
+    train()
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("  skipped_targets: 0\n", ""))
+    assert any("complete" in text for text in train())
+    with pytest.raises(InputError, match=r"training\.skipped_targets 0 there, 1 now"):
+        train(skipped_targets=1)
+
+
 def test_other_data_behind_the_same_name_are_refused(train, tokens, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(tokens, data)

@@ -121,6 +121,20 @@ def test_the_held_out_loss_is_the_models_own():
     assert step.evaluate(stream) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_skipped_targets_are_out_of_the_loss_and_its_gradients():
+    stream, step = Fixed(512, 8, 32), tiny_step(skipped_targets=3)
+    tokens, targets = stream.batch(0)
+    logits = step.model(tokens).logits
+    expected = functional.cross_entropy(logits[:, 3:].flatten(0, 1), targets[:, 3:].flatten())
+    assert step.evaluate(stream) == pytest.approx(float(expected.detach()), rel=1e-5)
+    wanted = torch.autograd.grad(expected, list(step.parameters.values()))
+    step.loss(tokens, targets).backward()
+    for parameter, gradient in zip(step.parameters.values(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    # Control: with all of them the loss is another.
+    assert tiny_step().evaluate(stream) != pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 def test_the_gradient_is_clipped_and_its_norm_reported():
     stream, step = Fixed(512, 8, 32), tiny_step(clip=1e-3)
     seen = []
@@ -194,6 +208,8 @@ def test_processes_share_each_batch():
         ({"micro_batch_size": True}, "micro_batch_size like"),
         ({"sequence_length": 16}, "more than 16 tokens to probe"),
         ({"learning_rate": "fast"}, "learning_rate like 0.003"),
+        ({"skipped_targets": -1}, "skipped_targets of at least 0"),
+        ({"skipped_targets": 128}, "skipped_targets below the sequence length, 128"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):

@@ -24,7 +24,7 @@ def compare_command(
     baseline. Their tables are written beside the page. A model is studied first, which takes minutes on a CPU. Of the
     models that come with the package both the training and a study are shown.
 
-    Example: sinkscope compare reference:softmax reference:head_norm
+    Example: sinkscope compare reference:softmax reference:learned_sink
     """
     from sinkscope.commands.study import study_run
     from sinkscope.report.comparison import compare, tables_path

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Hugging Face name, local folder, .gguf file, or reference:softmax (the default) or reference:head_norm, "
+        help="Hugging Face name, local folder, .gguf file, reference:softmax (the default) or reference:learned_sink, "
         "which come with the package.",
         show_default=False,
     ),

@@ -79,7 +79,7 @@ def load(
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
     `source` is a folder, a .gguf file, a Hugging Face name, a model (taken as it is), or one of the package:
-    reference:softmax, the default, or reference:head_norm.
+    reference:softmax, the default, or reference:learned_sink.
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only

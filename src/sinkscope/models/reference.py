@@ -1,4 +1,4 @@
-"""The models that come with the package: reference:softmax, the default, and reference:head_norm.
+"""The models that come with the package: reference:softmax, the default, and reference:learned_sink.
 
 They were trained alike but for the attention. Each is the folder of its training run, with the final weights in model/.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from sinkscope.errors import InputError
 
 PREFIX = "reference:"
-REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}head_norm")
+REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}learned_sink")
 DEFAULT_MODEL = REFERENCES[0]
 FOLDER = Path(__file__).resolve().parent.parent / "reference"
 

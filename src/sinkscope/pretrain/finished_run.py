@@ -14,6 +14,7 @@ import yaml
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.metrics_log import METRICS, read_rows
+from sinkscope.pretrain.training_config import with_defaults
 
 # What changes how often a run is looked at or stored, or how its batch is cut, and nothing of what it learns.
 WITHOUT_EFFECT = (
@@ -70,6 +71,7 @@ def read_finished_run(folder: Path) -> FinishedRun:
     config = _read(folder, "config.yaml", yaml.safe_load)
     if not isinstance(config, dict) or not {"model", "training"} <= set(config):
         raise _refused(folder, "another config.yaml", "Give a folder that sinkscope pretrain wrote")
+    config["training"] = with_defaults(config["training"])
     metrics = _read_rows(folder / "metrics.jsonl", {column.name for column in METRICS.columns})
     if not (folder / "summary.json").is_file():
         done, steps = metrics[-1]["step"] if metrics else 0, config["training"]["steps"]

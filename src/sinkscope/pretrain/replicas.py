@@ -13,7 +13,9 @@ Groups = dict[str, list[FinishedRun]]
 """Runs by the label of their variant, the baseline's first."""
 # What must be equal for losses and observables to be told against one another: the same batches of the same tokens, and
 # the same held-out windows.
-SHARED = ("batch_size", "sequence_length", "evaluation_sequences", "probe_length", "probe_sequences")
+SHARED = (
+    *("batch_size", "sequence_length", "skipped_targets", "evaluation_sequences", "probe_length", "probe_sequences"),
+)
 
 
 def check_comparable(runs: Sequence[FinishedRun]) -> None:

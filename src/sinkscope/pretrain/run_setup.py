@@ -21,7 +21,7 @@ from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
 from sinkscope.pretrain.trackers import check_tracker, tracker
-from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml
+from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml, with_defaults
 from sinkscope.pretrain.training_run import Say, TrainingRun
 from sinkscope.results.run_folder import DISK_FULL, check_output, explained, is_training_run, run_folder
 from sinkscope.runtime import environment
@@ -148,8 +148,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
     """
     is_run = (out / "config.yaml").is_file()
     if is_run and not overwrite:
-        found = yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
-        if differences := _differences(found, config.plain()):
+        if differences := _differences(_saved_configuration(out), config.plain()):
             raise InputError(
                 expected=f"the configuration that the run in {out} began with",
                 found="; ".join(differences[:3]),
@@ -191,7 +190,11 @@ def _saved_configuration(run: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     fields = {field.name for field in dataclasses.fields(PretrainConfig)}
-    return saved if isinstance(saved, dict) and saved.keys() == fields and isinstance(saved["model"], dict) else {}
+    if not isinstance(saved, dict) or saved.keys() != fields:
+        return {}
+    if not isinstance(saved["model"], dict) or not isinstance(saved["training"], dict):
+        return {}
+    return saved | {"training": with_defaults(saved["training"])}
 
 
 def _instead_of_a_run(folder: Path) -> str:

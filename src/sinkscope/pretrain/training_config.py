@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class TrainingConfig:
     micro_batch_size: int | None = None
     """Sequences in one forward pass of one process; None: all of its share, without accumulation."""
     sequence_length: int
+    skipped_targets: int = 0
+    """Targets at the head of each window that the loss leaves out, in training and on held-out text: with 1, position 0
+    predicts nothing."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
 
@@ -73,8 +76,10 @@ class TrainingConfig:
             _at_least(self, name, 1)
         for name in ("evaluate_every", "checkpoint_every", "probe_sequences"):
             _at_least(self, name, 1)
-        for name in ("seed", "warmup_steps", "probe_every", "weight_decay"):
+        for name in ("seed", "warmup_steps", "probe_every", "weight_decay", "skipped_targets"):
             _at_least(self, name, 0)
+        if self.skipped_targets >= self.sequence_length:
+            raise _wrong(f"skipped_targets below the sequence length, {self.sequence_length}", self.skipped_targets)
         if self.seed >= 2**63:
             raise _wrong("seed below 2^63", self.seed)
         for name, value in asdict(self).items():
@@ -130,6 +135,12 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
                 expected=f"{key} like {known[key]!r}", found=repr(value), next_step=f"Correct {key} in --config"
             )
     return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
+
+
+def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's config.yaml says of its training; a key younger than the run had its default's effect."""
+    defaults = {field.name: field.default for field in fields(TrainingConfig) if field.default is not MISSING}
+    return defaults | dict(training)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -25,13 +25,15 @@ from sinkscope.pretrain.vocabulary_loss import vocabulary_loss
 class LanguageModelLoss(nn.Module):
     """The mean loss of a batch; one module, so that DDP and FSDP2 see every use of every weight."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, skipped_targets: int = 0) -> None:
         super().__init__()
         self.model = model
+        self.skipped_targets = skipped_targets
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        hidden_BTE = self.model.hidden_states(tokens_BT)
-        return vocabulary_loss(hidden_BTE.flatten(0, 1), self.model.lm_head_weight, targets_BT.flatten())
+        counted = slice(self.skipped_targets, None)
+        hidden_BtE, targets_Bt = self.model.hidden_states(tokens_BT)[:, counted], targets_BT[:, counted]
+        return vocabulary_loss(hidden_BtE.flatten(0, 1), self.model.lm_head_weight, targets_Bt.flatten())
 
 
 class TrainingStep:
@@ -47,7 +49,7 @@ class TrainingStep:
         model.to(group.device).train()  # type: ignore[arg-type]
         if compile:
             compile_blocks(model)
-        self.loss = spread(LanguageModelLoss(model), model.blocks, group)
+        self.loss = spread(LanguageModelLoss(model, config.skipped_targets), model.blocks, group)
         # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
         self.parameters = dict(model.named_parameters())
         # Muon's step reads its learning rate on the host, and collectives belong to all processes at once.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -97,7 +98,7 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 u.role,
                 f"{u.write:.4g}",
                 f"{u.write_share:.1%}",
-                f"{u.contrast:.3g}x",
+                _times(u.contrast),
                 f"{float(u.sparsity.top_share):.1%}",
             )
             for u in findings.super_neurons
@@ -117,7 +118,7 @@ def show_study(study: Study, path: Path) -> None:
         interval = "" if judgement.low is None else f"{judgement.low:.3g} to {judgement.high:.3g}"
         effect = "" if judgement.effect is None else f"{judgement.effect:.3g}"
         control = "" if judgement.claim.control is None else f"{judgement.claim.control:.3g}"
-        rows.append((judgement.id, judgement.verdict, effect, interval, control))
+        rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
     _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
     console.print(Text(study.verdict))
     page = path / "report.html"
@@ -177,6 +178,10 @@ def show_bias(result: Bias, path: Path) -> None:
     console.print(Text(result.story))
     page = path / "report.html"
     console.print(Text(f"Written to {page if page.is_file() else path}"))
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
 
 
 def _ends(low: float, high: float) -> str:
@@ -240,9 +245,11 @@ def _tail(probability: float) -> str:
 def _table(
     console: Console, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], limit: int = NUM_SHOWN
 ) -> None:
-    table = Table(title=f"{title} ({limit} of {len(rows)})" if len(rows) > limit else title, title_justify="left")
+    title = f"{title} ({limit} of {len(rows)})" if len(rows) > limit else title
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # for 80 columns
     for column in columns:
-        table.add_column(column, overflow="fold")  # the end of a name is what tells two checkpoints apart
+        # The end of a name is what tells two checkpoints apart; the words of a head stay whole.
+        table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
     for row in rows[:limit]:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
