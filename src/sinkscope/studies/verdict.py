@@ -8,9 +8,10 @@ from sinkscope.studies.claims import CLAIMS, Judgement
 from sinkscope.studies.plan import Plan
 
 
-def verdict_sentence(plan: Plan, judgements: Sequence[Judgement], rate: float, went: str | None) -> str:
+def verdict_sentence(plan: Plan, judgements: Sequence[Judgement], went: str | None) -> str:
     """What a reader takes home: is there a sink, which links hold, what causes it."""
     by_id = {judgement.id: judgement for judgement in judgements}
+    rate = by_id["sink"].effect or 0.0  # of that position, as it was judged
     if by_id["sink"].verdict != "holds":
         fails = "which may or may not reach" if by_id["sink"].verdict == "undecided" else "and a sink needs"
         return f"No sink to explain: the strongest position, {plan.sink}, is one for {rate:.1%} of heads, {fails} 5 %."
