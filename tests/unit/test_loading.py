@@ -193,12 +193,18 @@ class TestFolder:
         (folder / "adapter_config.json").write_text("{}")
         refused(folder, "whole weights", "an adapter", "Merge")
 
-    def test_a_training_run_is_told_where_its_model_lies(self, folder):
-        run = folder.parent / "run"
-        run.mkdir()
+    def test_a_training_run_is_its_model_and_gives_it_its_name(self, folder):
+        alone, run = load(folder), folder.parent / "run"
+        (run / "snapshots").mkdir(parents=True)
+        shutil.copytree(folder, run / "snapshots" / "step-00000002")
         folder.rename(run / "model")
         (run / "config.yaml").write_text("model: {}\ntraining: {}\n")
-        refused(run, "a model folder", "run, a training run", f"Name its model, {run / 'model'}")
+        names = {"": "run", "model": "run", "snapshots/step-00000002": "run, step-00000002"}
+        found = {part: load(run / part) for part in names}
+        assert {part: one.name for part, one in found.items()} == names
+        assert {one.weight_hash for one in found.values()} == {alone.weight_hash}
+        shutil.rmtree(run / "model")
+        refused(run, "a finished training run", "one without a model yet", f"init:{run}")
 
     def test_a_file_that_is_no_model(self, folder):
         refused(folder / "model.safetensors", "a model folder", "the file model.safetensors", "Name the folder")

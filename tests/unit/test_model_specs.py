@@ -141,6 +141,9 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match="a seed from 0"):
         draw(find_configuration("tiny"), -1)
+    for options, flag in (({"revision": "main"}, "--revision"), ({"device_map": "auto"}, "--device-map")):
+        with pytest.raises(InputError, match=f"{flag} beside a model that is read as it was saved"):
+            load_model(f"init:{run}", **options)
 
 
 def test_a_seed_that_a_generator_would_cut_short_is_refused():

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Hugging Face name, local folder, .gguf file, reference:softmax (the default) or reference:learned_sink, "
-        "which come with the package.",
+        help="Hugging Face name, local folder, .gguf file, training run (init:RUN: its first weights), or "
+        "reference:softmax (the default) or reference:learned_sink, which come with the package.",
         show_default=False,
     ),
 ]
@@ -61,11 +61,11 @@ class ModelOptions(Protocol):
 
 def load_model(options: ModelOptions) -> LoadedModel:
     """The model that the options name, with a sign of life while it loads."""
-    from sinkscope.models.loading import load
+    from sinkscope.origins import model_specs
     from sinkscope.report import terminal
 
     with terminal.working("loading the model"):
-        return load(
+        return model_specs.load_model(
             options.model,
             revision=options.revision,
             dtype=options.dtype,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import InputError
-from sinkscope.results.run_folder import is_training_run
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -59,12 +58,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The entries of the folder's config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        if is_training_run(folder):
-            raise InputError(
-                expected="a model folder",
-                found=f"{folder}, a training run",
-                next_step=f"Name its model, {folder / 'model'}, which is there when it has ended",
-            )
         raise InputError(
             expected="a model folder with a config.json",
             found=f"{folder.resolve().name} without one",

@@ -32,6 +32,7 @@ from sinkscope.models.checkpoint_checks import (
 from sinkscope.models.gguf_header import GgufHeader, copy_without_vocabulary, read_gguf_header
 from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
+from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def load(
 ) -> LoadedModel:
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
-    `source` is a folder, a .gguf file, a Hugging Face name, a model (taken as it is), or one of the package:
-    reference:softmax, the default, or reference:learned_sink.
+    `source` is a folder, also of a training run, a .gguf file, a Hugging Face name, a model (taken as it is), or one of
+    the package: reference:softmax, the default, or reference:learned_sink.
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
@@ -127,7 +128,8 @@ def load(
     elif path.suffix.lower() == ".gguf" and path.is_file():
         name, kind = path.name, "gguf"
     elif path.is_dir():
-        name, kind = path.resolve().name, "folder"
+        kind = "folder"
+        path, name = _model_folder(path)
     else:
         name, kind = str(source), "hub"
         path = _download(name, path, revision, trust_remote_code)
@@ -150,6 +152,27 @@ def load(
         if device_map is None:
             model = _ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
+
+
+def _model_folder(folder: Path) -> tuple[Path, str]:
+    """(where the model is, its name) of a folder; a training run stands for the model that it ended with.
+
+    A model in a run is named after the run: the folders themselves are called alike in all runs.
+    """
+    folder = folder.resolve()
+    if is_training_run(folder):
+        if not (folder / "model").is_dir():
+            raise InputError(
+                expected=f"a finished training run in {folder}",
+                found="one without a model yet",
+                next_step=f"Finish it with sinkscope pretrain, or take its first weights with init:{folder}",
+            )
+        return folder / "model", folder.name
+    if folder.name == "model" and is_training_run(folder.parent):
+        return folder, folder.parent.name
+    if is_training_run(run := folder.parent.parent):
+        return folder, f"{run.name}, {folder.name}"
+    return folder, folder.name
 
 
 def weight_hash(model: nn.Module) -> str:

@@ -53,19 +53,12 @@ class Configuration:
 def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto", **options: Any) -> LoadedModel:
     """The weights that a name of the table above stands for; anything else is left to `load`, with its options."""
     if isinstance(source, str) and source.startswith(INITIAL):
+        _refuse_options(source, options)
         found = _run_configuration(_run(source.removeprefix(INITIAL)))
         assert found.seed is not None
         return draw(found, found.seed, name=f"{INITIAL}{found.name}", dtype=dtype, device=device)
-    if isinstance(source, str | Path) and is_training_run(Path(source).expanduser()):
-        run = Path(source).expanduser()
-        if not (run / "model").is_dir():
-            raise InputError(
-                expected=f"a finished training run in {run}",
-                found="one without a model yet",
-                next_step=f"Finish it with sinkscope pretrain, or take its first weights with {INITIAL}{run}",
-            )
-        source = run / "model"
     if isinstance(source, str | Path) and (path := Path(source).expanduser() / RECORD).is_file():
+        _refuse_options(source, options)
         return _checkpoint(path.parent, dtype=dtype, device=device)
     if isinstance(source, str) and source in PRESETS and not Path(source).exists():
         raise InputError(
@@ -74,6 +67,16 @@ def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto",
             next_step=f"Train it with sinkscope pretrain --config {source}, or see what it prefers with sinkscope bias",
         )
     return load(source, dtype=dtype, device=device, **options)
+
+
+def _refuse_options(source: str | Path, options: dict[str, Any]) -> None:
+    for name, flag in (("revision", "--revision"), ("device_map", "--device-map")):
+        if options.get(name) is not None:
+            raise InputError(
+                expected=f"{flag} beside a model that is read as it was saved",
+                found=f"{source}, which is built here",
+                next_step=f"Leave {flag} out",
+            )
 
 
 def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
