@@ -9,7 +9,7 @@ from study_tables import write_study_folder
 
 from sinkscope import load, token_batch, trace
 from sinkscope.models.reference import FOLDER, REFERENCES, reference_run
-from sinkscope.origins.model_specs import find_configuration, load_model
+from sinkscope.pretrain.model_specs import find_configuration, load_model
 from sinkscope.report.comparison import compare
 
 TEXT = (

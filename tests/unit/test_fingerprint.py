@@ -21,9 +21,9 @@ from sinkscope.models.loading import load
 from sinkscope.origins import signature as signature_module
 from sinkscope.origins.alignment import alignment, alignment_table, renamed_z, whitened_ranks
 from sinkscope.origins.fingerprint import Pair, fingerprint, judged
-from sinkscope.origins.model_specs import Configuration, draw
 from sinkscope.origins.seedprint import identity_dimensions, seedprint
 from sinkscope.origins.signature import Inputs, load_signature, sign
+from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates, kendall_tau, student_t_tail
 

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from sinkscope.errors import InputError
-from sinkscope.models import loading
+from sinkscope.models import gguf_loading, loading
 from sinkscope.models.gguf_header import read_gguf_header
 from sinkscope.models.loading import bos_id, load, weight_hash
 
@@ -529,7 +529,7 @@ class TestGguf:
         assert loaded.model.config.vocab_size == 96
         assert not hasattr(loaded.model.config, "quantization_config")
         # The copy without the vocabulary is for speed alone.
-        monkeypatch.setattr(loading, "GGUF_COPY_LIMIT", 0)
+        monkeypatch.setattr(gguf_loading, "GGUF_COPY_LIMIT", 0)
         plain = load(str(path), device="cpu")
         assert plain.weight_hash == loaded.weight_hash
         assert plain.model.config.to_dict() == loaded.model.config.to_dict()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load, weight_hash
-from sinkscope.origins.model_specs import draw, find_configuration, load_model
+from sinkscope.pretrain.model_specs import draw, find_configuration, load_model
 
 
 @pytest.fixture(scope="module")

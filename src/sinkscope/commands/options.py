@@ -61,7 +61,7 @@ class ModelOptions(Protocol):
 
 def load_model(options: ModelOptions) -> LoadedModel:
     """The model that the options name, with a sign of life while it loads."""
-    from sinkscope.origins import model_specs
+    from sinkscope.pretrain import model_specs
     from sinkscope.report import terminal
 
     with terminal.working("loading the model"):

@@ -9,12 +9,15 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -262,3 +265,29 @@ def _not_finite(name: str, lowest: Tensor) -> InputError:
 def first_line(error: BaseException) -> str:
     """What an error of another library says, short enough for one of our messages."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration in a folder; refused where it describes no causal language model."""
+    from transformers import AutoConfig
+
+    check_code(read_config(folder), name, trusted=trust_remote_code)
+    config = ask(
+        "a config.json that transformers can read",
+        "Fetch the checkpoint again, or mend config.json",
+        AutoConfig.from_pretrained,
+        folder,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+    )
+    check_causal(config, name)
+    return config
+
+
+def ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(expected=expected, found=found, next_step=next_step) from error

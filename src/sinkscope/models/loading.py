@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,34 +14,29 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import (
+    ask,
+    causal_config,
     check_causal,
-    check_code,
     check_loading_info,
     check_safetensors,
     check_weight_names,
     check_weights,
     each_weight,
-    first_line,
     looks_like_hub_name,
-    read_config,
-    refuse_path,
 )
-from sinkscope.models.gguf_header import GgufHeader, copy_without_vocabulary, read_gguf_header
+from sinkscope.models.gguf_header import read_gguf_header
+from sinkscope.models.gguf_loading import gguf_tokenizer, load_gguf
+from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HUB_TIMEOUT_S = 5.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-WEIGHT_FILES = ["model.safetensors", "model-*-of-*.safetensors"]
 HASHED_ELEMENTS = 1 << 20
-GGUF_COPY_LIMIT = 2 << 30
-"""Bytes up to which a GGUF file is copied without its vocabulary, which transformers reads twice at 20 us a token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,7 +124,7 @@ def load(
         path, name = _model_folder(path)
     else:
         name, kind = str(source), "hub"
-        path = _download(name, path, revision, trust_remote_code)
+        path = download(name, path, revision, trust_remote_code)
         commit = path.name  # the cache names a snapshot's folder by its commit
     # Building a model draws random numbers, even where all of them are overwritten.
     with torch.random.fork_rng(devices=[]), quiet():
@@ -140,9 +132,9 @@ def load(
             header = read_gguf_header(path)
             if wanted == "auto":
                 wanted = torch.bfloat16 if on_cuda else torch.float32
-            model = _load_gguf(header, dtype=wanted, **options)
+            model = load_gguf(header, dtype=wanted, **options)
             if tokenizer is None and "tokenizer.ggml.model" in header.metadata:
-                tokenizer = _gguf_tokenizer(path)
+                tokenizer = gguf_tokenizer(path)
         else:
             if wanted == "auto" and not on_cuda:
                 wanted = torch.float32
@@ -150,7 +142,7 @@ def load(
             if tokenizer is None and any((path / file).is_file() for file in TOKENIZER_FILES):
                 tokenizer = path
         if device_map is None:
-            model = _ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
+            model = ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
 
 
@@ -211,23 +203,6 @@ def text_config(model: Any) -> Any:
     return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
 
 
-def causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration in a folder; refused where it describes no causal language model."""
-    from transformers import AutoConfig
-
-    check_code(read_config(folder), name, trusted=trust_remote_code)
-    config = _ask(
-        "a config.json that transformers can read",
-        "Fetch the checkpoint again, or mend config.json",
-        AutoConfig.from_pretrained,
-        folder,
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-    )
-    check_causal(config, name)
-    return config
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences transformers' load report and bars; what matters in them is refused by the checks."""
@@ -257,7 +232,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
         # GPT-OSS is published in 4 bits only, and packed weights cannot be traced.
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model, info = _ask(
+    model, info = ask(
         "weights that fit config.json",
         "Fetch the checkpoint again; for lack of memory, take a smaller --dtype or --device-map auto",
         AutoModelForCausalLM.from_pretrained,
@@ -274,95 +249,6 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
     return model
 
 
-def _load_gguf(header: GgufHeader, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-
-    path = header.path
-    what = f"a GGUF architecture that transformers can read, not {header.metadata['general.architecture']!r}"
-    next_step = "Use the model's safetensors checkpoint instead"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        folder, known = path.parent, {}
-        size = path.stat().st_size
-        if header.num_embeddings and size < min(GGUF_COPY_LIMIT, shutil.disk_usage(scratch).free // 2):
-            copy_without_vocabulary(header, Path(scratch, path.name))
-            # transformers counts the vocabulary for this where the file does not say it.
-            folder, known = Path(scratch), {"vocab_size": header.num_embeddings}
-        config = _ask(what, next_step, AutoConfig.from_pretrained, folder, gguf_file=path.name, **known)
-        check_causal(config, path.name)
-        # Its progress bar cannot be switched off otherwise.
-        with contextlib.redirect_stderr(io.StringIO()):
-            model, info = _ask(
-                what,
-                next_step,
-                AutoModelForCausalLM.from_pretrained,
-                folder,
-                gguf_file=path.name,
-                config=config,
-                dtype=dtype,
-                # Without this, transformers may leave weights packed for a kernel of its own.
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-                **options,
-            )
-    check_loading_info(info, path.name)
-    model.config.name_or_path = path.name
-    return model
-
-
-def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
-    # Not AutoTokenizer, which first reads the whole file again to choose a class; the tokens are the same.
-    readable = "a tokenizer that transformers can read in the GGUF file", "Pass another tokenizer= to load()"
-    return _ask(*readable, PreTrainedTokenizerFast.from_pretrained, path.parent, gguf_file=path.name)
-
-
-def _download(name: str, path: Path, revision: str | None, trust_remote_code: bool) -> Path:
-    """The folder of the Hub's snapshot of `name`, fetched or cached."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if not looks_like_hub_name(name):
-        refuse_path(path)
-    small = SMALL_FILES + ["*.py"] * trust_remote_code
-    try:
-        # Asked once and with a timeout: the downloads themselves retry for half a minute without a network.
-        listing = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except GatedRepoError as error:
-        raise InputError(
-            expected="access to the model",
-            found=f"{name} is gated on the Hub",
-            next_step="Accept its terms on its page, then log in with `hf auth login`",
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise InputError(
-            expected="a folder, a .gguf file or a Hugging Face name",
-            found=f"no {name!r} here, nor on the Hub",
-            next_step="Check the spelling; for a private model, log in with `hf auth login`",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise InputError(
-            expected=f"a revision of {name}",
-            found=repr(revision),
-            next_step="Give a branch, tag or commit as --revision",
-        ) from error
-    except Exception as error:  # The HTTP library changes with the version of the Hub client; its errors share no base.
-        try:
-            return Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except Exception:
-            raise InputError(
-                expected="a folder, a .gguf file or a Hugging Face name",
-                found=f"no {name!r} here or in the download cache, and no way to reach the Hub ({first_line(error)})",
-                next_step="Check the spelling of a path, or the network connection",
-            ) from error
-    check_weight_names((file.rfilename for file in listing.siblings or ()), name)
-    complete = "a complete download", "Run the command again to resume it"
-    where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
-    folder = Path(_ask(*complete, snapshot_download, **where, allow_patterns=small))
-    causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
-    return Path(_ask(*complete, snapshot_download, **where, allow_patterns=small + WEIGHT_FILES))
-
-
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
     check_weights(model)
     if next(model.parameters()).dtype == torch.float64:
@@ -370,7 +256,7 @@ def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: An
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
-        tokenizer = _ask(
+        tokenizer = ask(
             "a folder with a tokenizer that transformers can read",
             "Fetch the tokenizer again, or remove its files to go without",
             AutoTokenizer.from_pretrained,
@@ -391,12 +277,3 @@ def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: An
 def _name_of(model: nn.Module) -> str:
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
     return name if looks_like_hub_name(name) else Path(name).name
-
-
-def _ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        found = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(expected=expected, found=found, next_step=next_step) from error

@@ -24,7 +24,6 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
-from sinkscope.origins.model_specs import INITIAL, draw, load_model
 from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import (
     Inputs,
@@ -34,6 +33,7 @@ from sinkscope.origins.signature import (
     load_signature,
     sign,
 )
+from sinkscope.pretrain.model_specs import INITIAL, draw, load_model
 from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates

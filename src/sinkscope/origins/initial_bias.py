@@ -30,7 +30,7 @@ from sinkscope.origins.bias_reading import (
 )
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
-from sinkscope.origins.model_specs import INITIAL, Configuration, draw, find_configuration, load_model
+from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration, load_model
 from sinkscope.results.bias_schemas import BIAS_TABLES
 from sinkscope.results.run_folder import RunFolder
 
@@ -82,7 +82,7 @@ def bias(
 ) -> Bias:
     """The bias of a model, or of what a configuration begins with.
 
-    `source` is a name of the table in `origins/model_specs.py`, a configuration, or a model; a configuration is drawn
+    `source` is a name of the table in `pretrain/model_specs.py`, a configuration, or a model; a configuration is drawn
     from `seeds` seeds (8 if not given). `seed` is that of the random sequences. `controls` are names of CONTROLS, all
     of them if not given. `along` holds later checkpoints of the model; a training run brings its own. Further options
     go to `load`.

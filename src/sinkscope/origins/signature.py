@@ -28,7 +28,7 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
-from sinkscope.origins.model_specs import Configuration
+from sinkscope.pretrain.model_specs import Configuration
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import whole_file
 

@@ -1,4 +1,4 @@
-"""Models as people name them where origins matter: what `load` knows, a training run, and a run's first weights.
+"""Models as people name them: what `load` knows, the checkpoints of a training run, and a run's first weights.
 
 | name | weights | configuration, whose weights are drawn from seeds |
 | --- | --- | --- |
@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX
-from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, causal_config, load, quiet
+from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_config
+from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
