@@ -21,6 +21,8 @@ _HOMES = {
     "trace": "sinkscope.capture.trace",
     "Trace": "sinkscope.capture.trace",
     "Findings": "sinkscope.capture.findings",
+    "study": "sinkscope.studies.study",
+    "Study": "sinkscope.studies.study",
     "InputError": "sinkscope.errors",
     "Unit": "sinkscope.models.anatomy",
     "mask_to_self": "sinkscope.interventions.mask_edit",
@@ -85,6 +87,12 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
+    from sinkscope.studies.study import Study as Study
+    from sinkscope.studies.study import study as study
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str):

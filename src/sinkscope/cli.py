@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
+from sinkscope import __version__
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
 from sinkscope.commands.fingerprint import fingerprint_command
@@ -26,6 +28,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("study")(study_command)
 app.command("trace")(trace_command)
 app.command("intervene")(intervene_command)

@@ -71,6 +71,9 @@ def test_every_option_changes_what_it_says(option, expected, model_folder, sinks
     first, control_acts = expected
     assert found["after"] != found["before"]
     assert (found["control"] != found["before"]) == control_acts
+    said = json.loads((tmp_path / "run" / "summary.json").read_text())["control_is"]
+    assert said.endswith(", nothing") is not control_acts
+    assert said.split(",")[0] in " ".join(result.out.split())
     assert found["after"] != found["control"]
     # What a token computes depends on earlier ones alone; what it receives depends on later queries too.
     earlier = [key for key in found["before"] if key[0] == "dom_ratio" and key[2] < first]

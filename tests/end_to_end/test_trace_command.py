@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
+from sinkscope import __version__
 from sinkscope.results.tables import read_table
 
 TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
@@ -31,7 +32,7 @@ def test_without_a_model_the_bundled_one_is_traced(tmp_path):
     result = in_a_process("trace", "--num-sequences", 4, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "reference:softmax" in result.stdout
-    assert "written most by neuron 455 of layer 12" in result.stdout
+    assert "begun by neuron 148 of layer 5" in result.stdout
     (run,) = (tmp_path / "runs").iterdir()
     for name in ("config.yaml", "environment.json", "summary.json", "chain.png"):
         assert (run / name).stat().st_size > 0
@@ -49,6 +50,7 @@ def test_json_is_all_that_is_printed_and_equals_the_file(model_folder, tmp_path)
     keys = {"family", "num_layers", "sink_rate", "sinks", "birth_layers", "erasure_layers", "massive_dimensions"}
     keys |= {"super_neurons", "variance_ratio", "dom_ratio", "effective_rank"}
     assert keys <= summary.keys()
+    assert summary["keys"] is None
     assert len(summary["variance_ratio"]) == len(summary["effective_rank"]) == summary["num_layers"] == 3
     positions = read_table(tmp_path / "run" / "positions")
     assert len(positions["layer"]) == 3 * 64
@@ -76,6 +78,8 @@ def test_text_bos_and_keys(model_folder, sinkscope, tmp_path):
     summary = json.loads(result.out)
     assert summary["tokens"]["bos"] is True
     assert summary["variance_ratio"] is None
+    assert summary["keys"] == [0, 10]
+    assert summary["story"].startswith("No sink among the keys that were read (0, 10)"), "the others are not known"
     positions = read_table(tmp_path / "run" / "positions")
     received = zip(positions["position"], positions["attention_received"], strict=True)
     assert {position for position, value in received if value is not None} == {0, 10}
@@ -200,6 +204,11 @@ module.trace_tables = interrupted
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_the_packages(tmp_path):
+    result = in_a_process("--version", cwd=tmp_path)
+    assert (result.returncode, result.stdout.strip()) == (0, __version__)
 
 
 def test_help_is_fast_and_has_an_example(tmp_path):

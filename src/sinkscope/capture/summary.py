@@ -18,6 +18,7 @@ def trace_summary(findings: Findings) -> dict:
         "family": reading.anatomy.family.name,
         "num_layers": reading.num_layers,
         "tokens": reading.batch.describe(),
+        "keys": reading.keys.tolist() if _is_partial(findings) else None,
         "sink_rate": rate,
         "sinks": [
             {
@@ -64,14 +65,21 @@ def story(findings: Findings) -> str:
     """One sentence that tells what was found."""
     sinks = findings.sinks
     position, rate = findings.strongest
+    read = ", ".join(map(str, findings.reading.keys[:8].tolist())) + (", ..." if len(findings.reading.keys) > 8 else "")
+    among = f" among the keys that were read ({read})" if _is_partial(findings) else ""
     if not sinks:
-        text = f"No sink: the strongest key, position {position}, is one for {rate:.1%} of heads (a sink needs 5 %)"
+        text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
+        text += " (a sink needs 5 %)"
         if findings.massive_dimensions:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"
         return text + "."
-    others = f" (and {len(sinks) - 1} more)" if len(sinks) > 1 else ""
-    text = f"Position {position}{others} is a sink for {rate:.1%} of heads"
+    if len(sinks) == 1:
+        text = f"Position {position} is a sink for {rate:.1%} of heads{among}"
+    else:
+        named = ", ".join(f"{sink.position} ({sink.rate:.1%} of heads)" for sink in sinks[:3])
+        more = f" and {len(sinks) - 3} more" if len(sinks) > 3 else ""
+        text = f"Positions {named}{more} are sinks{among}"
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it."
     dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
@@ -85,12 +93,19 @@ def story(findings: Findings) -> str:
         else f", foremost in dimensions {dimensions}"
     )
     writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
+    # A later layer may write more, and the sink not need it: what begins the disparity comes first.
+    first = [unit for unit in writers if unit.layer in findings.birth_layers]
     if writers:
-        unit = writers[0]
+        unit = (first or writers)[0]
         expert = "" if unit.expert is None else f", expert {unit.expert}"
         share = f"{unit.write_share:.0%} of that layer's write"
-        text += f", written most by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
+        verb = "begun" if first else "written most"
+        text += f", {verb} by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
     return text + "."
+
+
+def _is_partial(findings: Findings) -> bool:
+    return len(findings.reading.keys) < findings.reading.batch.length
 
 
 def _list(values: Tensor | None) -> list | None:

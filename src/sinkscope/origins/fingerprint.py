@@ -103,6 +103,9 @@ class Fingerprint:
                 " Different origin says that no more is shared than by unrelated models. Long training erases a shared "
                 "initialisation too: it is no proof of innocence."
             )
+            num_sequences, width = self.signatures[0].states.shape
+            if num_sequences < width:
+                text += f" {num_sequences} sequences are few for {width} dimensions: more may find a relation."
         return text
 
     def summary(self) -> dict[str, Any]:

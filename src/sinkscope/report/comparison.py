@@ -161,13 +161,14 @@ def _numbers(runs: Labelled) -> str:
         "at position",
         "births",
         "massive dimensions",
-        "largest DomRatio",
+        "largest DomRatio at the sink",
+        "elsewhere",
         "largest variance ratio",
     )
     entries = []
     for letter, run in runs:
         ratios = [value for value in run.tables["layers"]["variance_ratio"] if value is not None]
-        largest = max(value or 0 for name in ("sink", "elsewhere") for value in run.summary["dom_ratio"][name] or [0])
+        at_sink, elsewhere = (run.summary["dom_ratio"][name] for name in ("sink", "elsewhere"))
         entries.append(
             (
                 f"{letter} {run.label}",
@@ -175,7 +176,8 @@ def _numbers(runs: Labelled) -> str:
                 run.strongest,
                 ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
                 ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
-                largest,
+                max(at_sink) if at_sink else None,
+                max(elsewhere),
                 max(ratios, default=None),
             )
         )

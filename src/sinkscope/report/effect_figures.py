@@ -13,6 +13,7 @@ from sinkscope.report.trace_figures import unit_name
 
 NUM_UNITS, NUM_CONDITIONS = 2, 4
 """Histograms shown: so many units, under so many conditions each."""
+ROUNDING = 1e-9
 EFFECT_COLUMNS = ("before", "after", "difference", "low", "high", "n")
 
 
@@ -74,7 +75,8 @@ def confounds(run: Run) -> Figure:
     quantities = list(dict.fromkeys(row["quantity"] for row in entries))
     ratios = np.full((len(names), len(quantities)), np.nan)
     for row in entries:
-        if row["before"] and row["after"] / row["before"] > 0:
+        # Of what is 0 but for rounding, such as the entropy of a token that sees one key, there is no ratio.
+        if abs(row["before"]) > ROUNDING and row["after"] / row["before"] > 0:
             ratios[names.index(condition_name(row)), quantities.index(row["quantity"])] = row["after"] / row["before"]
     labels = [[number(float(value)) if np.isfinite(value) else "" for value in row] for row in ratios]
     return Figure(
@@ -85,7 +87,7 @@ def confounds(run: Run) -> Figure:
         [
             {
                 "type": "heatmap",
-                "x": [plotted(name.replace("_", " ")).replace(" at ", "<br>at ") for name in quantities],
+                "x": [plotted(name.replace("_", " ")).replace(" ", "<br>") for name in quantities],
                 "y": list(map(plotted, names)),
                 # Beyond a factor of 16 one colour: the number in the cell says how far.
                 "z": rounded(np.minimum(np.abs(np.log2(ratios)), 4)),
@@ -101,7 +103,7 @@ def confounds(run: Run) -> Figure:
             }
         ],
         {
-            "xaxis": {"side": "top", "type": "category", "showgrid": False},
+            "xaxis": {"side": "top", "type": "category", "showgrid": False, "dtick": 1, "automargin": True},
             "yaxis": categories(list(map(plotted, names)), autorange="reversed", showgrid=False),
         },
         ("condition", "quantity", *EFFECT_COLUMNS),

@@ -68,10 +68,11 @@ def _bar() -> Progress:
 def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     console, findings, reading = Console(soft_wrap=True), trace.findings, trace.reading
     tokens = reading.batch.describe()
+    kind = {"repeat": "repeated"}.get(tokens["kind"], tokens["kind"])
     console.print(
         Text(
             f"{loaded.name} ({reading.anatomy.family.name}, {reading.num_layers} layers, {loaded.dtype}), "
-            f"{tokens['count']} sequences of {tokens['length']} {tokens['kind']} tokens"
+            f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {tokens['length']} {kind} tokens"
             f"{', BOS first' if tokens['bos'] else ''}; "
             f"attention read by {reading.attention_path}, {reading.elapsed_s:.1f} s"
         )
@@ -81,7 +82,7 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
             (
                 str(s.position),
                 f"{s.rate:.1%}",
-                f"{s.low:.1%} to {s.high:.1%}",
+                "" if math.isnan(s.low) else f"{s.low:.1%} to {s.high:.1%}",
                 f"{s.mean_attention:.3f}",
                 _span(s.layers),
             )
@@ -137,6 +138,7 @@ def show_intervened(result: Intervened, path: Path) -> None:
     _table(console, "means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):
         console.print(Text(f"{arm.capitalize()}: {getattr(result, arm).story}"))
+    console.print(Text(f"The control: {result.control_is}."))
     console.print(Text(f"Written to {path}"))
 
 

@@ -45,6 +45,8 @@ class Intervened:
     control: Trace
     positions: tuple[int, ...]
     """Positions that the interventions act on."""
+    control_is: str
+    """What stood in for the interventions."""
 
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
@@ -81,7 +83,7 @@ class Intervened:
     def summary(self) -> dict:
         arms = {arm: getattr(self, arm).summary for arm in ARMS}
         rates = {arm: getattr(self, arm).reading.sink_rate.tolist() for arm in ARMS}
-        return {"positions": self.positions, **arms, "sink_rate_by_position": rates}
+        return {"positions": self.positions, "control_is": self.control_is, **arms, "sink_rate_by_position": rates}
 
     def write(self, folder: RunFolder) -> None:
         folder.write_json("summary.json", self.summary)
@@ -129,4 +131,5 @@ def intervene(
         with together(interventions):
             arms.append(trace(loaded, batch, effective_rank=False))
         check_finite(arms[-1].reading.received, "the control" if control else "the interventions", loaded.dtype)
-    return Intervened(before, *arms, positions=tuple(positions))
+    controls = "; ".join(dict.fromkeys(f"for {request.kind}, {request.control_is}" for request in requests))
+    return Intervened(before, *arms, positions=tuple(positions), control_is=controls)

@@ -41,8 +41,8 @@ def reading_claims(
         Claim(
             id="dimension_disparity",
             parts=[Part(columns_BC=columns, threshold=rules.DOM_RATIO, rule="at least", statistic=remaining())],
-            control=float(ratio_BT[:, elsewhere].mean()),
-            control_name="DomRatio elsewhere",
+            control=float(ratio_BT[:, elsewhere].mean(0).max() / ratio_BT[:, elsewhere].mean()),
+            control_name="the largest of any other position",
             note=f"DomRatio {ratio_BT[:, plan.sink].mean():.3g} at the sink, mean over {len(plan.alive)} layers",
         )
     )

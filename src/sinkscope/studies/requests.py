@@ -82,6 +82,17 @@ class Request:
             return [target for _, _, target in self.values]
         return [value[1] for value in self.values] if "dimension" in self.kind or "clamp" in self.kind else []
 
+    @property
+    def control_is(self) -> str:
+        """What stands in for it, in words."""
+        if self.kind == "mask_to_self":
+            return "the token is hidden from itself"
+        if self.kind in AGGREGATION and self.kind not in ("scale_norm", "equalise"):
+            return "its whole aggregation is scaled by the factor"
+        if self.kind in (*ABLATION, "densify", "transplant"):
+            return "as many random units, matched in size"
+        return "nothing"
+
     def make(self, setting: Setting, *, control: bool) -> list[Any]:
         """The interventions, or what stands in for them."""
         model = setting.loaded

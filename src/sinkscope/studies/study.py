@@ -85,7 +85,7 @@ class Study(StudyResult):
     @property
     def verdict(self) -> str:
         """The answer in a sentence or two."""
-        return verdict_sentence(self.plan, self.judgements, self.went)
+        return verdict_sentence(self.plan, self.judgements, self.minimal_set, self.went)
 
     def write(self, folder: RunFolder) -> None:
         """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""

@@ -249,7 +249,7 @@ def _output_energy(study: StudyResult) -> _Rows:
 def _tokens(study: StudyResult) -> _Rows:
     rows, tokenizer = _Rows(), study.loaded.tokenizer
     for sequence, ids in enumerate(study.trace.reading.batch.ids[:SHOWN_SEQUENCES].tolist()):
-        texts = [str(index) for index in ids] if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+        texts = [str(index) for index in ids] if tokenizer is None else [tokenizer.decode([index]) for index in ids]
         for position, (index, text) in enumerate(zip(ids, texts, strict=True)):
             rows.add(sequence=sequence, position=position, id=index, text=str(text))
     return rows

@@ -1,0 +1,19 @@
+"""What `import sinkscope` gives: every public name can be found, is there, and costs nothing before it is used."""
+
+import subprocess
+import sys
+
+import sinkscope
+
+
+def test_public_names_are_there_and_are_listed():
+    assert {"load", "token_batch", "trace", "study", "fingerprint", "compare_training"} <= set(sinkscope.__all__)
+    for name in sinkscope.__all__:
+        assert getattr(sinkscope, name) is not None
+    assert set(sinkscope.__all__) <= set(dir(sinkscope)), "tab completion asks dir()"
+    assert not hasattr(sinkscope, "no_such_name")
+
+
+def test_importing_loads_no_torch():
+    code = "import sys, sinkscope; dir(sinkscope); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
