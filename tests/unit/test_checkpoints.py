@@ -258,6 +258,13 @@ def test_another_configuration_is_refused_and_named(train):
         train(learning_rate=0.02)
 
 
+def test_a_run_of_another_command_is_not_gone_on_with(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("command: sinkscope trace\n")
+    with pytest.raises(InputError, match="--overwrite"):
+        train()
+
+
 def test_a_run_that_is_older_than_a_setting_goes_on_with_its_default(train, tmp_path):
     train()
     config = tmp_path / "run" / "config.yaml"

@@ -85,7 +85,10 @@ def test_damaged_runs_are_refused_and_nothing_is_written(study, tmp_path, damage
 def test_refused_comparisons(study, tmp_path):
     page = tmp_path / "page.html"
     (tmp_path / "empty").mkdir()
+    (tmp_path / "edited").mkdir()
+    (tmp_path / "edited" / "summary.json").write_text('{"before": {}, "after": {}, "control": {}}')
     for names, message in (
+        ([study, tmp_path / "edited"], "a run of sinkscope intervene"),
         ([study], "2 to 26 runs"),
         ([study] * 27, "found 27"),
         ([study, tmp_path / "nowhere"], "no such folder"),
@@ -103,7 +106,7 @@ def test_refused_comparisons(study, tmp_path):
         compare([str(study)] * 2, tmp_path / "missing" / "page.html")
     with pytest.raises(InputError, match=r"--out .*page\.html"):
         compare([str(study)] * 2, tmp_path / "page.txt")
-    assert {path.name for path in tmp_path.iterdir()} == {"study", "empty", "page.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "empty", "edited", "page.html"}
 
 
 def test_a_name_that_is_no_run_is_made_one(study, tmp_path):

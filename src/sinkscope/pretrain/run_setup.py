@@ -146,8 +146,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
 
     Texts are tokenized into it once. What cannot be trained is refused before the folder is there.
     """
-    is_run = (out / "config.yaml").is_file()
-    if is_run and not overwrite:
+    if is_training_run(out) and not overwrite:
         if differences := _differences(_saved_configuration(out), config.plain()):
             raise InputError(
                 expected=f"the configuration that the run in {out} began with",

@@ -89,11 +89,18 @@ def read_run(folder: Path) -> Run:
             if trains
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
-    if _read_object(folder / "summary.json").get("kind") == "fingerprint":
+    summary = _read_object(folder / "summary.json")
+    if summary.get("kind") == "fingerprint":
         raise InputError(
             expected=f"a study or a trace in {folder}",
             found="a run of sinkscope fingerprint",
             next_step="Leave it out; its own page shows all of its pairs",
+        )
+    if {"before", "after"} <= summary.keys():
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found="a run of sinkscope intervene",
+            next_step="Leave it out; its table observables holds before, after and control side by side",
         )
     kind = _kind(folder)
     schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
@@ -106,7 +113,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         path=folder,
         kind=kind,
-        summary=_read_object(folder / "summary.json"),
+        summary=summary,
         config=_read_object(folder / "config.yaml"),
         environment=_read_object(folder / "environment.json"),
         tables=tables,

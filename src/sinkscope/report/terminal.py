@@ -214,7 +214,7 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
         "base",
         "suspect",
         "verdict",
-        "effect",
+        "tau" if result.method == "seedprint" else "alignment",
         "95 % interval",
         "z",
         "p" if result.method == "seedprint" else "q",

@@ -193,7 +193,7 @@ def _read(text: str, option: str, form: str, reader: Any) -> Any:
         raise InputError(
             expected=f"{_options([option])} as {form}",
             found=f"'{text}'",
-            next_step="Write it in that form; 'sinkscope intervene --help' shows all of them",
+            next_step="Write it in that form, several by repeating the option; 'sinkscope intervene --help' shows all",
         ) from None
 
 
