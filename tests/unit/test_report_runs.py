@@ -1,5 +1,6 @@
 """A folder is read as what it is, or refused with what to do."""
 
+import json
 import shutil
 
 import pyarrow.parquet
@@ -112,8 +113,11 @@ def test_refused_comparisons(study, tmp_path):
 def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
     made = shutil.copytree(study, tmp_path / "made")
     asked = []
-    compare([str(study), "gpt2"], tmp_path / "page.html", run_of=lambda name: asked.append(name) or made)
+    told = compare([str(study), "gpt2"], tmp_path / "page.html", run_of=lambda name: asked.append(name) or made)
     assert asked == ["gpt2"]
+    verdict = json.loads((study / "summary.json").read_text())["verdict"]
+    assert [line[:2] for line in told.splitlines()] == ["A ", "B "]
+    assert all(line.endswith(verdict) for line in told.splitlines())
     assert "made" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

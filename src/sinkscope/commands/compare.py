@@ -27,9 +27,7 @@ def compare_command(
     Example: sinkscope compare reference:softmax reference:learned_sink
     """
     from sinkscope.commands.study import study_run
-    from sinkscope.report.comparison import compare, tables_path
+    from sinkscope.report.comparison import compare
 
-    if answer := compare(runs, out, overwrite=overwrite, run_of=study_run):
-        print(answer)
-        print(f"Tables: {tables_path(out)}")
+    print(compare(runs, out, overwrite=overwrite, run_of=study_run))
     print(f"Page: {out}")

@@ -26,7 +26,7 @@ Labelled = Sequence[tuple[str, Run]]
 def compare(
     names: Sequence[str], destination: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
 ) -> str:
-    """Writes the page that compares run folders, and returns what training runs answer.
+    """Writes the page that compares run folders, and returns what they answer, a line each.
 
     A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
     training runs stand beside the page.
@@ -67,7 +67,7 @@ def tables_path(page: Path) -> Path:
 
 
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
-    """Writes one page with the runs in these folders side by side, and returns what training runs answer."""
+    """Writes one page with the runs in these folders side by side, and returns what they answer, a line each."""
     trained = [Path(folder) for folder in folders if is_training_run(Path(folder))]
     read = [read_run(Path(folder)) for folder in folders if Path(folder) not in trained]
     if biases := [run.path.name for run in read if run.kind == "bias"]:
@@ -77,9 +77,10 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
             next_step="Leave it out; its own page shows its seeds side by side",
         )
     runs = [(_letter(index), run) for index, run in enumerate(read)]
+    told = [f"{letter} {run.label}: {run.answer}" for letter, run in runs]
     if not trained:
         _write(destination, f"Comparison of {len(runs)} runs", runs)
-        return ""
+        return "\n".join(told)
     from sinkscope.pretrain.comparison import compare_training
     from sinkscope.report.training_page import TablesBeside, answer, training_parts
 
@@ -90,7 +91,7 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
         title = f"Comparison of {len(folders)} {'training ' if not runs else ''}runs"
         # Inside the block: a page that cannot be written leaves no tables either.
         _write(destination, title, runs, [*comparison.variants], *part)
-    return answer(comparison)
+    return "\n".join([answer(comparison), *told, f"Tables: {tables_path(destination)}"])
 
 
 def _write(

@@ -233,12 +233,14 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
 
 def _received(run: Run) -> Figure:
     positions, rates, low, high = sink_rates(run)
+    # Between chosen keys nothing was read.
+    chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
     return Figure(
         "received",
         "Attention received",
         "Sink rate: share of heads that give a key more than 0.3 of their attention.",
         ("rates",) if "rates" in run.tables else ("positions",),
-        [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False)],
+        [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],
         {
             "xaxis": axis("key position"),
             "yaxis": axis("", rangemode="tozero"),
