@@ -77,9 +77,9 @@ def story(findings: Findings) -> str:
     if len(sinks) == 1:
         text = f"Position {position} is a sink for {rate:.1%} of heads{among}"
     else:
-        named = ", ".join(f"{sink.position} ({sink.rate:.1%} of heads)" for sink in sinks[:3])
-        more = f" and {len(sinks) - 3} more" if len(sinks) > 3 else ""
-        text = f"Positions {named}{more} are sinks{among}"
+        named = [f"{sink.position} ({sink.rate:.1%} of heads)" for sink in sinks[:3]]
+        last = f"{len(sinks) - 3} more" if len(sinks) > 3 else named.pop()
+        text = f"Positions {', '.join(named)} and {last} are sinks{among}"
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it."
     dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
@@ -94,7 +94,7 @@ def story(findings: Findings) -> str:
     )
     writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
     # A later layer may write more, and the sink not need it: what begins the disparity comes first.
-    first = [unit for unit in writers if unit.layer in findings.birth_layers]
+    first = [unit for layer in findings.birth_layers for unit in writers if unit.layer == layer]
     if writers:
         unit = (first or writers)[0]
         expert = "" if unit.expert is None else f", expert {unit.expert}"

@@ -97,7 +97,7 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 str(u.neuron),
                 str(u.dimension),
                 u.role,
-                f"{u.write:.4g}",
+                f"{u.write:,.0f}" if abs(u.write) >= 1000 else f"{u.write:.4g}",
                 f"{u.write_share:.1%}",
                 _times(u.contrast),
                 f"{float(u.sparsity.top_share):.1%}",
