@@ -18,7 +18,7 @@ def trace_summary(findings: Findings) -> dict:
         "family": reading.anatomy.family.name,
         "num_layers": reading.num_layers,
         "tokens": reading.batch.describe(),
-        "keys": reading.keys.tolist() if _is_partial(findings) else None,
+        "keys": _chosen_keys(findings),
         "sink_rate": rate,
         "sinks": [
             {
@@ -65,8 +65,9 @@ def story(findings: Findings) -> str:
     """One sentence that tells what was found."""
     sinks = findings.sinks
     position, rate = findings.strongest
-    read = ", ".join(map(str, findings.reading.keys[:8].tolist())) + (", ..." if len(findings.reading.keys) > 8 else "")
-    among = f" among the keys that were read ({read})" if _is_partial(findings) else ""
+    among = ""
+    if (keys := _chosen_keys(findings)) is not None:
+        among = f" among the keys that were read ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
     if not sinks:
         text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
         text += " (a sink needs 5 %)"
@@ -104,8 +105,10 @@ def story(findings: Findings) -> str:
     return text + "."
 
 
-def _is_partial(findings: Findings) -> bool:
-    return len(findings.reading.keys) < findings.reading.batch.length
+def _chosen_keys(findings: Findings) -> list[int] | None:
+    """The keys that were read; None where all were."""
+    keys = findings.reading.keys.tolist()
+    return keys if len(keys) < findings.reading.batch.length else None
 
 
 def _list(values: Tensor | None) -> list | None:

@@ -162,7 +162,7 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
         return folder / "model", folder.name
     if folder.name == "model" and is_training_run(folder.parent):
         return folder, folder.parent.name
-    if is_training_run(run := folder.parent.parent):
+    if folder.parent.name == "snapshots" and is_training_run(run := folder.parent.parent):
         return folder, f"{run.name}, {folder.name}"
     return folder, folder.name
 

@@ -184,16 +184,11 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
 
 def _saved_configuration(run: Path) -> dict[str, Any]:
     """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
-    try:
-        saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    if not is_training_run(run):
         return {}
+    saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     fields = {field.name for field in dataclasses.fields(PretrainConfig)}
-    if not isinstance(saved, dict) or saved.keys() != fields:
-        return {}
-    if not isinstance(saved["model"], dict) or not isinstance(saved["training"], dict):
-        return {}
-    return saved | {"training": with_defaults(saved["training"])}
+    return saved | {"training": with_defaults(saved["training"])} if saved.keys() == fields else {}
 
 
 def _instead_of_a_run(folder: Path) -> str:

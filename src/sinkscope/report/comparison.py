@@ -168,8 +168,7 @@ def _numbers(runs: Labelled) -> str:
     )
     entries = []
     for letter, run in runs:
-        ratios = [value for value in run.tables["layers"]["variance_ratio"] if value is not None]
-        at_sink, elsewhere = (run.summary["dom_ratio"][name] for name in ("sink", "elsewhere"))
+        dom_ratio = run.summary["dom_ratio"]
         entries.append(
             (
                 f"{letter} {run.label}",
@@ -177,12 +176,17 @@ def _numbers(runs: Labelled) -> str:
                 run.strongest,
                 ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
                 ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
-                max(at_sink) if at_sink else None,
-                max(elsewhere),
-                max(ratios, default=None),
+                _largest(dom_ratio["sink"]),
+                _largest(dom_ratio["elsewhere"]),
+                _largest(run.tables["layers"]["variance_ratio"]),
             )
         )
     return elements.table(columns, entries)
+
+
+def _largest(values: Sequence[float | None] | None) -> float | None:
+    """None where there is no value: no sink, or no layer that has one."""
+    return max((value for value in values or () if value is not None), default=None)
 
 
 def _overlay(

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from sinkscope.report.text import number
+
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
@@ -97,9 +99,9 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 str(u.neuron),
                 str(u.dimension),
                 u.role,
-                f"{u.write:,.0f}" if abs(u.write) >= 1000 else f"{u.write:.4g}",
+                number(u.write),
                 f"{u.write_share:.1%}",
-                _times(u.contrast),
+                f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
             for u in findings.super_neurons
@@ -180,10 +182,6 @@ def show_bias(result: Bias, path: Path) -> None:
     console.print(Text(result.story))
     page = path / "report.html"
     console.print(Text(f"Written to {page if page.is_file() else path}"))
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
 
 
 def _ends(low: float, high: float) -> str:

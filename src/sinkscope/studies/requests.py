@@ -34,6 +34,8 @@ AGGREGATION = {
 MASKS = ("mask_to_self", "block", "allow")
 BY_LAYER, BY_HEAD = (*MASKS, *AGGREGATION, "zero_dimension"), (*MASKS, *AGGREGATION)
 """What --layers and --heads choose for."""
+NOTHING = "nothing"
+"""The control where there is none of the kind: the untouched model."""
 ABLATION = {"ablate": "zero", "ablate_mean": "mean", "ablate_resample": "resample"}
 FORMS = {
     "mask_to_self": "POSITION, such as 10",
@@ -91,19 +93,19 @@ class Request:
             return "its whole aggregation is scaled by the factor"
         if self.kind in (*ABLATION, "densify", "transplant"):
             return "as many random units, matched in size"
-        return "nothing"
+        return NOTHING
 
     def make(self, setting: Setting, *, control: bool) -> list[Any]:
         """The interventions, or what stands in for them."""
         model = setting.loaded
+        if control and self.control_is == NOTHING:
+            return []
         if self.kind in MASKS:
-            return [edit for value in self.values if (edit := self._mask(model, value, control)) is not None]
+            return [self._mask(model, value, control) for value in self.values]
         if self.kind in AGGREGATION:
             return [self._aggregation(setting, value, control) for value in self.values]
         if self.kind in (*ABLATION, "densify", "transplant"):
             return self._units(setting, control)
-        if control:
-            return []
         if self.kind == "zero_dimension":
             return [
                 set_dimensions(model, [dimension], positions=position, layers=self.layers)
@@ -116,7 +118,7 @@ class Request:
             for value, position in self.values
         ]
 
-    def _mask(self, model: LoadedModel, value: tuple, control: bool) -> Intervention | None:
+    def _mask(self, model: LoadedModel, value: tuple, control: bool) -> Intervention:
         where = {"layers": self.layers, "heads": self.heads}
         if self.kind == "mask_to_self":
             position = value[0]
@@ -125,17 +127,17 @@ class Request:
                 if control
                 else mask_to_self(model, position, **where)
             )
-        return None if control else edit_mask(model, value[0], self.kind, value[1], **where)  # type: ignore[arg-type]
+        return edit_mask(model, value[0], self.kind, value[1], **where)  # type: ignore[arg-type]
 
     def _aggregation(self, setting: Setting, value: tuple, control: bool) -> Intervention:
         position, factor = value if len(value) > 1 else (*value, 1.0)
-        formula = "scale_norm" if control and self.kind != "scale_norm" else AGGREGATION[self.kind]
+        formula = "scale_norm" if control else AGGREGATION[self.kind]
         layers = self.layers if self.layers is not None else range(setting.last_layer + 1)
         return AggregationEdit(
             setting.loaded,
             formula,
             position,
-            1.0 if control and self.kind == "scale_norm" else factor,
+            factor,
             calibration=setting.calibration,
             layers=layers,
             heads=self.heads,
