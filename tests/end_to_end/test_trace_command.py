@@ -55,7 +55,7 @@ def test_json_is_all_that_is_printed_and_equals_the_file(model_folder, tmp_path)
     positions = read_table(tmp_path / "run" / "positions")
     assert len(positions["layer"]) == 3 * 64
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["attention_path"] == "tiles"
+    assert environment["attention_path"] in ("tiles", "tiles in C")
     assert len(environment["weight_hash"]) == 64
     assert str(tmp_path) not in json.dumps(environment)
 

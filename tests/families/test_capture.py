@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.capture import attention_tap as tap_module
 from sinkscope.capture import forward_reader as reader_module
-from sinkscope.capture import tiled_attention as tiles_module
+from sinkscope.capture import tile_readers as tiles_module
 from sinkscope.capture.reading import Reading
 from sinkscope.capture.trace import trace
 from sinkscope.measures.value_variance import averaging_law
@@ -719,6 +719,7 @@ def mismatch(reading: Reading, plain: Plain) -> float:
 def test_control_without_the_causal_mask_the_trace_is_wrong(variant, monkeypatch):
     this = case(variant)
     assert mismatch(this.reading, this.plain) < 1e-4
+    monkeypatch.setattr(tiles_module.TilesInC, "takes", lambda *_: False)
     monkeypatch.setattr(tiles_module, "_mask", lambda *_: None)
     assert mismatch(trace(this.model, this.ids, effective_rank=False).reading, this.plain) > 1e-2
 

@@ -6,8 +6,9 @@ from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM
 
 from sinkscope.capture import attention_tap as tap_module
+from sinkscope.capture.attention_request import ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.tiled_attention import ReadingRequest, tiled_attention
+from sinkscope.capture.tiled_attention import tiled_attention
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of

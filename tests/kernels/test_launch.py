@@ -12,11 +12,21 @@ from sinkscope.kernels import launch as module
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log, name):
         self.log, self.name = log, name
 
-    def __getitem__(self, grid):
-        return lambda *args: self.log.append((self.name, grid, args))
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert (stream, function, metadata) == (77, "function", "metadata")
+        assert launch_metadata is enter is leave is None
+        self.log.append((self.name, (x, y, z), args))
+
+
+class Driver:
+    @staticmethod
+    def get_current_stream(device):
+        return 77
 
 
 class Kernel(triton.JITFunction):
@@ -36,6 +46,7 @@ class Kernel(triton.JITFunction):
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "_launchers", {})
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     return Kernel()
 
 

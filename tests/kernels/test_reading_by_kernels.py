@@ -1,4 +1,4 @@
-"""A whole reading with every kernel that CUDA tensors take, in the interpreter, against the same reading by torch."""
+"""A whole reading with every kernel that CUDA tensors take, in the interpreter, against the same reading on a CPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from sinkscope.capture import forward_reader
 from sinkscope.capture.attention_readers import _fused_attention
 from sinkscope.capture.reading import read_model
-from sinkscope.kernels import standout, token_means, token_statistics
+from sinkscope.kernels import gather_rows, standout, token_means, token_statistics
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch
 
@@ -24,7 +24,9 @@ def by_kernels(monkeypatch):
     """Sends the reading of CPU tensors the way of CUDA's; only torch's fused attention is written out."""
     for module in (standout, token_means):
         monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
-    monkeypatch.setattr(token_statistics, "_torch_statistics", token_statistics._triton_statistics)
+    monkeypatch.setattr(gather_rows, "_has_kernel", lambda x: x.shape[:-3].numel() == 1)
+    for name in ("_torch_statistics", "_c_statistics"):
+        monkeypatch.setattr(token_statistics, name, token_statistics._triton_statistics)
     monkeypatch.setattr("sinkscope.capture.attention_readers._attention_and_log_sum_exp", log_sum_exp_by_definition)
     monkeypatch.setattr(forward_reader, "read_attention", lambda *inputs: (_fused_attention(*inputs), "kernels"))
 
@@ -39,7 +41,8 @@ def test_kernels_read_what_torch_reads(keys, num_sequences, request):
     expected = read_model(loaded, batch, keys=keys, effective_rank=False)
     request.getfixturevalue("by_kernels")
     found = read_model(loaded, batch, keys=keys, effective_rank=False)
-    assert (expected.attention_path, found.attention_path) == ("tiles", "kernels")
+    assert expected.attention_path.startswith("tiles")
+    assert found.attention_path == "kernels"
     # Attention adds up in another order, so what follows it differs in the last bits of activations around 1; the
     # kurtosis takes their fourth powers.
     same = {"rtol": 2e-4, "atol": 1e-5}
@@ -53,7 +56,7 @@ def test_kernels_read_what_torch_reads(keys, num_sequences, request):
         if keys is None:  # with two keys the other positions received nothing: equal values, of which any may be named
             assert mine.candidates.tolist() == theirs.candidates.tolist()
             for name, values in theirs.sums.items():
-                torch.testing.assert_close(mine.sums[name], values, **same)
+                torch.testing.assert_close(mine.sums[name], values, check_dtype=False, **same)
         assert mine.candidates[8:10].tolist() == theirs.candidates[8:10].tolist()
     # Control: positions that stand out must differ between layers, or the wrong layer's would have passed.
     assert len({tuple(row.candidates.tolist()) for row in expected.residual}) > 1

@@ -1,4 +1,4 @@
-"""Per-token and per-channel statistics against their definition in float64, by both paths, with controls.
+"""Per-token and per-channel statistics against their definition in float64, by every path, with controls.
 
 Axes: N token, C channel.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.kernels import token_statistics as module
+from sinkscope.kernels.compiled import runs_in_c
 from sinkscope.kernels.token_statistics import TokenStatistics, token_statistics, token_statistics_plain
 
 # The definition gets the same rounded activations. A float32 sum of up to 16,384 terms in the order of a tree or of
@@ -20,7 +21,11 @@ TOLERANCE = dict(rtol=1e-5, atol=1e-6)
 # Where the mean is a thousand times the spread, float32 keeps 24 - 10 bits of each deviation, 6e-5, and the kurtosis
 # takes four of those; the promise is 1e-3.
 PROMISE = dict(rtol=1e-3, atol=0.0)
-PATHS = ("torch", "triton")
+PATHS = (
+    "torch",
+    pytest.param("c", marks=pytest.mark.skipif(not runs_in_c(torch.zeros(1)), reason="NOT CHECKED IN C: no compiler")),
+    "triton",
+)
 # What is not computed, with and without moments.
 ABSENT = {
     True: {"column_energy"},
@@ -147,6 +152,16 @@ def test_strided_rows(path, device) -> None:
     x_NC = activations(19, 200, torch.float32, device)[::2, 3:103]
     for moments in (True, False):
         assert_same(token_statistics(x_NC, moments=moments, path=path), token_statistics_plain(x_NC))
+
+
+@pytest.mark.skipif(not runs_in_c(torch.zeros(1)), reason="NOT CHECKED IN C: no compiler")
+def test_a_massive_token_leaves_the_others_their_digits() -> None:
+    x_NC = torch.rand(500, 9, generator=torch.Generator().manual_seed(0))
+    x_NC[7] = 1e6
+    others_C = token_statistics(x_NC, path="c").column_abs - 1e6
+    expected_C = x_NC.double().sum(0) - 1e6
+    torch.testing.assert_close(others_C, expected_C, rtol=1e-9, atol=0)
+    assert (x_NC.sum(0) - 1e6).double().sub(expected_C).abs().max() > 1e-3  # control: a sum in float32
 
 
 @pytest.mark.parametrize("path", PATHS)

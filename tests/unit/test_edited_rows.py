@@ -9,8 +9,8 @@ import torch
 
 from sinkscope.capture import edited_rows as rows_module
 from sinkscope.capture.attention_readers import read_attention
+from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
 from sinkscope.capture.edits import RowEdit
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.errors import InputError
 
 B, H, K, T, D = 2, 6, 3, 70, 8

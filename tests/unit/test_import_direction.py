@@ -43,11 +43,15 @@ WITHIN_LAYER_0 = {
     ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),
+    ("kernels.token_means", "kernels.compiled"),
+    ("kernels.token_statistics", "kernels.compiled"),
+    ("kernels.token_statistics", "kernels.channel_sums"),
+    ("kernels.channel_sums", "kernels.compiled"),
     *(
         (f"kernels.{name}", "kernels.launch")
         for name in (
-            *("attention_by_distance", "attention_received", "head_rms_norm", "pair_agreement"),
-            *("standout", "token_means", "token_statistics"),
+            *("attention_by_distance", "attention_received", "channel_sums", "gather_rows", "head_rms_norm"),
+            *("pair_agreement", "standout", "token_means", "token_statistics"),
         )
     ),
 }

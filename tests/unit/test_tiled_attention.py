@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from sinkscope.capture import tile_readers
 from sinkscope.capture import tiled_attention as module
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest, sampled_queries, tiled_attention
+from sinkscope.capture.attention_request import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.capture.tiled_attention import tiled_attention
+from sinkscope.kernels.compiled import runs_in_c
 
 # float64 differs from the definition by the order of its sums only. float32 has 24 bits: scores up to about 10 are good
 # to 1e-6, the exponential passes that on as a relative error, and sums over 130 keys add little to it.
 EXACT = 1e-12
 SINGLE = 2e-5
+CPU = torch.device("cpu")
 
 
 def make_inputs(length, *, num_batch=2, num_heads=4, num_kv_heads=2, size=8, value_size=8, dtype=torch.float64, seed=0):
@@ -148,13 +152,89 @@ def test_pairs_in_several_tiles(monkeypatch, tile_elements):
     assert_equal(tiled_attention(q, k, v, rule, request), expected_readings(q, k, v, rule, request), EXACT)
 
 
-@pytest.mark.parametrize("name", ["plain", "window_7", "softcap", "sinks"])
-def test_float32(name):
-    q, k, v = make_inputs(130, dtype=torch.float32)
-    rule, request = RULES[name], make_request(130)
+@pytest.fixture(params=["c", "torch"])
+def way(request, monkeypatch):
+    """float32 is read by the kernel in C where it can be built, and by torch where not."""
+    if request.param == "torch":
+        monkeypatch.setattr(tile_readers.TilesInC, "takes", lambda *_: False)
+    elif not runs_in_c(torch.zeros(1)):
+        pytest.skip("THE KERNEL IN C NOT CHECKED: no compiler")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("length", [1, 15, 64, 130])
+@pytest.mark.parametrize("name", RULES)
+def test_float32(name, length):
+    q, k, v = make_inputs(length, dtype=torch.float32)
+    rule, request = RULES[name], make_request(length)
     found = tiled_attention(q, k, v, rule, request)
     assert_equal(found, expected_readings(q, k, v, rule, request), SINGLE)
     assert {found.output.dtype, found.received.dtype, found.entropy.dtype} == {torch.float32}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2), (6, 1)])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_float32_of_every_grouping_in_several_tiles(monkeypatch, name, num_heads, num_kv_heads):
+    monkeypatch.setattr(module, "TILE_ELEMENTS", 3 * num_heads // num_kv_heads * 32 * 130)
+    q, k, v = make_inputs(130, num_batch=5, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=torch.float32)
+    sinks = None if RULES[name].sink_logits is None else torch.linspace(-2, 2, num_heads)
+    rule, request = replace(RULES[name], sink_logits=sinks), make_request(130, num_kv_heads)
+    assert_equal(tiled_attention(q, k, v, rule, request), expected_readings(q, k, v, rule, request), SINGLE)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["plain", "window_7", "all"])
+@pytest.mark.parametrize("keys", [[], [0], [3, 64, 129], [128, 63, 65]])
+def test_float32_of_chosen_keys(name, keys):
+    q, k, v = make_inputs(130, dtype=torch.float32)
+    request = replace(make_request(130), keys=torch.tensor(keys, dtype=torch.long), key_weights=None)
+    expected = expected_readings(q, k, v, RULES[name], request)
+    read = {name: expected[name] for name in ("output", "received", "by_distance")}
+    assert_equal(tiled_attention(q, k, v, RULES[name], request), read, SINGLE)
+
+
+@pytest.mark.usefixtures("way")
+def test_float32_of_a_long_text():
+    """Rows longer than what is added up at once, and queries of which some are sampled."""
+    length = 1300
+    q, k, v = (x.float() for x in make_inputs(length, num_batch=1, num_heads=1, num_kv_heads=1))
+    scores = (q.double() @ k.double().mT * 0.4).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(-1)
+    found = tiled_attention(q, k, v, AttentionRule(scaling=0.4), ReadingRequest(distances=(0, 3)))
+    queries = sampled_queries(length, CPU)
+    later = queries[queries >= 3]
+    by_distance = [weights[..., queries, queries].mean(-1), weights[..., later, later - 3].mean(-1)]
+    expected = {
+        "received": weights.sum(2),
+        "mixing": weights.square().sum(-1),
+        "entropy": -(weights * weights.log().nan_to_num(neginf=0)).sum(-1),
+        "by_distance": torch.stack(by_distance, -1),
+    }
+    assert_equal(found, {name: values.numpy() for name, values in expected.items()}, SINGLE)
+
+
+@pytest.mark.usefixtures("way")
+def test_faint_attention_is_none():
+    """e^-60 of a row's largest weight is 0 or next to it, and what is left of the row is not disturbed."""
+    q, k, v = torch.ones(1, 1, 40, 1), torch.zeros(1, 1, 40, 1), torch.ones(1, 1, 40, 1)
+    k[0, 0, 7] = 60.0
+    found = tiled_attention(q, k, v, AttentionRule(scaling=1.0), ReadingRequest(distances=(0,)))
+    # The first 7 queries see equal keys; from key 7 on all look at it.
+    t = np.arange(1, 8)
+    np.testing.assert_allclose(found.entropy[0, 0], [*np.log(t), *[0] * 33], atol=1e-6)
+    np.testing.assert_allclose(found.received[0, 0, 7:], [33.0, *[0] * 32], atol=1e-6)
+
+
+@pytest.mark.usefixtures("way")
+def test_nan_reaches_the_reader():
+    q, k, v = make_inputs(40, dtype=torch.float32)
+    k[0, 0, 20] = torch.nan
+    found = tiled_attention(q, k, v, RULES["plain"], make_request(40))
+    assert found.output[0, 20:, 0].isnan().all()
+    assert found.entropy[0, 0, 20:].isnan().all()
+    assert found.received[0, 0, 5].isnan()
+    assert found.output[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -240,11 +320,8 @@ def test_equal_scores_worked_by_hand():
     np.testing.assert_allclose(sinks.entropy[0, 0], t / (t + 1) * np.log(t + 1), atol=1e-12)
 
 
-CPU = torch.device("cpu")
-
-
 def test_sampled_queries():
-    most = module.SAMPLED_QUERIES
+    most = SAMPLED_QUERIES
     for length in (1, 2, most):
         assert sampled_queries(length, CPU).tolist() == list(range(length))
     many = sampled_queries(5000, CPU)
@@ -255,7 +332,7 @@ def test_sampled_queries():
 
 
 def test_distances_of_a_long_text_are_a_mean_over_sampled_queries():
-    length = module.SAMPLED_QUERIES + 50
+    length = SAMPLED_QUERIES + 50
     q, k, v = make_inputs(length, num_batch=1, num_heads=1, num_kv_heads=1)
     rule = RULES["plain"]
     attention = square_attention(q, k, rule)
@@ -280,6 +357,18 @@ CONTROLS = {
 }
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("control", CONTROLS)
+def test_control_another_rule_differs_in_float32(control):
+    right, change = CONTROLS[control]
+    q, k, v = make_inputs(66, dtype=torch.float32)
+    request = make_request(66)
+    expected = expected_readings(q, k, v, RULES[right], request)
+    found = tiled_attention(q, k, v, replace(RULES[right], **change), request)
+    for name in ("output", "received", "entropy", "mixing", "weighted_mixing"):
+        assert furthest(found, expected, name) > 1e-2, name
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("name", ["output", "received", "entropy", "mixing", "weighted_mixing"])
 def test_control_another_rule_differs_in_every_reading(control, name):
@@ -296,7 +385,7 @@ def test_control_without_the_causal_mask_every_reading_differs(monkeypatch):
     rule, request = RULES["plain"], make_request(66)
     expected = expected_readings(q, k, v, rule, request)
     bidirectional = expected_readings(q, k, v, rule, request, causal=False)
-    monkeypatch.setattr(module, "_mask", lambda *_: None)
+    monkeypatch.setattr(tile_readers, "_mask", lambda *_: None)
     found = tiled_attention(q, k, v, rule, request)
     for name in ("output", "received", "entropy", "mixing", "weighted_mixing", "by_distance"):
         assert furthest(found, expected, name) > 1e-2, name

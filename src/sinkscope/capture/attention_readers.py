@@ -2,7 +2,7 @@
 
 On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel reads the rest in
 one more pass over q k^T. Everywhere else, and for scores that the fused attention cannot make (soft-capping), tiles
-of matrix products do both at once.
+of matrix products do both at once, on a CPU with a kernel in C between them.
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
 head size, P chosen keys, R distances, n queries at which distances are read.
 """
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from sinkscope.capture.edited_rows import with_edited_rows
-from sinkscope.capture.tiled_attention import (
+from sinkscope.capture.attention_request import (
     AttentionReading,
     AttentionRule,
     ReadingRequest,
     distance_tensor,
     sampled_queries,
-    tiled_attention,
 )
+from sinkscope.capture.edited_rows import with_edited_rows
+from sinkscope.capture.tile_readers import TilesInC
+from sinkscope.capture.tiled_attention import tiled_attention
 from sinkscope.kernels.attention_by_distance import attention_by_distance
 from sinkscope.kernels.attention_received import attention_received, received_by_keys
 
@@ -37,7 +38,8 @@ def read_attention(
     if reason is None:
         path, read = "flash attention and a Triton kernel", _fused_attention
     else:
-        path, read = f"tiles ({reason})" if reason else "tiles", tiled_attention
+        path, read = "tiles in C" if TilesInC.takes(query_BHTD, rule) else "tiles", tiled_attention
+        path = f"{path} ({reason})" if reason else path
     reading = read(query_BHTD, key_BKSD, value_BKSD, rule, request)
     if rule.edits:
         reading = with_edited_rows(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkscope.capture.attention_request import AttentionRule
 from sinkscope.capture.edits import row_edits
-from sinkscope.capture.tiled_attention import AttentionRule
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.attention_readers import read_attention
+from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.edits import suspend
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.reading import evaluation_mode, input_device
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units

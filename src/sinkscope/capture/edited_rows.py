@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import RowEdit
-from sinkscope.capture.tiled_attention import (
-    TILE_ELEMENTS,
+from sinkscope.capture.attention_request import (
     AttentionReading,
     AttentionRule,
     ReadingRequest,
     distance_tensor,
     sampled_queries,
 )
+from sinkscope.capture.edits import RowEdit
+from sinkscope.capture.tiled_attention import TILE_ELEMENTS
 from sinkscope.errors import InputError
 
 

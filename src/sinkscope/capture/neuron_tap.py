@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import expert_edits
-from sinkscope.capture.layer_statistics import wide
+from sinkscope.kernels.channel_sums import channel_norms
+from sinkscope.kernels.gather_rows import gather_rows
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
-
-NORM_ROWS = 96
-"""Rows of a weight whose squares are added up together: those of 1,536 neurons take half a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class LayerUnits:
     def at(self, tokens_n: Tensor) -> Tensor:
         """[n, U] every unit's activation at the chosen tokens."""
         if self.dense_NF is not None:
-            return self.dense_NF.index_select(0, tokens_n)
+            return gather_rows((self.dense_NF, tokens_n))[0]
         assert self.routed is not None
         groups = []
         for expert, weight in self.layer.down_weights():
@@ -142,13 +140,7 @@ class LayerUnits:
         """[F] float32 norms of the output vectors, behind a post-norm with its gain."""
         if self.layer.post_norm is not None:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
-        if weight_EF.is_cuda:
-            return torch.linalg.vector_norm(weight_EF, dim=0, dtype=wide(weight_EF))
-        # On a CPU several times faster than the norm, and squares that are added up in the cache are never written out.
-        squares_eF = weight_EF.new_zeros(NORM_ROWS, weight_EF.shape[1], dtype=wide(weight_EF))
-        for rows_eF in weight_EF.split(NORM_ROWS):
-            squares_eF[: len(rows_eF)].addcmul_(rows_eF, rows_eF)
-        return squares_eF.sum(0).sqrt()
+        return channel_norms(weight_EF)
 
     def values(self, expert: int | None, neurons: Tensor) -> Tensor:
         """[N, n] float32 activations of some units of one group at every token."""

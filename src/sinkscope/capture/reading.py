@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkscope.capture.attention_request import distances
 from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.forward_reader import ForwardReader, Frozen
 from sinkscope.capture.layer_statistics import Statistics, stacked
 from sinkscope.capture.lock import LockInput
-from sinkscope.capture.tiled_attention import distances
 from sinkscope.errors import InputError
 from sinkscope.kernels.standout import point_at
 from sinkscope.measures.dimension_disparity import effective_rank

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sinkscope.capture.attention_readers import read_attention
+from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Intervention, Place, all_layers, as_indices
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING or HAS_TRITON:
 MAX_LAUNCHERS = 4096
 CHECKED_VERSIONS = ("3.6.", "3.7.")
 """Releases of Triton whose compiled kernels were seen to take arguments so; under others every launch is bound."""
-_launchers: dict[tuple, Callable[..., None]] = {}
+_launchers: dict[tuple, tuple[Callable[..., None], Any, Any]] = {}
+"""The launcher of each compiled kernel, the kernel's handle on its device, and what the launcher must know of it."""
 
 
 def launch(
@@ -35,6 +36,7 @@ def launch(
 
     A compiled kernel fits all arguments of the same types, alignment, divisibility and equality to 1. Here it is kept
     by its numbers themselves, which settle all that but the types: a number must always come as int or always as float.
+    Hooks that a profiler set at launches are only called at the first.
     """
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -47,13 +49,17 @@ def launch(
         return
     like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
     key = (id(kernel), device, grid, numbers, constants, *options.values(), *like)
-    launcher = _launchers.get(key)
-    if launcher is not None:
-        launcher(*tensors, *numbers, *constants)
+    kept = _launchers.get(key)
+    if kept is not None:
+        run, function, metadata = kept
+        driver: Any = triton.runtime.driver.active
+        stream = driver.get_current_stream(device.index)
+        run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *constants)
         return
     if len(_launchers) >= MAX_LAUNCHERS:  # many lengths: compiling is not repeated, only binding
         _launchers.clear()
-    _launchers[key] = kernel[grid](*tensors, *numbers, *constants, **options)[grid]
+    compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+    _launchers[key] = compiled.run, compiled.function, compiled.packed_metadata
 
 
 def is_interpreted(kernel: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sinkscope.kernels.compiled import call, runs_in_c
 from sinkscope.kernels.launch import HAS_TRITON, launch
 
 if TYPE_CHECKING or HAS_TRITON:
@@ -21,8 +22,8 @@ WARP_CHANNELS = 1024  # 32 values in each of a warp's threads
 
 def token_dom_ratio(x_NC: Tensor) -> Tensor:
     """[N] max |x| / mean |x|, in float32 or, of float64, in float64."""
-    if _has_kernel(x_NC):
-        return triton_means(x_NC, square=False)
+    if (by_kernel_N := _by_kernel(x_NC, square=False)) is not None:
+        return by_kernel_N
     magnitude_NC = x_NC.abs()  # on a CPU ten times faster than norms of order 1 and infinity
     total_N = magnitude_NC.sum(-1, dtype=torch.promote_types(x_NC.dtype, torch.float32))
     return magnitude_NC.amax(-1).to(total_N.dtype) / total_N * x_NC.shape[1]
@@ -30,10 +31,20 @@ def token_dom_ratio(x_NC: Tensor) -> Tensor:
 
 def token_mean_square(x_NC: Tensor) -> Tensor:
     """[N] mean of x^2, in float32 or, of float64, in float64."""
-    if _has_kernel(x_NC):
-        return triton_means(x_NC, square=True)
+    if (by_kernel_N := _by_kernel(x_NC, square=True)) is not None:
+        return by_kernel_N
     norm_N = torch.linalg.vector_norm(x_NC, dim=-1, dtype=torch.promote_types(x_NC.dtype, torch.float32))
     return norm_N.square() / x_NC.shape[1]
+
+
+def _by_kernel(x_NC: Tensor, *, square: bool) -> Tensor | None:
+    if _has_kernel(x_NC):
+        return triton_means(x_NC, square=square)
+    if runs_in_c(x_NC) and x_NC.stride(1) == 1:
+        means_N = x_NC.new_empty(len(x_NC))
+        call("token_means", x_NC, x_NC.stride(0), *x_NC.shape, square, means_N)
+        return means_N
+    return None
 
 
 def _has_kernel(x_NC: Tensor) -> bool:

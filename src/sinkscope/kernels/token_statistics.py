@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.kernels.channel_sums import triton_channel_sums
+from sinkscope.kernels.compiled import call, runs_in_c
 from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
 
 if TYPE_CHECKING or HAS_TRITON:
@@ -27,11 +29,13 @@ if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
 TILE_ELEMENTS = 3 << 16  # of the torch path: activations and a buffer in float32 stay in a 2 MB cache
+C_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WARP_CHANNELS = 1024  # of the Triton path: 32 values in each of a warp's threads
 
 
 class TokenStatistics(NamedTuple):
-    """In float32 (float64 from float64 input), argmax in int64; None where it was not asked for."""
+    """In float32 (float64 from float64 input; sums over tokens by the kernel in C too), argmax in int64; None where it
+    was not asked for."""
 
     largest: Tensor  # [N]
     argmax: Tensor  # [N]
@@ -48,13 +52,13 @@ def token_statistics(
     weight_C: Tensor | None = None,
     *,
     moments: bool = True,
-    path: Literal["auto", "triton", "torch"] = "auto",
+    path: Literal["auto", "triton", "c", "torch"] = "auto",
 ) -> TokenStatistics:
     """Everything but column_energy or, without `moments`, largest, argmax and column_energy.
 
     A nan in a row makes all but its argmax nan.
 
-    "auto" takes the Triton kernel for CUDA tensors of at most 32 bits and torch for the rest.
+    "auto" takes the Triton kernel for CUDA tensors of at most 32 bits, C for those on the CPU, torch for the rest.
     """
     if x_NC.dim() != 2 or not x_NC.is_floating_point() or x_NC.stride(1) != 1 or x_NC.shape[1] == 0:
         raise InputError(
@@ -70,9 +74,18 @@ def token_statistics(
         )
     x_NC = x_NC.detach()
     if path == "auto":
-        path = "triton" if x_NC.is_cuda and HAS_TRITON and x_NC.element_size() <= 4 else "torch"
+        on_gpu = x_NC.is_cuda and HAS_TRITON and x_NC.element_size() <= 4
+        path = "triton" if on_gpu else "c" if runs_in_c(x_NC, C_DTYPES) else "torch"
     if path == "torch":
         return _torch_statistics(x_NC, weight_C, moments)
+    if path == "c":
+        if not runs_in_c(x_NC, C_DTYPES):
+            raise InputError(
+                expected="a C compiler, and activations of at most 32 bits on the CPU",
+                found=f"{x_NC.dtype} on {x_NC.device}",
+                next_step='Pass path="torch"',
+            )
+        return _c_statistics(x_NC, weight_C, moments)
     interpreted = HAS_TRITON and is_interpreted(_statistics_kernel)
     if not HAS_TRITON or x_NC.element_size() > 4 or not (x_NC.is_cuda or interpreted):
         raise InputError(
@@ -109,6 +122,32 @@ def _peakedness_plain(y_NC: Tensor) -> tuple[Tensor, Tensor]:
     participation_N = y_NC.square().sum(1).square() / quartic_N
     constant_N = (y_NC == y_NC[:, :1]).all(1)
     return kurtosis_N.masked_fill(constant_N, 0), participation_N.masked_fill(quartic_N == 0, 0)
+
+
+def _c_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> TokenStatistics:
+    """One read, shared out among threads; half precision is widened a few rows at a time."""
+    num_tokens, num_channels = x_NC.shape
+    stats_NS = x_NC.new_empty(num_tokens, 5 if moments else 1, dtype=torch.float32)
+    argmax_N = x_NC.new_empty(num_tokens, dtype=torch.int64)
+    column_C = x_NC.new_zeros(num_channels, dtype=torch.float64)
+    parts_MC = x_NC.new_empty(torch.get_num_threads(), num_channels, dtype=torch.float64)
+    weight_C = None if weight_C is None else weight_C.detach().float().contiguous()
+    num_rows = max(1, num_tokens if x_NC.dtype == torch.float32 else TILE_ELEMENTS // num_channels)
+    for start in range(0, num_tokens, num_rows):
+        tile, stats, argmax = (values[start : start + num_rows] for values in (x_NC, stats_NS, argmax_N))
+        tile = tile.float()
+        written = (stats, argmax, parts_MC, len(parts_MC))
+        call("token_statistics", tile, tile.stride(0), weight_C, *tile.shape, moments, *written)
+        column_C += parts_MC.sum(0)
+    return _put_together(stats_NS.T.contiguous(), argmax_N, column_C)
+
+
+def _put_together(stats_SN: Tensor, argmax_N: Tensor, column_C: Tensor) -> TokenStatistics:
+    """What a kernel wrote: the largest values alone, or all five statistics of each token."""
+    if len(stats_SN) == 1:
+        return TokenStatistics(stats_SN[0], argmax_N, None, None, None, None, None, column_C)
+    largest_N, energy_N, mean_abs_N, kurtosis_N, participation_N = stats_SN
+    return TokenStatistics(largest_N, argmax_N, energy_N, mean_abs_N, kurtosis_N, participation_N, column_C, None)
 
 
 def _torch_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> TokenStatistics:
@@ -211,11 +250,7 @@ def _triton_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> 
             (num_channels, block_c, min(8, max(1, WARP_CHANNELS // block_c)), weight_C is not None, moments),
             num_warps=num_warps,
         )
-    column_C = column_RC.sum(0)
-    if not moments:
-        return TokenStatistics(stats_SN[0], argmax_N, None, None, None, None, None, column_C)
-    largest_N, energy_N, mean_abs_N, kurtosis_N, participation_N = stats_SN
-    return TokenStatistics(largest_N, argmax_N, energy_N, mean_abs_N, kurtosis_N, participation_N, column_C, None)
+    return _put_together(stats_SN, argmax_N, triton_channel_sums(column_RC, norms=False))
 
 
 def _jit(function: Any) -> Any:

@@ -1,25 +1,21 @@
 """Kendall's tau-b of many pairs of columns at once, exact with ties.
 
 tau-b = (concordant - discordant) / sqrt((pairs - ties in x) (pairs - ties in y)), over all pairs of samples. A CPU
-counts them by sorting, columns shared out among threads; a GPU compares all pairs, which it does faster than it sorts.
+counts them by sorting, columns shared out among threads (kernels/c/pair_counts.c); a GPU compares all pairs, which it
+does faster than it sorts.
 Axes: N samples, C columns.
 """
 
 from __future__ import annotations
-
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.kernels.compiled import call, runs_in_c
 from sinkscope.kernels.pair_agreement import pair_agreement
-from sinkscope.origins.pair_counter import PairCounter
 
-PLACES = 100_000
-"""Samples counted together on a thread: fewer take too many calls, more no longer fit the cache."""
 MOST_SAMPLES_ON_GPU = 1 << 18
 """Where n^2 / 2 comparisons meet a CPU's sorting: 28 ms a column on an H200, which compares 1.24 T pairs a second, and
 some 55 ms of one thread, shared among several."""
@@ -29,10 +25,10 @@ def kendall_tau_columns(x_NC: Float[Tensor, "N C"], y_NC: Float[Tensor, "N C"]) 
     """tau-b [C] in float64 of each column of `x_NC` with the same column of `y_NC`; NaN where one is constant."""
     if x_NC.shape != y_NC.shape or x_NC.ndim != 2 or len(x_NC) < 2:
         raise ValueError(f"expected two [samples, columns] of one shape, found {x_NC.shape} and {y_NC.shape}")
+    # Extremes are NaN if any sample is, and need one pass and no memory.
+    if x_NC.numel() and not all(torch.isfinite(torch.stack(values.aminmax())).all() for values in (x_NC, y_NC)):
+        raise ValueError("expected finite samples, found NaN or infinity")
     if x_NC.is_cuda and len(x_NC) <= MOST_SAMPLES_ON_GPU:
-        # Extremes are NaN if any sample is, and need one pass and no memory.
-        if x_NC.numel() and not all(torch.isfinite(torch.stack(values.aminmax())).all() for values in (x_NC, y_NC)):
-            raise ValueError("expected finite samples, found NaN or infinity")
         sums_3C = pair_agreement(x_NC, y_NC)
     else:
         sums_3C = _agreement_by_sorting(x_NC.cpu(), y_NC.cpu()).to(x_NC.device)
@@ -43,22 +39,40 @@ def kendall_tau_columns(x_NC: Float[Tensor, "N C"], y_NC: Float[Tensor, "N C"]) 
 
 def _agreement_by_sorting(x_NC: Tensor, y_NC: Tensor) -> Tensor:
     """int64 [3, C] concordant - discordant, pairs not tied in x, pairs not tied in y."""
-    x, y = ((values if values.dtype == torch.float64 else values.float()).numpy() for values in (x_NC, y_NC))
-    num_samples, num_columns = x.shape
-    at_once = max(1, min(num_columns, PLACES // num_samples))
-    starts = range(0, num_columns, at_once)
-    remaining = iter(starts)
-    sums_3C = np.empty((3, num_columns), dtype=np.int64)
+    dtype = torch.promote_types(x_NC.dtype, y_NC.dtype)
+    dtype = dtype if dtype == torch.float64 else torch.float32
+    x_NC, y_NC = (values.to(dtype).contiguous() for values in (x_NC, y_NC))
+    if not runs_in_c(x_NC, (torch.float32, torch.float64)):
+        columns = zip(x_NC.numpy().T, y_NC.numpy().T, strict=True)
+        return torch.tensor([_agreement_in_numpy(x_N, y_N) for x_N, y_N in columns]).view(-1, 3).T
+    sums_3C, failed = torch.empty(3, x_NC.shape[1], dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    call("pair_counts", x_NC, y_NC, *x_NC.shape, dtype == torch.float64, sums_3C, failed)
+    if failed:
+        raise MemoryError(f"sorting columns of {len(x_NC):,} samples")
+    return sums_3C
 
-    def count(_: int) -> None:
-        counter = PairCounter(at_once, num_samples)
-        for start in remaining:
-            # All groups are of one size: the last repeats some columns.
-            last = min(start + at_once, num_columns)
-            columns = slice(last - at_once, last)
-            sums_3C[:, columns] = counter.count(x[:, columns].T, y[:, columns].T)
 
-    num_threads = max(1, min(len(starts), torch.get_num_threads(), os.cpu_count() or 1))
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(count, range(num_threads)))
-    return torch.from_numpy(sums_3C)
+def _agreement_in_numpy(x_N: np.ndarray, y_N: np.ndarray) -> tuple[int, int, int]:
+    """The same of one column."""
+    num_samples = len(x_N)
+    num_pairs = num_samples * (num_samples - 1) // 2
+    x_N, y_N = (np.unique(values, return_inverse=True)[1] for values in (x_N, y_N))
+    tied_x, tied_y, tied_both = (_tied_pairs(values) for values in (x_N, y_N, x_N * num_samples + y_N))
+    # In the order of x, and of y where x is equal, equal numbers get different ranks and are no inversion.
+    ranks_N = np.argsort(np.argsort(y_N[np.lexsort((y_N, x_N))], kind="stable"))
+    discordant = 0
+    for bit in range(num_samples.bit_length()):
+        # Ranks that have all higher bits in common stand together, in their order: where this bit is 1 before it is 0,
+        # it decides that the larger comes first.
+        group_N = ranks_N >> (bit + 1)
+        together_N = np.argsort(group_N, kind="stable")
+        is_one_N = ranks_N[together_N] >> bit & 1
+        ones_before_N = np.cumsum(is_one_N) - is_one_N
+        first_of_group_N = np.searchsorted(group_N[together_N], group_N[together_N])
+        discordant += int((ones_before_N - ones_before_N[first_of_group_N])[is_one_N == 0].sum())
+    return num_pairs - tied_x - tied_y + tied_both - 2 * discordant, num_pairs - tied_x, num_pairs - tied_y
+
+
+def _tied_pairs(values_N: np.ndarray) -> int:
+    counts = np.unique(values_N, return_counts=True)[1]
+    return int((counts * (counts - 1) // 2).sum())

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.capture.attention_readers import read_attention
+from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.reading import evaluation_mode, input_device
-from sinkscope.capture.tiled_attention import AttentionRule, ReadingRequest
 from sinkscope.models.anatomy import Anatomy, Layer, Unit
 from sinkscope.studies.plan import Plan
 

@@ -1,0 +1,88 @@
+"""What a layer's attention computes, what is wanted of it, and what its reading gave.
+
+Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size, n sampled queries, P
+chosen keys, R distances.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.edits import RowEdit
+
+SAMPLED_QUERIES = 256
+"""Attention by distance and the lock are read at no more queries than this, evenly spaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionReading:
+    """What one layer's attention gave. Sums run over queries; `None` where it was not asked for."""
+
+    output: Tensor
+    """[B, T, H, D] value aggregation."""
+    received: Tensor
+    """[B, H, S] sum over the queries from each key on of the attention on it; [B, H, P] for chosen keys."""
+    by_distance: Tensor
+    """[B, H, R] attention on the key that lies each distance back, mean over the queries that `sampled_queries`
+    picks."""
+    entropy: Tensor | None
+    """[B, H, T] -sum_s a log a of each query."""
+    mixing: Tensor | None
+    """[B, H, T] sum_s a^2 of each query."""
+    weighted_mixing: Tensor | None
+    """[B, H, T] sum_s a^2 w_s for the given key weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+    """How scores are made from queries and keys in one layer."""
+
+    scaling: float
+    window: int | None = None
+    """A query sees itself and window - 1 keys before it."""
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    """[H] learned logits that take part in the softmax and have no key."""
+    edits: tuple[RowEdit, ...] = ()
+    """Queries that see other keys; `read_attention` honours them."""
+    sigmoid_bias: float | None = None
+    """Where it is there, a weight is sigmoid(score + bias), whatever the other keys: no softmax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingRequest:
+    """Which readings are wanted."""
+
+    keys: Tensor | None = None
+    """[P] chosen key positions; None reads every key, and then the row readings too."""
+    distances: tuple[int, ...] = ()
+    key_weights: Tensor | None = None
+    """[K, S] weights of `weighted_mixing`."""
+    beside: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext
+    """Where what is read after the attention itself may run; called with the tensors it reads."""
+
+
+@lru_cache(maxsize=64)
+def sampled_queries(length: int, device: torch.device) -> Tensor:
+    """[n] sorted queries at which attention by distance and the lock are read; all of them in a short text.
+
+    Kept per device: a copy from the host would make every layer wait for the one before.
+    """
+    return torch.linspace(0, length - 1, min(length, SAMPLED_QUERIES)).long().to(device)
+
+
+def distances(length: int) -> tuple[int, ...]:
+    """How far back attention by distance is read: 0 to 4, then powers of two."""
+    return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
+
+
+@lru_cache(maxsize=64)
+def distance_tensor(distances: tuple[int, ...], device: torch.device) -> Tensor:
+    """[R] the distances, kept per device for the same reason."""
+    return torch.tensor(distances, dtype=torch.long, device=device)
