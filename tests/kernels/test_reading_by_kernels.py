@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from sinkscope.capture import forward_reader
 from sinkscope.capture.attention_readers import _fused_attention
 from sinkscope.capture.reading import read_model
-from sinkscope.kernels import gather_rows, standout, token_means, token_statistics
+from sinkscope.kernels import standout, token_means, token_statistics
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch
 
@@ -24,7 +24,6 @@ def by_kernels(monkeypatch):
     """Sends the reading of CPU tensors the way of CUDA's; only torch's fused attention is written out."""
     for module in (standout, token_means):
         monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
-    monkeypatch.setattr(gather_rows, "_has_kernel", lambda x: x.shape[:-3].numel() == 1)
     for name in ("_torch_statistics", "_c_statistics"):
         monkeypatch.setattr(token_statistics, name, token_statistics._triton_statistics)
     monkeypatch.setattr("sinkscope.capture.attention_readers._attention_and_log_sum_exp", log_sum_exp_by_definition)

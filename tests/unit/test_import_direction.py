@@ -50,7 +50,7 @@ WITHIN_LAYER_0 = {
     *(
         (f"kernels.{name}", "kernels.launch")
         for name in (
-            *("attention_by_distance", "attention_received", "channel_sums", "gather_rows", "head_rms_norm"),
+            *("attention_by_distance", "attention_received", "channel_sums", "head_rms_norm"),
             *("pair_agreement", "standout", "token_means", "token_statistics"),
         )
     ),

@@ -35,7 +35,6 @@ from sinkscope.capture.layer_statistics import (
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.side_stream import SideStream
-from sinkscope.kernels.gather_rows import gather_rows
 from sinkscope.kernels.standout import add_received, candidates, joined_candidates
 from sinkscope.kernels.token_means import token_dom_ratio, token_mean_square
 from sinkscope.kernels.token_statistics import token_statistics
@@ -181,16 +180,13 @@ class ForwardReader:
             state_BTE, query_BHTD, key_BKSD = (x[:LOCK_SEQUENCES] for x in (state_BTE, query_BHTD, key_BKSD))
         positions_Q = self._kept["candidates"][layer - 1][:NUM_LOCK_POSITIONS].to(key_BKSD.device)
         queries_n = sampled_queries(self.length, key_BKSD.device)
-        state_BQE, query_BHnD, key_BKQD = gather_rows(
-            (state_BTE, positions_Q), (query_BHTD, queries_n), (key_BKSD, positions_Q)
-        )
         self._kept["lock"][layer] = LockInput(
             positions_Q=positions_Q,
             queries_n=queries_n,
             residual_BQE=self._kept["lock_residual"].pop(layer - 1),
-            state_BQE=state_BQE,
-            query_BHnD=query_BHnD,
-            key_BKQD=key_BKQD,
+            state_BQE=state_BTE.index_select(1, positions_Q),
+            query_BHnD=query_BHTD.index_select(2, queries_n),
+            key_BKQD=key_BKSD.index_select(2, positions_Q),
             length=self.length,
             call=call,
         )
@@ -225,12 +221,12 @@ class ForwardReader:
         for name in ("largest", "argmax", "energy", "mean_abs", "kurtosis", "participation_ratio", "column_abs"):
             kept[name][layer] = getattr(tokens, name)
         kept["candidates"][layer] = self._candidates(layer, tokens.largest, kept["mean_abs"][layer])
-        (kept["candidate_rows"][layer],) = gather_rows((hidden_BTE, kept["candidates"][layer]))
+        kept["candidate_rows"][layer] = hidden_BTE.index_select(1, kept["candidates"][layer])
         rows_BQE = kept["candidate_rows"][layer][:, :NUM_LOCK_POSITIONS]
         # Of many sequences a copy, since a view would keep the rows of all of them alive.
         few = self.num_sequences <= LOCK_SEQUENCES
         kept["lock_residual"][layer] = rows_BQE if few else rows_BQE[:LOCK_SEQUENCES].clone()
-        if len(self.rank_index):
+        if self.rank_index.shape[0]:
             kept["rank_tokens"][layer] = hidden_BTE.flatten(0, 1)[self.rank_index.to(hidden_BTE.device)]
         if layer < 0 and self.num_sequences > 1:
             self._reduce_residual(layer)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sinkscope.capture.edits import expert_edits
 from sinkscope.kernels.channel_sums import channel_norms
-from sinkscope.kernels.gather_rows import gather_rows
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
 
@@ -115,7 +114,7 @@ class LayerUnits:
     def at(self, tokens_n: Tensor) -> Tensor:
         """[n, U] every unit's activation at the chosen tokens."""
         if self.dense_NF is not None:
-            return gather_rows((self.dense_NF, tokens_n))[0]
+            return self.dense_NF.index_select(0, tokens_n)
         assert self.routed is not None
         groups = []
         for expert, weight in self.layer.down_weights():

@@ -185,7 +185,12 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, windo
             expected="a tensor that the Triton kernels can read", found=reason, next_step="Use the tiled torch path"
         )
     grouped = query.dim() == key.dim() == 4 and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
-    if not grouped or query.shape[2:] != key.shape[2:] or len(query) != len(key) or lse.shape != query.shape[:3]:
+    if (
+        not grouped
+        or query.shape[2:] != key.shape[2:]
+        or query.shape[0] != key.shape[0]
+        or lse.shape != query.shape[:3]
+    ):
         raise InputError(
             expected="self attention: query [B, H, T, D], key [B, K, T, D] with K dividing H, log-sum-exp [B, H, T]",
             found=f"query {list(query.shape)}, key {list(key.shape)}, log-sum-exp {list(lse.shape)}",

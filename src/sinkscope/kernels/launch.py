@@ -39,27 +39,25 @@ def launch(
     Hooks that a profiler set at launches are only called at the first.
     """
     device = tensors[0].device
+    like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+    key = (id(kernel), device, grid, numbers, constants, *options.values(), *like)
+    kept = _launchers.get(key)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         # Only where it is needed: entering a device costs as much as a launch does.
         with torch.cuda.device(device):
             launch(kernel, grid, tensors, numbers, constants, **options)
-        return
-    if is_interpreted(kernel) or not triton.__version__.startswith(CHECKED_VERSIONS):
-        kernel[grid](*tensors, *numbers, *constants, **options)
-        return
-    like = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
-    key = (id(kernel), device, grid, numbers, constants, *options.values(), *like)
-    kept = _launchers.get(key)
-    if kept is not None:
+    elif kept is not None:
         run, function, metadata = kept
         driver: Any = triton.runtime.driver.active
         stream = driver.get_current_stream(device.index)
         run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *constants)
-        return
-    if len(_launchers) >= MAX_LAUNCHERS:  # many lengths: compiling is not repeated, only binding
-        _launchers.clear()
-    compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-    _launchers[key] = compiled.run, compiled.function, compiled.packed_metadata
+    elif is_interpreted(kernel) or not triton.__version__.startswith(CHECKED_VERSIONS):
+        kernel[grid](*tensors, *numbers, *constants, **options)
+    else:
+        if len(_launchers) >= MAX_LAUNCHERS:  # many lengths: compiling is not repeated, only binding
+            _launchers.clear()
+        compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+        _launchers[key] = compiled.run, compiled.function, compiled.packed_metadata
 
 
 def is_interpreted(kernel: Any) -> bool:

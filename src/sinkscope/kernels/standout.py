@@ -27,7 +27,7 @@ NUM_FIRST = 4
 
 def add_received(so_far_T: Tensor, received_BHS: Tensor, weight_S: Tensor, keys_S: Tensor) -> None:
     """Adds, in place, what each key read received from all heads and sequences, times its weight."""
-    if _has_kernel(received_BHS) and len(received_BHS) == 1:
+    if _has_kernel(received_BHS) and received_BHS.shape[0] == 1:
         triton_add_received(so_far_T, received_BHS, weight_S, keys_S)
     else:
         so_far_T.index_add_(0, keys_S, received_BHS.sum((0, 1)) * weight_S)
@@ -40,7 +40,7 @@ def candidates(
 
     Where nothing was received yet, or no layer stands before, DomRatio speaks for both.
     """
-    if _has_kernel(largest_N) and len(largest_N) == length:
+    if _has_kernel(largest_N) and largest_N.shape[0] == length:
         return triton_candidates(largest_N, mean_abs_N, received_T, before_P)
     ratio_T = (largest_N / mean_abs_N).view(-1, length).sum(0)
     return joined_candidates(point_at(ratio_T, ratio_T if received_T is None else received_T), before_P)
@@ -89,7 +89,7 @@ def triton_candidates(
             candidates_P if before_P is None else before_P,
             candidates_P,
         ),
-        (len(largest_T),),
+        (largest_T.shape[0],),
         (received_T is not None, before_P is not None, NUM_POINTED_AT, NUM_FIRST, 4096),
         num_warps=16,
     )

@@ -144,7 +144,7 @@ def _c_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> Token
 
 def _put_together(stats_SN: Tensor, argmax_N: Tensor, column_C: Tensor) -> TokenStatistics:
     """What a kernel wrote: the largest values alone, or all five statistics of each token."""
-    if len(stats_SN) == 1:
+    if stats_SN.shape[0] == 1:
         return TokenStatistics(stats_SN[0], argmax_N, None, None, None, None, None, column_C)
     largest_N, energy_N, mean_abs_N, kurtosis_N, participation_N = stats_SN
     return TokenStatistics(largest_N, argmax_N, energy_N, mean_abs_N, kurtosis_N, participation_N, column_C, None)
