@@ -309,6 +309,8 @@ def time_length(options: argparse.Namespace, contestants: dict[str, Contestant],
             warm_s[name], _, _ = measured(options.device, contestant, text)
     check_agreement(received, getattr(torch, options.dtype), length)
     received.clear()
+    gc.collect()
+    gc.freeze()  # a collection before each call would walk all that is there, and drive the code out of the caches
 
     rounds = {name: max(MIN_ROUNDS, min(options.repeats, int(options.budget / s))) for name, s in warm_s.items()}
     rounds["plain"] = max(rounds.values())
