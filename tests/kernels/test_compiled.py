@@ -4,6 +4,9 @@ import ctypes
 import os
 import shutil
 import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,6 +83,63 @@ def test_another_processor_or_source_has_its_own(tmp_path, monkeypatch):
     assert len(kept(tmp_path)) == 2
 
 
+def test_two_that_build_at_once_leave_one_whole_file(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        loaded = list(pool.map(lambda _: compiled._library.__wrapped__(), range(2)))
+    assert None not in loaded
+    assert len(kept(tmp_path)) == 1
+    _forget()
+    assert mean_squares_are_right()
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
+    folder = tmp_path / "cache" / "sinkscope" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert mean_squares_are_right()
+    assert kept(tmp_path) == []
+
+
+def test_without_a_home_they_are_not_kept(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert compiled._cache_folder() is None
+    assert mean_squares_are_right()
+
+
+def test_a_compiler_with_arguments(tmp_path, monkeypatch):
+    compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    assert mean_squares_are_right()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_without_sources_torch_takes_over(monkeypatch):
+    monkeypatch.setattr(compiled, "SOURCES", [])
+    assert not runs_in_c(torch.zeros(1))
+
+
+def test_a_forked_child_does_without_them():
+    """The threads of OpenMP are gone there, and waiting for them would never end."""
+    program = """
+import os, signal, torch
+from sinkscope.kernels.compiled import runs_in_c
+from sinkscope.kernels.token_means import token_mean_square
+torch.set_num_threads(2)
+x = torch.ones(4, 64)
+assert runs_in_c(x) and token_mean_square(x).tolist() == [1.0] * 4
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    assert not runs_in_c(x)
+    os._exit(0 if token_mean_square(x).tolist() == [1.0] * 4 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert runs_in_c(x)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nowhere_to_keep_them(tmp_path, monkeypatch):
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
@@ -103,16 +163,18 @@ def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path, monkeypatch):
 
     def without_openmp(*command):
         if "-fopenmp" in command:
-            raise compiled.subprocess.CalledProcessError(1, command)
+            raise subprocess.CalledProcessError(1, command)
         run(*command)
 
     monkeypatch.setattr(compiled, "_run", without_openmp)
     assert mean_squares_are_right()
 
 
-def test_threads_are_those_of_torch():
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_are_those_of_torch(tmp_path):
     """One OpenMP in the process: a second would bring threads of its own."""
     assert runs_in_c(torch.zeros(1))
+    assert b"GOMP_parallel" in kept(tmp_path)[0].read_bytes()
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "gomp" in line or "libomp" in line or "iomp" in line}
     assert len(libraries) <= 1, libraries

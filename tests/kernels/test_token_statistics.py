@@ -122,6 +122,15 @@ def test_rows_that_are_hard_for_power_sums(num_channels, path, device) -> None:
     assert abs(textbook.item() / expected.kurtosis[5].item() - 1) > 0.01
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "triton"])  # whose promise ends at 1e-37
+@pytest.mark.parametrize("unit", [1e-42, 1e-39, 1e-30, 1e30, 1e37])
+def test_numbers_at_the_edge_of_float32(unit, path) -> None:
+    x_NC = (torch.randn(3, 600, generator=torch.Generator().manual_seed(0)) + 1) * unit
+    found, expected = token_statistics(x_NC, path=path), token_statistics_plain(x_NC)
+    for field in ("largest", "kurtosis", "participation_ratio"):
+        torch.testing.assert_close(getattr(found, field).double(), getattr(expected, field), **PROMISE, msg=field)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_argmax_is_the_first_of_equals(path, device) -> None:
     x_NC = torch.ones(4, 1100, dtype=torch.bfloat16, device=device)

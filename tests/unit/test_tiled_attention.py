@@ -195,6 +195,26 @@ def test_float32_of_chosen_keys(name, keys):
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("keys", [torch.tensor([0, 10], dtype=torch.int32), torch.arange(16)[::4]])
+def test_keys_of_another_type_or_that_lie_apart(keys):
+    q, k, v = make_inputs(40, dtype=torch.float32)
+    expected = expected_readings(q, k, v, RULES["plain"], ReadingRequest(keys=keys.long()))
+    found = tiled_attention(q, k, v, RULES["plain"], ReadingRequest(keys=keys))
+    assert_equal(found, {"received": expected["received"]}, SINGLE)
+
+
+@pytest.mark.usefixtures("way")
+def test_key_weights_of_another_shape():
+    q, k, v = make_inputs(40, dtype=torch.float32)
+    one_for_all = torch.rand(1, 40, generator=torch.Generator().manual_seed(0))
+    found = tiled_attention(q, k, v, RULES["plain"], ReadingRequest(key_weights=one_for_all))
+    expected = tiled_attention(q, k, v, RULES["plain"], ReadingRequest(key_weights=one_for_all.repeat(2, 1)))
+    assert torch.equal(found.weighted_mixing, expected.weighted_mixing)
+    with pytest.raises(RuntimeError, match="expanded size"):
+        tiled_attention(q, k, v, RULES["plain"], ReadingRequest(key_weights=torch.rand(2, 10)))
+
+
+@pytest.mark.usefixtures("way")
 def test_float32_of_a_long_text():
     """Rows longer than what is added up at once, and queries of which some are sampled."""
     length = 1300

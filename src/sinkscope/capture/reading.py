@@ -201,7 +201,7 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
             found=", ".join(map(str, wrong)) or "none",
             next_step="Give --keys 0,10 or a greater --length",
         )
-    return torch.tensor(sorted(set(keys)))
+    return torch.tensor(sorted(set(keys)), dtype=torch.long)
 
 
 def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:

@@ -86,6 +86,8 @@ class TilesInC:
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         *heads, num_queries, _ = rows.query_NGTD.shape
+        keys_P = rows.request.keys
+        self.keys_P = None if keys_P is None else keys_P.long().contiguous()
         self.received_NGS = rows.received()
         self.by_distance_NGR = rows.query_NGTD.new_zeros(*heads, len(rows.request.distances))
         self.of_rows_3NGT = rows.query_NGTD.new_empty(3, *heads, num_queries)
@@ -95,7 +97,7 @@ class TilesInC:
         rows, pairs = self.rows, tile.pairs
         num_pairs, num_groups, num_queries, num_keys = scores_NGnS.shape
         inverse_NGn = scores_NGnS.new_empty(scores_NGnS.shape[:3])
-        keys_P, queries_n, distances_R = rows.request.keys, rows.queries_n, rows.distances_R
+        keys_P, queries_n, distances_R = self.keys_P, rows.queries_n, rows.distances_R
         call(
             "attention_tile",
             *(scores_NGnS, inverse_NGn, num_pairs * num_groups, num_groups, num_queries, num_keys),

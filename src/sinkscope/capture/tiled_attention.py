@@ -35,7 +35,9 @@ def tiled_attention(
     query_NGTD = query_BHTD.to(**kind).unflatten(1, (num_kv_heads, num_groups)).flatten(0, 1)
     key_NSD, value_NSD = (x.to(**kind).flatten(0, 1) for x in (key_BKSD, value_BKSD))
     num_pairs = key_NSD.shape[0]
-    weights_NS = None if request.key_weights is None else request.key_weights.to(**kind).repeat(num_batch, 1)
+    weights_NS = None
+    if request.key_weights is not None:
+        weights_NS = request.key_weights.to(**kind).expand(num_kv_heads, num_queries).repeat(num_batch, 1)
     sinks_NG = None
     if rule.sink_logits is not None:
         sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).repeat(num_batch, 1, 1).flatten(0, 1)

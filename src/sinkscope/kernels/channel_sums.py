@@ -20,6 +20,9 @@ if TYPE_CHECKING or HAS_TRITON:
 NORM_ROWS = 96
 """Of the torch path: rows whose squares are added up together. Those of 1,536 columns take half a megabyte."""
 
+ROWS_OF_A_THREAD = 16
+"""Of the kernels in C: fewer rows take less time than the sums that a thread leaves."""
+
 
 def channel_norms(x_NC: Tensor) -> Tensor:
     """[C] Euclidean norms of the columns, in float32 or, of float64, in float64."""
@@ -37,8 +40,14 @@ def channel_norms(x_NC: Tensor) -> Tensor:
     return squares_nC.sum(0).sqrt()
 
 
+def thread_sums(x_NC: Tensor) -> Tensor:
+    """[M, C] room for the sums that M threads of a kernel in C make; few rows are not worth many."""
+    num_parts = max(1, min(torch.get_num_threads(), x_NC.shape[0] // ROWS_OF_A_THREAD))
+    return x_NC.new_empty(num_parts, x_NC.shape[1], dtype=torch.float64)
+
+
 def _c_channel_norms(x_NC: Tensor) -> Tensor:
-    parts_MC = x_NC.new_empty(torch.get_num_threads(), x_NC.shape[1], dtype=torch.float64)
+    parts_MC = thread_sums(x_NC)
     call("token_statistics", x_NC, x_NC.stride(0), None, *x_NC.shape, False, None, None, parts_MC, len(parts_MC))
     return parts_MC.sum(0).sqrt_().float()
 

@@ -2,7 +2,7 @@
 
 torch starts thousands of operations for what one loop over a row in the cache can do, and no library that we stand on
 has that loop. So a CPU has kernels as a GPU has Triton's: built where they run and kept in the user's cache. Without a
-compiler the same numbers come from torch and numpy, more slowly.
+compiler torch and numpy read the same, more slowly.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,7 +26,10 @@ from torch import Tensor
 SOURCES = sorted((Path(__file__).parent / "c").glob("*.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+THREADING = ("-fopenmp", "-fopenmp-simd")
+"""In this order: where OpenMP cannot be had (Apple's compiler), or not torch's own, one thread with vectors."""
 LONGEST_BUILD_S = 60
+_forked = False
 
 
 def runs_in_c(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
@@ -51,44 +55,82 @@ def _function(name: str, num_parameters: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    compiler = next((path for name in names if (path := shutil.which(name))), None)
-    if compiler is None or os.name != "posix":
+    given = os.environ.get("CC")
+    commands = [shlex.split(given)] if given else [[name] for name in COMPILERS]
+    command = next(([path, *rest] for name, *rest in commands if (path := shutil.which(name))), None)
+    supported = os.name == "posix" and ctypes.sizeof(ctypes.c_void_p) == 8 and SOURCES
+    if command is None or not supported or _forked:
         return None
-    for flags in ((*FLAGS, "-fopenmp"), FLAGS):  # Apple's compiler has no OpenMP: one thread, then
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return _loaded(compiler, flags)
+    folder = _cache_folder()
+    ways = [[*command, *FLAGS, threading] for threading in THREADING]
+    if folder is not None:
+        for way in ways:
+            with contextlib.suppress(OSError):
+                return _load(folder / _name(way))
+    for way in ways:
+        for place in (folder, None) if folder is not None else (None,):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                return _built(way, place)
     return None
 
 
-def _loaded(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library from the cache, or built and put there."""
-    digest = hashlib.sha256("\0".join((compiler, *flags, _processor())).encode())
-    for source in SOURCES:
-        digest.update(source.read_bytes())
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "sinkscope", "kernels")
-    kept = kept / f"{digest.hexdigest()[:32]}.so"
-    if kept.is_file():
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(str(kept), mode=os.RTLD_NOW)
-    with tempfile.TemporaryDirectory(prefix="sinkscope-") as folder:
-        objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+def _built(way: list[str], folder: Path | None) -> ctypes.CDLL:
+    """Builds the library and keeps it in a folder, or nowhere."""
+    with tempfile.TemporaryDirectory(prefix="sinkscope-", dir=folder, ignore_cleanup_errors=True) as workshop:
+        objects = [Path(workshop, f"{source.stem}.o") for source in SOURCES]
         for source, built in zip(SOURCES, objects, strict=True):
-            _run(compiler, *flags, "-c", source, "-o", built)
+            _run(*way, "-c", source, "-o", built)
         # Linked without an OpenMP of its own, it finds the one that torch loaded: the idle threads of a second would
         # take the cores from the first.
-        _run(compiler, "-shared", *objects, "-lm", "-o", Path(folder, kept.name))
-        library = ctypes.CDLL(str(Path(folder, kept.name)), mode=os.RTLD_NOW)
-        with contextlib.suppress(OSError):  # nowhere to keep it: it is built again next time
-            _keep(Path(folder, kept.name), kept)
-    return library
+        library = Path(workshop, _name(way))
+        _run(way[0], "-shared", *objects, "-lm", "-o", library)
+        loaded = _load(library)
+        if folder is not None:
+            with library.open("rb") as file:
+                os.fsync(file.fileno())  # a file that is there is whole: loading a part of one kills the process
+            os.replace(library, folder / library.name)
+    return loaded
 
 
-def _keep(built: Path, kept: Path) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    shutil.copy(built, partial)
-    os.replace(partial, kept)
+def _load(library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library), mode=os.RTLD_NOW)
+
+
+def _name(way: list[str]) -> str:
+    digest = hashlib.sha256("\0".join((*way, _processor())).encode())
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    return f"{digest.hexdigest()[:32]}.so"
+
+
+def _cache_folder() -> Path | None:
+    """Where libraries are kept; None where there is no such place, or one that others can write to: what lies there is
+    run."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):  # no home
+        return None
+    folder = Path(cache, "sinkscope", "kernels")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        if (
+            found.st_uid == os.geteuid()
+            and not found.st_mode & 0o022
+            and os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+        ):
+            return folder
+    return None
+
+
+def _stop_after_fork() -> None:
+    """OpenMP's threads do not live on in a forked child, which would wait for them for ever."""
+    global _forked
+    _forked = True
+    _library.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_after_fork)
 
 
 def _processor() -> str:

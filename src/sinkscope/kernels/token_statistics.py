@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.kernels.channel_sums import triton_channel_sums
+from sinkscope.kernels.channel_sums import thread_sums, triton_channel_sums
 from sinkscope.kernels.compiled import call, runs_in_c
 from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
 
@@ -130,12 +130,11 @@ def _c_statistics(x_NC: Tensor, weight_C: Tensor | None, moments: bool) -> Token
     stats_NS = x_NC.new_empty(num_tokens, 5 if moments else 1, dtype=torch.float32)
     argmax_N = x_NC.new_empty(num_tokens, dtype=torch.int64)
     column_C = x_NC.new_zeros(num_channels, dtype=torch.float64)
-    parts_MC = x_NC.new_empty(torch.get_num_threads(), num_channels, dtype=torch.float64)
     weight_C = None if weight_C is None else weight_C.detach().float().contiguous()
     num_rows = max(1, num_tokens if x_NC.dtype == torch.float32 else TILE_ELEMENTS // num_channels)
     for start in range(0, num_tokens, num_rows):
         tile, stats, argmax = (values[start : start + num_rows] for values in (x_NC, stats_NS, argmax_N))
-        tile = tile.float()
+        tile, parts_MC = tile.float(), thread_sums(tile)
         written = (stats, argmax, parts_MC, len(parts_MC))
         call("token_statistics", tile, tile.stride(0), weight_C, *tile.shape, moments, *written)
         column_C += parts_MC.sum(0)

@@ -40,7 +40,7 @@ def kendall_tau_columns(x_NC: Float[Tensor, "N C"], y_NC: Float[Tensor, "N C"]) 
 def _agreement_by_sorting(x_NC: Tensor, y_NC: Tensor) -> Tensor:
     """int64 [3, C] concordant - discordant, pairs not tied in x, pairs not tied in y."""
     dtype = torch.promote_types(x_NC.dtype, y_NC.dtype)
-    dtype = dtype if dtype == torch.float64 else torch.float32
+    dtype = torch.float32 if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float64
     x_NC, y_NC = (values.to(dtype).contiguous() for values in (x_NC, y_NC))
     if not runs_in_c(x_NC, (torch.float32, torch.float64)):
         columns = zip(x_NC.numpy().T, y_NC.numpy().T, strict=True)

@@ -73,10 +73,10 @@ static void weigh(float *scores, int64_t count, const float *sink, const float *
     if (key_weights) *row.weighted = (float)(weighted * inverse * inverse);
 }
 
-/* scores_HnS become weights, 0 where a query does not see a key, to be multiplied by inverse_Hn. Of each row entropy_HT,
- * mixing_HT and, with key_weights_KT for each group of heads, weighted_HT are written; received_HT, or received_HP of
- * chosen keys (fewer than 0 are all), and by_distance_HR, at the sampled queries, are added to. The tile's queries begin at `start`, its keys
- * at `low`; a window of 0 is none. */
+/* scores_HnS become weights, 0 where a query does not see a key, to be multiplied by inverse_Hn. Of each row
+ * entropy_HT, mixing_HT and, with key_weights_NT for each N = H / num_groups, weighted_HT are written; received_HT, or received_HP
+ * of chosen keys (fewer than 0 are all), and by_distance_HR, at the sampled queries, are added to. The tile's queries
+ * begin at `start`, its keys at `low`; a window of 0 is none. */
 void attention_tile(float *scores, float *inverse, int64_t num_heads, int64_t num_groups, int64_t num_queries,
                     int64_t num_keys, int64_t length, int64_t start, int64_t low, int64_t window, const float *sinks,
                     const float *key_weights, float *entropy, float *mixing, float *weighted, float *received,
@@ -99,6 +99,7 @@ void attention_tile(float *scores, float *inverse, int64_t num_heads, int64_t nu
                 weigh(row + first, padded - first, sinks ? sinks + h : NULL,
                       key_weights ? key_weights + h / num_groups * length + low + first : NULL,
                       (Row){inverse + h * num_queries + q, entropy + place, mixing + place, weighted + place});
+                for (int64_t s = last; s < padded; s++) row[s] = 0; /* of a row without any attention it is nan */
             }
         #pragma omp for collapse(2) schedule(static)
         for (int64_t h = 0; h < num_heads; h++)

@@ -43,6 +43,13 @@ static Extent extent_of(const float *x, const float *weight, int64_t num_channel
         if (largest > extent.largest) extent.largest = largest, from = start;
         extent.total_abs += total_abs, extent.total += total;
     }
+    if (isinf(extent.total_abs) && !isinf(extent.largest)) { /* the sums left the range of floats, the values did not */
+        extent.total_abs = extent.total = 0;
+        for (int64_t c = 0; c < num_channels; c++) {
+            double y = weight ? (double)x[c] * weight[c] : x[c];
+            extent.total_abs += fabs(y), extent.total += y;
+        }
+    }
     int64_t count = smaller(CHUNK, num_channels - from), c = 0;
     const float *y = weighted(x + from, weight ? weight + from : NULL, count, buffer);
     while (c < count - 1 && fabsf(y[c]) != extent.largest) c++;
@@ -63,7 +70,8 @@ static void read_row(const float *x, const float *weight, int64_t num_channels, 
     /* In units of the largest value fourth powers neither overflow nor vanish, and near the mean they keep their
      * digits where it outweighs the spread. */
     double unit = extent.largest > 0 ? extent.largest : 1;
-    float scale = (float)(1 / unit), centre = (float)(extent.total / unit / channels), buffer[CHUNK];
+    float lift = unit < 1e-20 ? 1e25f : 1.0f; /* the inverse of a subnormal number is no float */
+    float scale = (float)(1 / (unit * lift)), centre = (float)(extent.total / unit / channels), buffer[CHUNK];
     double first = 0, second = 0, third = 0, fourth = 0;
     for (int64_t start = 0; start < num_channels; start += CHUNK) {
         int64_t count = smaller(CHUNK, num_channels - start);
@@ -71,7 +79,7 @@ static void read_row(const float *x, const float *weight, int64_t num_channels, 
         float part_1 = 0, part_2 = 0, part_3 = 0, part_4 = 0;
         #pragma omp simd reduction(+ : part_1, part_2, part_3, part_4)
         for (int64_t c = 0; c < count; c++) {
-            float apart = y[c] * scale - centre, square = apart * apart;
+            float apart = y[c] * lift * scale - centre, square = apart * apart;
             part_1 += apart;
             part_2 += square;
             part_3 += square * apart;
@@ -91,7 +99,7 @@ static void read_row(const float *x, const float *weight, int64_t num_channels, 
     found[4] = (float)(extent.largest == 0 ? 0 : energy * energy / quartic);
 }
 
-static inline double term(float x, int64_t square) { return square ? x * x : fabsf(x); }
+static inline double term(float x, int64_t square) { return square ? (double)x * x : fabsf(x); }
 
 /* Adds |x|, or with `square` x^2, of a few rows to each channel's sum. In doubles: where one token is massive, what the
  * others add up to is found by taking it away again. */
@@ -106,8 +114,8 @@ static void add_rows(const float *x, int64_t stride, int64_t num_rows, int64_t n
             for (int64_t i = 0; i < num_channels; i++) sums[i] += term(x[n * stride + i], square);
 }
 
-/* found_N5, or found_N1 without `moments`, and argmax_N; parts_MC are the sums of each channel over M equal parts of the
- * tokens, of |x| or, without moments, of x^2. Without `found` these are all. */
+/* found_N5, or found_N1 without `moments`, and argmax_N; parts_MC are the sums of each channel over M equal parts of
+ * the tokens, of |x| or, without moments, of x^2. Without `found` these are all. */
 void token_statistics(const float *x, int64_t stride, const float *weight, int64_t num_tokens, int64_t num_channels,
                       int64_t moments, float *found, int64_t *argmax, double *parts, int64_t num_parts) {
     #pragma omp parallel for schedule(static)
@@ -148,6 +156,6 @@ void token_means(const float *x, int64_t stride, int64_t num_tokens, int64_t num
             }
             total += part;
         }
-        means[n] = (float)(square ? total / num_channels : largest * num_channels / total);
+        means[n] = (float)(square ? total / num_channels : (double)largest * num_channels / total);
     }
 }
