@@ -63,13 +63,14 @@ def _agreement_in_numpy(x_N: np.ndarray, y_N: np.ndarray) -> tuple[int, int, int
     discordant = 0
     for bit in range(num_samples.bit_length()):
         # Ranks that have all higher bits in common stand together, in their order: where this bit is 1 before it is 0,
-        # it decides that the larger comes first.
+        # it decides that the larger comes first. Such a group begins at its own smallest rank.
         group_N = ranks_N >> (bit + 1)
-        together_N = np.argsort(group_N, kind="stable")
+        # numpy counts 16-bit numbers into place, and sorts wider ones.
+        together_N = np.argsort(group_N.astype(np.uint16) if num_samples <= 1 << 16 else group_N, kind="stable")
         is_one_N = ranks_N[together_N] >> bit & 1
         ones_before_N = np.cumsum(is_one_N) - is_one_N
-        first_of_group_N = np.searchsorted(group_N[together_N], group_N[together_N])
-        discordant += int((ones_before_N - ones_before_N[first_of_group_N])[is_one_N == 0].sum())
+        in_group_N = ones_before_N - ones_before_N[group_N[together_N] << (bit + 1)]
+        discordant += int(in_group_N[is_one_N == 0].sum())
     return num_pairs - tied_x - tied_y + tied_both - 2 * discordant, num_pairs - tied_x, num_pairs - tied_y
 
 
