@@ -59,31 +59,36 @@ def _library() -> ctypes.CDLL | None:
     commands = [shlex.split(given)] if given else [[name] for name in COMPILERS]
     command = next(([path, *rest] for name, *rest in commands if (path := shutil.which(name))), None)
     supported = os.name == "posix" and ctypes.sizeof(ctypes.c_void_p) == 8 and SOURCES
-    if command is None or not supported or _forked:
-        return None
+    library = _found(command) if command is not None and supported else None
+    if library is not None and _forked:
+        library.work_alone()
+    return library
+
+
+def _found(command: list[str]) -> ctypes.CDLL | None:
+    """The library as it was kept, else built anew."""
     folder = _cache_folder()
-    ways = [[*command, *FLAGS, threading] for threading in THREADING]
     if folder is not None:
-        for way in ways:
+        for threading in THREADING:
             with contextlib.suppress(OSError):
-                return _load(folder / _name(way))
-    for way in ways:
+                return _load(folder / _name(command, threading))
+    for threading in THREADING:
         for place in (folder, None) if folder is not None else (None,):
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                return _built(way, place)
+                return _built(command, threading, place)
     return None
 
 
-def _built(way: list[str], folder: Path | None) -> ctypes.CDLL:
+def _built(command: list[str], threading: str, folder: Path | None) -> ctypes.CDLL:
     """Builds the library and keeps it in a folder, or nowhere."""
     with tempfile.TemporaryDirectory(prefix="sinkscope-", dir=folder, ignore_cleanup_errors=True) as workshop:
         objects = [Path(workshop, f"{source.stem}.o") for source in SOURCES]
         for source, built in zip(SOURCES, objects, strict=True):
-            _run(*way, "-c", source, "-o", built)
+            _run(*command, *FLAGS, threading, "-c", source, "-o", built)
         # Linked without an OpenMP of its own, it finds the one that torch loaded: the idle threads of a second would
         # take the cores from the first.
-        library = Path(workshop, _name(way))
-        _run(way[0], "-shared", *objects, "-lm", "-o", library)
+        library = Path(workshop, _name(command, threading))
+        _run(*command, "-shared", *objects, "-lm", "-o", library)
         loaded = _load(library)
         if folder is not None:
             with library.open("rb") as file:
@@ -96,9 +101,9 @@ def _load(library: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library), mode=os.RTLD_NOW)
 
 
-def _name(way: list[str]) -> str:
-    digest = hashlib.sha256("\0".join((*way, _processor())).encode())
-    for source in SOURCES:
+def _name(command: list[str], threading: str) -> str:
+    digest = hashlib.sha256("\0".join((*command, *FLAGS, threading, _processor())).encode())
+    for source in (*SOURCES, *SOURCES[0].parent.glob("*.h")):
         digest.update(source.read_bytes())
     return f"{digest.hexdigest()[:32]}.so"
 
@@ -122,15 +127,16 @@ def _cache_folder() -> Path | None:
     return None
 
 
-def _stop_after_fork() -> None:
-    """OpenMP's threads do not live on in a forked child, which would wait for them for ever."""
+def _after_fork() -> None:
+    """In a forked child OpenMP's threads are gone."""
     global _forked
     _forked = True
-    _library.cache_clear()
+    if _library.cache_info().currsize and (library := _library()) is not None:
+        library.work_alone()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_stop_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _processor() -> str:

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "threads.h"
+
 enum { CHUNK = 512 }; /* numbers that are added up as floats before they join a double */
 enum { VECTOR = 16 }; /* rows are filled up to a multiple of it: what is left over would be done one by one */
 enum { LANES = 128 }; /* keys whose attention received is added up side by side */
@@ -83,7 +85,7 @@ void attention_tile(float *scores, float *inverse, int64_t num_heads, int64_t nu
                     const int64_t *keys, int64_t num_chosen, float *by_distance, const int64_t *sampled,
                     int64_t num_sampled, const int64_t *distances, int64_t num_distances) {
     int64_t every_key = num_chosen < 0, num_parts = every_key ? (num_keys + LANES - 1) / LANES : 1;
-    #pragma omp parallel
+    #pragma omp parallel if (!alone)
     {
         #pragma omp for collapse(2) schedule(static)
         for (int64_t h = 0; h < num_heads; h++)

@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "threads.h"
+
 enum { DIGIT_BITS = 11, NUM_DIGITS = 1 << DIGIT_BITS, NUM_PASSES = 3 }; /* 3 digits hold 32 bits */
 enum { BLOCK = 64, SUPERBLOCK = BLOCK * BLOCK };                        /* ranks in a word of bits; in 64 words */
 enum { LINE = 64 };                                                     /* bytes of a line of the cache */
@@ -121,7 +123,7 @@ static void count(int64_t n, Memory *m, int64_t *agreement, int64_t *untied_x, i
 void pair_counts(const void *x, const void *y, int64_t n, int64_t num_columns, int64_t doubles, int64_t *sums,
                  int64_t *failed) {
     int64_t num_superblocks = n / SUPERBLOCK + 1, num_blocks = num_superblocks * BLOCK;
-    #pragma omp parallel
+    #pragma omp parallel if (!alone)
     {
         /* Whole lines of the cache: a number is read from the vector that was just stored, and must lie in one line. */
         int64_t bytes = num_blocks * (2 + 8) + (8 * n + num_superblocks) * 4;

@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "threads.h"
+
 enum { CHUNK = 256 }; /* channels whose float sums join a double, and of which the largest is searched */
 enum { ROWS = 4 };    /* rows that are added to the sums of the channels together, while they lie in the cache */
 
@@ -118,7 +120,7 @@ static void add_rows(const float *x, int64_t stride, int64_t num_rows, int64_t n
  * the tokens, of |x| or, without moments, of x^2. Without `found` these are all. */
 void token_statistics(const float *x, int64_t stride, const float *weight, int64_t num_tokens, int64_t num_channels,
                       int64_t moments, float *found, int64_t *argmax, double *parts, int64_t num_parts) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for if (!alone) schedule(static)
     for (int64_t part = 0; part < num_parts; part++) {
         double *sums = parts + part * num_channels;
         int64_t stop = num_tokens * (part + 1) / num_parts;
@@ -135,7 +137,7 @@ void token_statistics(const float *x, int64_t stride, const float *weight, int64
 /* [N] largest / mean of |x|, or with `square` the mean of x^2. */
 void token_means(const float *x, int64_t stride, int64_t num_tokens, int64_t num_channels, int64_t square,
                  float *means) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for if (!alone) schedule(static)
     for (int64_t n = 0; n < num_tokens; n++) {
         const float *row = x + n * stride;
         double total = 0;
