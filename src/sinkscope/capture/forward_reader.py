@@ -273,12 +273,12 @@ class ForwardReader:
         raw = {name: stacked({layer: kept[name].pop(layer) for layer in layers}) for name in UNIT_NAMES if kept[name]}
         rows_lBPU = raw["unit_rows"].float().unflatten(1, (self.num_sequences, -1))
         sums = {"unit_energy": raw["unit_energy"], "unit_activation": self._total(rows_lBPU, 1)}
-        # As exact as the energy of all tokens, from which it is taken away.
-        sums["unit_square"] = self._total(rows_lBPU.to(raw["unit_energy"].dtype).square(), 1)
+        exact = raw["unit_energy"].dtype  # squares at some positions are taken away from the energy of all tokens
+        sums["unit_square"] = self._total(rows_lBPU.to(exact).square(), 1)
         if "unit_scale" in raw:
             written_lBPU = rows_lBPU * raw["unit_scale"].view(*rows_lBPU.shape[:3], 1)
             sums["unit_written"] = self._total(written_lBPU, 1)
-            sums["unit_written_square"] = self._total(written_lBPU.square(), 1)
+            sums["unit_written_square"] = self._total(written_lBPU.to(exact).square(), 1)
         by_layer = {name: values.unbind() for name, values in sums.items()}
         for number, layer in enumerate(layers):
             kept["units"][layer] = {name: values[number] for name, values in by_layer.items()}

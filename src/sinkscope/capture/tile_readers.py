@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sinkscope.capture.attention_request import AttentionRule, ReadingRequest, distance_tensor, sampled_queries
-from sinkscope.kernels.compiled import call, runs_in_c
+from sinkscope.kernels.compiled import AT_MOST_32_BITS, call, runs_in_c
 
 FAINTEST = -80.0
 """Scores this far below a row's largest count as no attention at all."""
@@ -81,7 +81,7 @@ class TilesInC:
     @staticmethod
     def takes(query: Tensor, rule: AttentionRule) -> bool:
         """A softmax on the CPU, of numbers that tiles hold as float32."""
-        return rule.sigmoid_bias is None and runs_in_c(query, (torch.float32, torch.bfloat16, torch.float16))
+        return rule.sigmoid_bias is None and runs_in_c(query, AT_MOST_32_BITS)
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

@@ -29,6 +29,8 @@ FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=fast", "-fno-math-er
 THREADING = ("-fopenmp", "-fopenmp-simd")
 """In this order: where OpenMP cannot be had (Apple's compiler), or not torch's own, one thread with vectors."""
 LONGEST_BUILD_S = 60
+AT_MOST_32_BITS = (torch.float32, torch.bfloat16, torch.float16)
+"""What float32 holds without loss."""
 _forked = False
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.kernels.channel_sums import thread_sums, triton_channel_sums
-from sinkscope.kernels.compiled import call, runs_in_c
+from sinkscope.kernels.compiled import AT_MOST_32_BITS, call, runs_in_c
 from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
 
 if TYPE_CHECKING or HAS_TRITON:
@@ -29,7 +29,6 @@ if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
 TILE_ELEMENTS = 3 << 16  # of the torch path: activations and a buffer in float32 stay in a 2 MB cache
-C_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WARP_CHANNELS = 1024  # of the Triton path: 32 values in each of a warp's threads
 
 
@@ -75,11 +74,11 @@ def token_statistics(
     x_NC = x_NC.detach()
     if path == "auto":
         on_gpu = x_NC.is_cuda and HAS_TRITON and x_NC.element_size() <= 4
-        path = "triton" if on_gpu else "c" if runs_in_c(x_NC, C_DTYPES) else "torch"
+        path = "triton" if on_gpu else "c" if runs_in_c(x_NC, AT_MOST_32_BITS) else "torch"
     if path == "torch":
         return _torch_statistics(x_NC, weight_C, moments)
     if path == "c":
-        if not runs_in_c(x_NC, C_DTYPES):
+        if not runs_in_c(x_NC, AT_MOST_32_BITS):
             raise InputError(
                 expected="a C compiler, and activations of at most 32 bits on the CPU",
                 found=f"{x_NC.dtype} on {x_NC.device}",

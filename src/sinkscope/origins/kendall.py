@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kernels.compiled import call, runs_in_c
+from sinkscope.kernels.compiled import AT_MOST_32_BITS, call, runs_in_c
 from sinkscope.kernels.pair_agreement import pair_agreement
 
 MOST_SAMPLES_ON_GPU = 1 << 18
@@ -40,7 +40,7 @@ def kendall_tau_columns(x_NC: Float[Tensor, "N C"], y_NC: Float[Tensor, "N C"]) 
 def _agreement_by_sorting(x_NC: Tensor, y_NC: Tensor) -> Tensor:
     """int64 [3, C] concordant - discordant, pairs not tied in x, pairs not tied in y."""
     dtype = torch.promote_types(x_NC.dtype, y_NC.dtype)
-    dtype = torch.float32 if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float64
+    dtype = torch.float32 if dtype in AT_MOST_32_BITS else torch.float64
     x_NC, y_NC = (values.to(dtype).contiguous() for values in (x_NC, y_NC))
     if not runs_in_c(x_NC, (torch.float32, torch.float64)):
         columns = zip(x_NC.numpy().T, y_NC.numpy().T, strict=True)
