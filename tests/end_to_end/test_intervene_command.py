@@ -228,7 +228,9 @@ def test_refused(given, message, model_folder, sinkscope, tmp_path):
 def test_a_run_is_replaced_only_when_asked(model_folder, sinkscope, tmp_path):
     command = ("intervene", model_folder, "--mask-to-self", "10", *SMALL, "--out", "run")
     assert sinkscope(*command).code == 0
-    before = (tmp_path / "run" / "environment.json").read_text()
+    environment = tmp_path / "run" / "environment.json"
+    environment.write_text("{}")  # a mark, since two runs within one second write the same text
     assert_refused(sinkscope(*command), "--overwrite", tmp_path)
-    assert (tmp_path / "run" / "environment.json").read_text() == before
+    assert environment.read_text() == "{}"
     assert sinkscope(*command, "--overwrite").code == 0
+    assert "started_at" in environment.read_text()
