@@ -54,7 +54,7 @@ def test_equal_to_scipy():
         np.testing.assert_allclose(kendall_tau_columns(x, y).numpy(), expected, atol=TOLERANCE, rtol=0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=150),
     st.sampled_from([1.0, 1e-44, 1e37]),
@@ -71,7 +71,7 @@ def test_any_ties(pairs, unit):
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(finite, finite), min_size=2, max_size=100))
 def test_any_floats(pairs):
     stats = pytest.importorskip("scipy.stats", reason="KENDALL NOT CHECKED AGAINST SCIPY: it is not installed")

@@ -35,7 +35,7 @@ from sinkscope.measures.value_variance import (
 # The tensors of the tests are float64, where a sum of a few thousand terms is good to a dozen digits.
 RELATIVE = 1e-11
 seeds = st.integers(0, 2**32 - 1)
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def close(found, expected, rtol=RELATIVE, atol=1e-12) -> None:

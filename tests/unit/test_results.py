@@ -179,7 +179,7 @@ def test_reading_parquet_without_pyarrow(tmp_path, monkeypatch):
         read_table(path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(
