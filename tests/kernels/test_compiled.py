@@ -54,7 +54,7 @@ def test_a_machine_with_a_compiler_builds_them_without_a_warning():
     compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
     for source in compiled.SOURCES:
         compiled._run(
-            compiler, *compiled.FLAGS, "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c", source, "-o", os.devnull
+            compiler, *compiled.FLAGS, *compiled.WAYS[0], "-Wall", "-Wextra", "-Werror", "-c", source, "-o", os.devnull
         )
 
 
@@ -110,9 +110,37 @@ def test_without_a_home_they_are_not_kept(monkeypatch):
 
 def test_a_compiler_with_arguments(tmp_path, monkeypatch):
     compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
-    monkeypatch.setenv("CC", f"{shutil.which('env')} LANG=C {compiler} -m64")
+    monkeypatch.setenv("CC", f"{shutil.which('env')} LANG=C {compiler} -pipe")
     assert mean_squares_are_right()
     assert len(kept(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "refused", [["-march=native"], ["-march=native", "-mcpu=native"], ["-fopenmp", "-march=native"]]
+)
+def test_a_compiler_that_knows_less_builds_what_it_can(refused, tmp_path, monkeypatch):
+    compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
+    script = tmp_path / "cc"
+    patterns = "|".join(f"*' {flag} '*" for flag in refused)
+    script.write_text(f'#!/bin/sh\ncase " $* " in {patterns}) exit 1;; esac\n{compiler} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert mean_squares_are_right()
+    assert len(kept(tmp_path)) == 1
+    _forget()
+    monkeypatch.setattr(compiled, "_run", lambda *_: pytest.fail("built a second time"))
+    assert mean_squares_are_right()
+
+
+def test_a_compiler_that_never_ends_is_asked_once(tmp_path, monkeypatch):
+    script = tmp_path / "cc"
+    script.write_text("#!/bin/sh\necho >> asked\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(compiled, "LONGEST_BUILD_S", 0.5)
+    assert not runs_in_c(torch.zeros(1))
+    assert (tmp_path / "asked").read_text() == "\n"
 
 
 def test_without_sources_torch_takes_over(monkeypatch):

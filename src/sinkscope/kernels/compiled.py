@@ -25,9 +25,14 @@ from torch import Tensor
 
 SOURCES = sorted((Path(__file__).parent / "c").glob("*.c"))
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-THREADING = ("-fopenmp", "-fopenmp-simd")
-"""In this order: where OpenMP cannot be had (Apple's compiler), or not torch's own, one thread with vectors."""
+FLAGS = ("-O3", "-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+WAYS = tuple(
+    (*processor, threading)
+    for threading in ("-fopenmp", "-fopenmp-simd")
+    for processor in (["-march=native"], ["-mcpu=native"], [])
+)
+"""What is tried in this order: where OpenMP cannot be had (Apple's compiler), or not torch's own, one thread with
+vectors; where a compiler does not know this processor, or not by the first name, what any of its kind can do."""
 LONGEST_BUILD_S = 60
 AT_MOST_32_BITS = (torch.float32, torch.bfloat16, torch.float16)
 """What float32 holds without loss."""
@@ -71,25 +76,29 @@ def _found(command: list[str]) -> ctypes.CDLL | None:
     """The library as it was kept, else built anew."""
     folder = _cache_folder()
     if folder is not None:
-        for threading in THREADING:
+        for way in WAYS:
             with contextlib.suppress(OSError):
-                return _load(folder / _name(command, threading))
-    for threading in THREADING:
+                return _load(folder / _name(command, way))
+    for way in WAYS:
         for place in (folder, None) if folder is not None else (None,):
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                return _built(command, threading, place)
+            try:
+                return _built(command, way, place)
+            except subprocess.TimeoutExpired:
+                return None
+            except (OSError, subprocess.CalledProcessError):
+                continue
     return None
 
 
-def _built(command: list[str], threading: str, folder: Path | None) -> ctypes.CDLL:
+def _built(command: list[str], way: tuple[str, ...], folder: Path | None) -> ctypes.CDLL:
     """Builds the library and keeps it in a folder, or nowhere."""
     with tempfile.TemporaryDirectory(prefix="sinkscope-", dir=folder, ignore_cleanup_errors=True) as workshop:
         objects = [Path(workshop, f"{source.stem}.o") for source in SOURCES]
         for source, built in zip(SOURCES, objects, strict=True):
-            _run(*command, *FLAGS, threading, "-c", source, "-o", built)
+            _run(*command, *FLAGS, *way, "-c", source, "-o", built)
         # Linked without an OpenMP of its own, it finds the one that torch loaded: the idle threads of a second would
         # take the cores from the first.
-        library = Path(workshop, _name(command, threading))
+        library = Path(workshop, _name(command, way))
         _run(*command, "-shared", *objects, "-lm", "-o", library)
         loaded = _load(library)
         if folder is not None:
@@ -100,11 +109,14 @@ def _built(command: list[str], threading: str, folder: Path | None) -> ctypes.CD
 
 
 def _load(library: Path) -> ctypes.CDLL:
+    # torch for ARM loads its OpenMP for itself alone: it is shown to others here, where it is loaded at all.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
     return ctypes.CDLL(str(library), mode=os.RTLD_NOW)
 
 
-def _name(command: list[str], threading: str) -> str:
-    digest = hashlib.sha256("\0".join((*command, *FLAGS, threading, _processor())).encode())
+def _name(command: list[str], way: tuple[str, ...]) -> str:
+    digest = hashlib.sha256("\0".join((*command, *FLAGS, *way, _processor())).encode())
     for source in (*SOURCES, *SOURCES[0].parent.glob("*.h")):
         digest.update(source.read_bytes())
     return f"{digest.hexdigest()[:32]}.so"
