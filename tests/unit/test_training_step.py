@@ -1,9 +1,10 @@
 """The parts of an update against plain definitions: the loss and its gradients, schedules, optimisers, counting."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -231,3 +232,27 @@ def test_a_yaml_file_changes_a_preset(tmp_path):
     assert (config.training.steps, config.training.learning_rate, config.training.snapshots) == (7, 1.0, (1, 3))
     assert config.training.weight_decay == 1e-3, "which YAML reads as text"
     assert config.training.batch_size == TINY.batch_size
+
+
+def test_the_configuration_of_a_run_is_its_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: 30m\nmodel: {num_hidden_layers: 3}\ntraining: {steps: 9, snapshots: [1]}\n")
+    first = resolve(str(path), variant="gate", data=["x"], training={"learning_rate": 0.5})
+    (tmp_path / "run").mkdir()
+    written = tmp_path / "run" / "config.yaml"
+    written.write_text(yaml.safe_dump(first.plain()))
+    assert resolve(str(written), data=["x"], training={}) == first
+    other = resolve(str(written), variant="softmax", data=["y"], training={"seed": 5, "steps": 8})
+    assert other.data == ["y"]
+    assert (other.model["seed"], other.training.seed) == (5, 5), "a seed is of the weights too"
+    assert other.model == first.model | {"seed": 5, "attention_variant": "softmax"}
+    assert other.training == replace(first.training, seed=5, steps=8)
+    written.write_text("model: {num_hidden_layers: 3}\n")  # a file of that name which is not of a run
+    assert resolve(str(written), data=["x"], training={}).training == TINY
+
+
+def test_a_seed_for_the_weights_alone(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {seed: 3}\n")
+    config = resolve(str(path), data=["x"], training={})
+    assert (config.model["seed"], config.training.seed) == (3, TINY.seed)

@@ -59,7 +59,9 @@ def tokenize_command(
 def pretrain_command(
     data: Sources,
     out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there goes on.")],
-    config: Annotated[str, typer.Option(help="Preset (tiny, 30m, 152m, 1b) or a YAML file.")] = "tiny",
+    config: Annotated[
+        str, typer.Option(help="Preset (tiny, 30m, 152m, 1b), a YAML file, or the config.yaml of a run.")
+    ] = "tiny",
     variant: Annotated[
         str | None, typer.Option(help="Attention: softmax, head_norm, gate, sigmoid, ...", show_default=False)
     ] = None,

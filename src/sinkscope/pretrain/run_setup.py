@@ -55,17 +55,12 @@ def resolve(
     training: Mapping[str, Any],
 ) -> PretrainConfig:
     """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
-    is_file = config.endswith((".yaml", ".yml"))
-    file: dict[str, Any] = read_yaml(Path(config).expanduser()) if is_file else {"preset": config}
-    name = file.get("preset", DEFAULT_PRESET)
-    model = preset(name)
-    vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
-    model |= file.get("model", {})
-    settings = changed(TRAINING_PRESETS[name], file.get("training", {}), "training")
+    model, vocab_size, settings = _recipe(config)
     settings = changed(settings, {key: value for key, value in training.items() if value is not None}, "training")
     if variant is not None:
         model["attention_variant"] = variant
-    model.setdefault("seed", settings.seed)
+    if training.get("seed") is not None or "seed" not in model:
+        model["seed"] = settings.seed
     vocab_size = model.get("vocab_size", vocab_size)
     try:
         for key, value in model.items():
@@ -82,6 +77,22 @@ def resolve(
         ) from error
     return PretrainConfig(
         data=list(data), validation=list(validation), model=model, vocab_size=vocab_size, training=settings
+    )
+
+
+def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
+    """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
+    path = Path(config).expanduser()
+    if path.name == "config.yaml" and (saved := _saved_configuration(path.parent)):
+        return saved["model"], saved["vocab_size"], TrainingConfig(**saved["training"])
+    file: dict[str, Any] = read_yaml(path) if config.endswith((".yaml", ".yml")) else {"preset": config}
+    name = file.get("preset", DEFAULT_PRESET)
+    model = preset(name)
+    vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
+    return (
+        model | file.get("model", {}),
+        vocab_size,
+        changed(TRAINING_PRESETS[name], file.get("training", {}), "training"),
     )
 
 
