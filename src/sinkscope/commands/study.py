@@ -112,7 +112,12 @@ def study_run(model: str) -> Path:
     """The run folder of a study of a model with every option at its default, made now."""
     config = StudyConfig(model=model)
     path = options.run_path(None, model, overwrite=False)
-    _study({path: config}, None, options.load_model(config), overwrite=False, quiet=False)
+    try:
+        _study({path: config}, None, options.load_model(config), overwrite=False, quiet=False)
+    except KeyboardInterrupt:
+        command = shlex.join(["sinkscope", "study", model, "--out", str(path)])
+        print(f"sinkscope: what is finished is kept; {command} goes on, and {path} can be compared", file=sys.stderr)
+        raise
     return path
 
 
