@@ -13,7 +13,7 @@ study: $(INSTALLED)
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real_weights"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not real_weights"
 
 lint: check-code check-format check-types
 
