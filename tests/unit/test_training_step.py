@@ -238,8 +238,7 @@ def test_the_configuration_of_a_run_is_its_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("preset: 30m\nmodel: {num_hidden_layers: 3}\ntraining: {steps: 9, snapshots: [1]}\n")
     first = resolve(str(path), variant="gate", data=["x"], training={"learning_rate": 0.5})
-    (tmp_path / "run").mkdir()
-    written = tmp_path / "run" / "config.yaml"
+    written = tmp_path / "config.yaml"
     written.write_text(yaml.safe_dump(first.plain()))
     assert resolve(str(written), data=["x"], training={}) == first
     other = resolve(str(written), variant="softmax", data=["y"], training={"seed": 5, "steps": 8})
@@ -247,8 +246,18 @@ def test_the_configuration_of_a_run_is_its_recipe(tmp_path):
     assert (other.model["seed"], other.training.seed) == (5, 5), "a seed is of the weights too"
     assert other.model == first.model | {"seed": 5, "attention_variant": "softmax"}
     assert other.training == replace(first.training, seed=5, steps=8)
-    written.write_text("model: {num_hidden_layers: 3}\n")  # a file of that name which is not of a run
-    assert resolve(str(written), data=["x"], training={}).training == TINY
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "found"),
+    [("training", {"stepz": 3}, "stepz"), ("training", {"steps": "many"}, "many"), ("vocab_size", "big", "other YAML")],
+)
+def test_a_run_configuration_with_a_mistake_is_refused(entry, value, found, tmp_path):
+    saved = resolve("tiny", data=["x"], training={}).plain()
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(saved | {entry: value}))
+    with pytest.raises(InputError, match=found):
+        resolve(str(path), data=["x"], training={})
 
 
 def test_a_seed_for_the_weights_alone(tmp_path):

@@ -82,18 +82,15 @@ def resolve(
 
 def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
-    path = Path(config).expanduser()
-    if path.name == "config.yaml" and (saved := _saved_configuration(path.parent)):
-        return saved["model"], saved["vocab_size"], TrainingConfig(**saved["training"])
-    file: dict[str, Any] = read_yaml(path) if config.endswith((".yaml", ".yml")) else {"preset": config}
+    is_file = config.endswith((".yaml", ".yml"))
+    file: dict[str, Any] = read_yaml(Path(config).expanduser()) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)
     model = preset(name)
     vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
-    return (
-        model | file.get("model", {}),
-        vocab_size,
-        changed(TRAINING_PRESETS[name], file.get("training", {}), "training"),
-    )
+    training = file.get("training", {})
+    if "vocab_size" in file:  # a run's, which is complete: what a preset has and it has not was not there
+        model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)
+    return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training, "training")
 
 
 def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:

@@ -144,7 +144,7 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mappings of a configuration file; anything else is refused."""
+    """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -152,14 +152,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
             expected=f"YAML in {path.name}", found=str(error).splitlines()[0], next_step="Correct the file"
         ) from error
     value = {} if value is None else value
-    kinds = {"preset": str, "model": dict, "training": dict}
+    kinds = {"preset": str, "model": dict, "training": dict, "vocab_size": int}
     if not isinstance(value, dict) or not all(isinstance(value.get(key, kind()), kind) for key, kind in kinds.items()):
         raise InputError(
             expected="a preset's name and the mappings model and training",
             found=f"other YAML in {path.name}",
             next_step="Correct the file",
         )
-    if unknown := sorted(map(str, value.keys() - {"preset", "model", "training"})):
+    of_a_run = value.keys() == {"data", "validation", "model", "vocab_size", "training"}
+    if not of_a_run and (unknown := sorted(map(str, value.keys() - {"preset", "model", "training"}))):
         raise InputError(
             expected="the keys preset, model and training",
             found=f"{', '.join(unknown)} in {path.name}",
