@@ -8,7 +8,8 @@ from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.study import MIN_SEQUENCES, Study, study
 
 pytestmark = pytest.mark.real_weights
-SMALL = dict(num_sequences=MIN_SEQUENCES, length=64)
+SMALL = dict(num_sequences=MIN_SEQUENCES, length=40)
+"""Some hundred passes of each model: minutes on two slow cores."""
 
 
 def verdicts(found: Study) -> dict[str, str]:
