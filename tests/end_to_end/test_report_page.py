@@ -122,6 +122,7 @@ def test_hostile_text_is_shown_as_text(pages, browser):
     isolated = "getComputedStyle(document.querySelector('.tokens bdi')).unicodeBidi"
     assert browser.evaluate(isolated) == "isolate"
     browser.open(pages["compared"])
+    assert browser.evaluate("document.title") == "Comparison of 3 studies and 1 trace and 2 training runs"
     legend = browser.evaluate("document.querySelector('#rates .legendtext').textContent")
     assert "A planted</title><script>alert(1)</script>" in legend
 

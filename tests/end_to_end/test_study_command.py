@@ -152,6 +152,14 @@ def test_refused_options_leave_nothing(options, message, sinkscope, chain_folder
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_comparison_says_which_study_goes_on(chain_folder, sinkless_folder, sinkscope, monkeypatch):
+    interrupt_after(monkeypatch, 2, "SIGINT")
+    result = sinkscope("compare", chain_folder, sinkless_folder, "--out", "page.html")
+    assert result.code == 130
+    assert f"sinkscope study {chain_folder} --out runs/" in result.err
+    assert "can be compared" in result.err
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_study_goes_on_from_its_finished_parts(
     name, code, chain_folder, sinkscope, tmp_path, monkeypatch, ran

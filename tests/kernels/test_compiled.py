@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,6 +39,10 @@ def kept(tmp_path):
     return sorted((tmp_path / "cache" / "sinkscope" / "kernels").glob("*"))
 
 
+def compiler() -> str:
+    return next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
+
+
 def mean_squares_are_right() -> bool:
     x_NC = torch.arange(12.0).view(3, 4)
     assert runs_in_c(x_NC)
@@ -51,10 +54,18 @@ def mean_squares_are_right() -> bool:
 def test_a_machine_with_a_compiler_builds_them_without_a_warning():
     """A kernel that does not compile would pass unseen: torch takes its place."""
     assert runs_in_c(torch.zeros(1)), "the kernels in C do not build or load here"
-    compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
     for source in compiled.SOURCES:
         compiled._run(
-            compiler, *compiled.FLAGS, *compiled.WAYS[0], "-Wall", "-Wextra", "-Werror", "-c", source, "-o", os.devnull
+            compiler(),
+            *compiled.FLAGS,
+            *compiled.WAYS[0],
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-c",
+            source,
+            "-o",
+            os.devnull,
         )
 
 
@@ -109,8 +120,7 @@ def test_without_a_home_they_are_not_kept(monkeypatch):
 
 
 def test_a_compiler_with_arguments(tmp_path, monkeypatch):
-    compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
-    monkeypatch.setenv("CC", f"{shutil.which('env')} LANG=C {compiler} -pipe")
+    monkeypatch.setenv("CC", f"{shutil.which('env')} LANG=C {compiler()} -pipe")
     assert mean_squares_are_right()
     assert len(kept(tmp_path)) == 1
 
@@ -119,10 +129,9 @@ def test_a_compiler_with_arguments(tmp_path, monkeypatch):
     "refused", [["-march=native"], ["-march=native", "-mcpu=native"], ["-fopenmp", "-march=native"]]
 )
 def test_a_compiler_that_knows_less_builds_what_it_can(refused, tmp_path, monkeypatch):
-    compiler = next(path for name in compiled.COMPILERS if (path := shutil.which(name)))
     script = tmp_path / "cc"
     patterns = "|".join(f"*' {flag} '*" for flag in refused)
-    script.write_text(f'#!/bin/sh\ncase " $* " in {patterns}) exit 1;; esac\n{compiler} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncase " $* " in {patterns}) exit 1;; esac\n{compiler()} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     assert mean_squares_are_right()
@@ -149,7 +158,7 @@ def test_without_sources_torch_takes_over(monkeypatch):
 
 
 @pytest.mark.parametrize("loaded_before", [True, False])
-def test_a_forked_child_counts_the_same_alone(loaded_before):
+def test_a_forked_child_counts_the_same_alone(loaded_before, tmp_path):
     """The threads of OpenMP are gone there, and waiting for them would never end."""
     program = f"""
 import json, os, signal, torch
@@ -169,10 +178,9 @@ assert os.waitpid(child, 0)[1] == 0
 with open("found") as file:
     assert json.load(file) == [values.tolist() for values in token_statistics(x, path="c")[:7]]
 """
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder, timeout=120
-        )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

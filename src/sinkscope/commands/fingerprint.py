@@ -95,14 +95,12 @@ def fingerprint_command(
     asked = asdict(config)
     goes_on = parts.path is not None and parts.path.exists()
     try:
-        with terminal.steps() as work:
+        way_on = f"the same command with --out {path} goes on"
+        with options.finished_parts_are_kept(way_on), terminal.steps() as work:
             result = fingerprint(asked.pop("models"), **asked, parts=parts, work=work)  # type: ignore[arg-type]
     except InputError:
         if not goes_on:
             parts.discard()  # a command that is refused leaves all as it was
-        raise
-    except KeyboardInterrupt:
-        print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)
         raise
     with run_folder(path, overwrite) as folder:
         command = shlex.join(["sinkscope", *sys.argv[1:]])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -106,6 +109,16 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
             next_step="Choose another folder with --out, or remove the training run yourself",
         )
     return path
+
+
+@contextmanager
+def finished_parts_are_kept(way_on: str) -> Iterator[None]:
+    """Around work that goes on after Ctrl-C, which then says how."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"sinkscope: what is finished is kept; {way_on}", file=sys.stderr)
+        raise
 
 
 def write_pictures(folder: RunFolder, trace: Trace) -> None:

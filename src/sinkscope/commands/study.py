@@ -85,11 +85,8 @@ def study_command(
         runs, page = _both(config, path, overwrite)
     else:
         runs, page = {path: config}, None
-    try:
+    with options.finished_parts_are_kept(f"the same command with --out {path} goes on"):
         _study(runs, page, options.load_model(config), overwrite, quiet=as_json)
-    except KeyboardInterrupt:
-        print(f"sinkscope: what is finished is kept; the same command with --out {path} goes on", file=sys.stderr)
-        raise
     if as_json:
         texts = [(run / "summary.json").read_text(encoding="utf-8") for run in runs]
         print(texts[0] if page is None else f"[{', '.join(texts)}]")
@@ -112,12 +109,9 @@ def study_run(model: str) -> Path:
     """The run folder of a study of a model with every option at its default, made now."""
     config = StudyConfig(model=model)
     path = options.run_path(None, model, overwrite=False)
-    try:
+    command = shlex.join(["sinkscope", "study", model, "--out", str(path)])
+    with options.finished_parts_are_kept(f"{command} goes on, and {path} can be compared"):
         _study({path: config}, None, options.load_model(config), overwrite=False, quiet=False)
-    except KeyboardInterrupt:
-        command = shlex.join(["sinkscope", "study", model, "--out", str(path)])
-        print(f"sinkscope: what is finished is kept; {command} goes on, and {path} can be compared", file=sys.stderr)
-        raise
     return path
 
 

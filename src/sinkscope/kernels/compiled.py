@@ -74,6 +74,9 @@ def _library() -> ctypes.CDLL | None:
 
 def _found(command: list[str]) -> ctypes.CDLL | None:
     """The library as it was kept, else built anew."""
+    # torch for ARM loads its OpenMP for itself alone: it is shown to others here, where it is loaded at all.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
     folder = _cache_folder()
     if folder is not None:
         for way in WAYS:
@@ -109,9 +112,6 @@ def _built(command: list[str], way: tuple[str, ...], folder: Path | None) -> cty
 
 
 def _load(library: Path) -> ctypes.CDLL:
-    # torch for ARM loads its OpenMP for itself alone: it is shown to others here, where it is loaded at all.
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
     return ctypes.CDLL(str(library), mode=os.RTLD_NOW)
 
 

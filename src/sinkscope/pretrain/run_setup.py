@@ -46,6 +46,9 @@ class PretrainConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
+KEYS_OF_A_RUN = {field.name for field in dataclasses.fields(PretrainConfig)}
+
+
 def resolve(
     config: str,
     *,
@@ -83,7 +86,7 @@ def resolve(
 def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
     is_file = config.endswith((".yaml", ".yml"))
-    file: dict[str, Any] = read_yaml(Path(config).expanduser()) if is_file else {"preset": config}
+    file: dict[str, Any] = read_yaml(Path(config).expanduser(), KEYS_OF_A_RUN) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)
     model = preset(name)
     vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
@@ -195,8 +198,7 @@ def _saved_configuration(run: Path) -> dict[str, Any]:
     if not is_training_run(run):
         return {}
     saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    fields = {field.name for field in dataclasses.fields(PretrainConfig)}
-    return saved | {"training": with_defaults(saved["training"])} if saved.keys() == fields else {}
+    return saved | {"training": with_defaults(saved["training"])} if saved.keys() == KEYS_OF_A_RUN else {}
 
 
 def _instead_of_a_run(folder: Path) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(training)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, keys_of_a_run: Set[str]) -> dict[str, Any]:
     """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -159,8 +159,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
             found=f"other YAML in {path.name}",
             next_step="Correct the file",
         )
-    of_a_run = value.keys() == {"data", "validation", "model", "vocab_size", "training"}
-    if not of_a_run and (unknown := sorted(map(str, value.keys() - {"preset", "model", "training"}))):
+    unknown = sorted(map(str, value.keys() - {"preset", "model", "training"}))
+    if unknown and value.keys() != keys_of_a_run:
         raise InputError(
             expected="the keys preset, model and training",
             found=f"{', '.join(unknown)} in {path.name}",

@@ -20,7 +20,6 @@ from sinkscope.results.run_folder import check_output, check_page, is_training_r
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
-PLURALS = {"study": "studies", "trace": "traces"}
 Labelled = Sequence[tuple[str, Run]]
 
 
@@ -80,7 +79,7 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
     runs = [(_letter(index), run) for index, run in enumerate(read)]
     told = [f"{letter} {run.label}: {run.answer}" for letter, run in runs]
     if not trained:
-        _write(destination, f"Comparison of {_counted(read)}", runs)
+        _write(destination, _title(read, 0), runs)
         return "\n".join(told)
     from sinkscope.pretrain.comparison import compare_training
     from sinkscope.report.training_page import TablesBeside, answer, training_parts
@@ -89,9 +88,8 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
     with run_folder(tables_path(destination), overwrite) as folder:
         suffix = comparison.write(folder)
         part = training_parts(comparison, TablesBeside(tables_path(destination).name, suffix))
-        title = f"Comparison of {f'{_counted(read)} and ' if read else ''}{len(trained)} training runs"
         # Inside the block: a page that cannot be written leaves no tables either.
-        _write(destination, title, runs, [*comparison.variants], *part)
+        _write(destination, _title(read, len(trained)), runs, [*comparison.variants], *part)
     return "\n".join([answer(comparison), *told, f"Tables: {tables_path(destination)}"])
 
 
@@ -116,9 +114,15 @@ def _write(
     write_page(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
 
 
-def _counted(runs: Sequence[Run]) -> str:
-    kind = runs[0].kind if len({run.kind for run in runs}) == 1 else "mixed"
-    return f"{len(runs)} {PLURALS.get(kind, 'runs')}"
+def _title(runs: Sequence[Run], num_trained: int) -> str:
+    """What is compared, counted by its kind."""
+    kinds = [run.kind for run in runs]
+    counts = [
+        (kinds.count("study"), "study", "studies"),
+        (kinds.count("trace"), "trace", "traces"),
+        (num_trained, "training run", "training runs"),
+    ]
+    return f"Comparison of {' and '.join(f'{n} {one if n == 1 else many}' for n, one, many in counts if n)}"
 
 
 def _letter(index: int) -> str:
