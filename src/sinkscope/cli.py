@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -59,7 +63,7 @@ app.command("models")(models_command)
 OUT_OF_MEMORY = InputError(
     expected="memory for this model and these tokens",
     found="the device full",
-    next_step="Give fewer or shorter sequences, a smaller --dtype or, to pretrain, a smaller --micro-batch-size",
+    next_step="Give fewer or shorter sequences, a smaller `dtype` or, to pretrain, a smaller `micro_batch_size`",
 )
 
 
@@ -70,19 +74,55 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except InputError as error:
-        print(f"sinkscope: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        print(f"sinkscope: {OUT_OF_MEMORY}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         print("sinkscope: interrupted; no run was written", file=sys.stderr)
         sys.exit(130)
 
 
+def _refuse(error: InputError) -> NoReturn:
+    # The group itself has no option that takes a value, so the command's name comes first.
+    command = typer.main.get_command(app).commands.get(sys.argv[1]) if len(sys.argv) > 1 else None  # type: ignore
+    print(f"sinkscope: {in_options(str(error), command.params if command else ())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def in_options(text: str, parameters: Iterable[Any]) -> str:
+    """`text` with the parameters that it names in backticks written as options of the command that has them."""
+    known = {parameter.name: parameter for parameter in parameters}
+
+    def typed(match: re.Match) -> str:
+        name, value = match.groups()
+        return _as_typed(known[name], value) if name in known else match[0]
+
+    return re.sub(r"`([a-z_]+)(?:=([^`]+))?`", typed, text)
+
+
+def _as_typed(parameter: Any, text: str | None) -> str:
+    """A parameter, with or without a value as Python writes it, as it is typed on a command line."""
+    is_argument = parameter.param_type_name == "argument"
+    flag = parameter.name.upper() if is_argument else parameter.opts[0]
+    if text is None:
+        return flag
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a stand-in, such as N
+        value = text
+    if isinstance(value, bool):
+        if parameter.is_flag:
+            return flag if value else next(iter(parameter.secondary_opts), f"no {flag}")
+        value = "yes" if value else "no"
+    elif isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    typed = shlex.quote(str(value))
+    return typed if is_argument else f"{flag} {typed}"
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     """By name and text: asking torch for its class would import it for every --help."""
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return named or "can't allocate memory" in str(error)
+    return named or any(words in str(error) for words in ("can't allocate memory", "not enough memory"))
