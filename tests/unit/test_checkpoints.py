@@ -20,6 +20,7 @@ from sinkscope.results import run_folder
 from sinkscope.results.tables import read_table
 
 MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+MODEL["attention_variant"] = "equal_variance"  # training changes its buffers too
 TRAINING = {
     "steps": 8,
     "batch_size": 4,

@@ -156,7 +156,8 @@ def test_schedules_by_hand():
 
 
 def test_weight_decay_acts_on_matrices_and_muon_on_those_of_the_blocks():
-    model = Decoder(decoder_config(preset("tiny") | {"attention_variant": "head_norm"}))
+    norm = {"attention_variant": "head_norm", "variant_options": {"per_head": True, "offset": True}}
+    model = Decoder(decoder_config(preset("tiny") | norm))
     names = {parameter: name for name, parameter in model.named_parameters()}
     (adamw,) = build_optimisers(model, model.blocks, TINY)
     decayed, plain_group = ([names[p] for p in group["params"]] for group in adamw.param_groups)

@@ -64,6 +64,13 @@ def formula(name: str, parameters: dict[str, Tensor], q: Tensor, k: Tensor, v: T
         o = rms_normed(o, parameters["head_norm.weight"]) + parameters.get("head_norm.offset", 0)
     if name == "first_norm":
         o = torch.cat([rms_normed(o[:, :1], parameters["head_norm.weight"]), o[:, 1:]], 1)
+    if name == "scale":
+        o = o * parameters["scale.weight"]
+    if name == "equal_variance":  # what a fresh model keeps: no mean, equal variances, until the batch has told it more
+        first, later = o[:, 0].detach(), o[:, -(o.shape[1] // 2) :].detach()
+        if o.shape[1] > 1:
+            mean, shrink = first.mean(0), (later.var(0).mean() / first.var(0).mean()).sqrt().clamp(max=1)
+            o = torch.cat([(mean + shrink * (o[:, 0] - mean))[:, None], o[:, 1:]], 1)
     if name == "head_gate":
         o = o * torch.sigmoid(x @ parameters["gate_proj.weight"].T).unsqueeze(-1)
     if name in ("gate", "head_norm_gate"):
@@ -154,6 +161,36 @@ def test_one_query_after_a_cache(name):
 def test_says_which_path_runs(name):
     paths = build_variant(name, SHAPE, {}).paths(torch.empty(0))
     assert set(paths) == {"attention"} | ({"head_norm"} if name in NORMED else set())
+
+
+def test_equal_variance_follows_training_batches_alone():
+    """After two batches it keeps the means of both, and outside training a sequence does not depend on its batch."""
+    variant = made("equal_variance", torch.float64)
+    seen = []
+    for seed in (1, 2):
+        q, k, v, x = inputs(8, torch.float64, seed)
+        run(variant, q, k, v, x)
+        seen.append(variant.attend_plain(*(part.transpose(1, 2) for part in (q, k, v)), None)[0])
+    first = torch.stack([o[:, 0].var(0).mean() for o in seen]).mean()
+    later = torch.stack([o[:, 4:].var(0).mean() for o in seen]).mean()
+    mean = torch.stack([o[:, 0].mean(0) for o in seen]).mean(0)
+    assert later < first, "the control: there is something to take away"
+    kept = {name: buffer.clone() for name, buffer in variant.named_buffers()}
+    torch.testing.assert_close(kept["first.mean"], mean)
+    torch.testing.assert_close(kept["first.later_variance"] / kept["first.first_variance"], later / first)
+    variant.eval()
+    q, k, v, x = inputs(8, torch.float64, 3)
+    whole = run(variant, q, k, v, x)
+    alone = run(variant, q[:1], k[:1], v[:1], x[:1])
+    torch.testing.assert_close(alone, whole[:1])
+    o = v[:, 0].repeat_interleave(2, 1)  # position 0 sees itself alone
+    torch.testing.assert_close(whole[:, 0], (mean + (later / first).sqrt() * (o - mean)).flatten(1))
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in variant.named_buffers())
+    with torch.no_grad():
+        run(variant.train(), q, k, v, x)  # held-out text is evaluated so
+    assert torch.equal(variant.first.mean, kept["first.mean"])
+    run(variant, q, k, v, x)
+    assert not torch.equal(variant.first.mean, kept["first.mean"]), "the control"
 
 
 def test_lambda_is_shared_across_heads_by_default():

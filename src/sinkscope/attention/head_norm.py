@@ -1,6 +1,7 @@
-"""HeadRMSNorm: the value aggregation of each head divided by its root mean square, before the output projection.
+"""What becomes of the value aggregation of each head before the output projection, with learned or kept numbers.
 
-Axes: H heads, D head size.
+HeadRMSNorm divides it by its root mean square, HeadScale only scales it, and EqualisedFirst takes the excess variance
+of position 0 away. Axes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -44,3 +45,59 @@ class HeadRMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_size={self.head_size}, lambda={tuple(self.weight.shape)}"
+
+
+class HeadScale(nn.Module):
+    """o * lambda per head, without the division: the control for what a small lambda alone does."""
+
+    def __init__(self, head_size: int, *, initial_lambda: float) -> None:
+        super().__init__()
+        self.initial_lambda = initial_lambda
+        self.weight = nn.Parameter(torch.full((head_size,), float(initial_lambda)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H * D] from heads [..., H, D]."""
+        return (x * self.weight.to(x.dtype)).flatten(-2)
+
+
+class EqualisedFirst(nn.Module):
+    """o <- mu + s (o - mu) at position 0 only, s = min(1, sqrt(variance of later positions / variance of position 0)).
+
+    mu [H, D] is the mean of o at position 0 over sequences. A variance is taken over sequences, unbiased, and averaged
+    over channels; the later one also over the later half of the positions. All three follow the training batches with
+    `MEMORY`, are constants to the gradient, and stay as they are outside training: a sequence's output does not depend
+    on the others in its batch.
+    """
+
+    MEMORY = 0.99
+    """Weight of the past in each training batch; the first batches count equally."""
+
+    mean: Tensor
+    first_variance: Tensor
+    later_variance: Tensor
+    num_batches: Tensor
+
+    def __init__(self, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_heads, head_size))
+        for name, value in (("first_variance", 1.0), ("later_variance", 1.0), ("num_batches", 0.0)):
+            self.register_buffer(name, torch.tensor(value))
+
+    def forward(self, o_BTHD: Tensor, is_first_BT1: Tensor) -> Tensor:
+        """[B, T, H, D]; `is_first` says which tokens are at position 0."""
+        if self.training and torch.is_grad_enabled() and o_BTHD.shape[0] > 1 and o_BTHD.shape[1] > 1:
+            self._follow(o_BTHD.detach())
+        wide = o_BTHD.to(torch.promote_types(o_BTHD.dtype, torch.float32))
+        shrink = (self.later_variance / self.first_variance.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+        equalised = self.mean + shrink.clamp(max=1.0) * (wide - self.mean)
+        return torch.where(is_first_BT1.unsqueeze(-1), equalised.to(o_BTHD.dtype), o_BTHD)
+
+    @torch.no_grad()
+    def _follow(self, o_BTHD: Tensor) -> None:
+        wide = o_BTHD.to(self.mean.dtype)
+        self.num_batches.add_(1)
+        weight = (1 / self.num_batches).clamp(min=1 - self.MEMORY)
+        length = wide.shape[1]
+        self.mean.lerp_(wide[:, 0].mean(0), weight)
+        self.first_variance.lerp_(wide[:, 0].var(0).mean(), weight)
+        self.later_variance.lerp_(wide[:, length - length // 2 :].var(0).mean(), weight)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.attention.head_norm import EqualisedFirst, HeadRMSNorm, HeadScale
 from sinkscope.attention.sink_attention import can_fuse_sink, sink_attention
 from sinkscope.errors import InputError
 from sinkscope.kernels.head_rms_norm import head_rms_norm_path
@@ -127,12 +127,35 @@ class HeadNorm(Softmax):
 
 
 class FirstNorm(HeadNorm):
-    """o <- o / RMS(o) * lambda per head at position 0 only: takes its variance away, and changes no other token."""
+    """o <- o / RMS(o) * lambda per head at position 0 only, and no other token changes.
+
+    This fixes the energy of position 0, not its variance across sequences: see `EqualVariance` for that one.
+    """
 
     def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
-        # The first angle is the position itself, whose sine is 0 at position 0 only, also behind a cache or padding.
-        is_first_BT1 = rotation[1][..., :1] == 0
-        return torch.where(is_first_BT1, super().leave(o_BTHD, x_BTE, rotation), o_BTHD.flatten(2))
+        return torch.where(_is_first(rotation), super().leave(o_BTHD, x_BTE, rotation), o_BTHD.flatten(2))
+
+
+class EqualVariance(Softmax):
+    """o <- mu + s (o - mu) at position 0 only, s the factor that leaves it the variance of later positions."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.first = EqualisedFirst(shape.num_heads, shape.head_size)
+
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
+        return self.first(o_BTHD, _is_first(rotation)).flatten(2)
+
+
+class Scale(Softmax):
+    """o <- o * lambda per head: head_norm without its division."""
+
+    def __init__(self, shape: AttentionShape, *, initial_lambda: float = 0.25) -> None:
+        super().__init__(shape)
+        self.scale = HeadScale(shape.head_size, initial_lambda=initial_lambda)
+
+    def leave(self, o_BTHD: Tensor, x_BTE: Tensor, rotation: Rotation) -> Tensor:
+        return self.scale(o_BTHD)
 
 
 class Gate(Softmax):
@@ -265,7 +288,9 @@ class ValueNorm(Softmax):
 VARIANTS: Mapping[str, type[Softmax]] = {
     "softmax": Softmax,
     "head_norm": HeadNorm,
+    "scale": Scale,
     "first_norm": FirstNorm,
+    "equal_variance": EqualVariance,
     "gate": Gate,
     "head_gate": HeadGate,
     "head_norm_gate": HeadNormGate,
@@ -308,6 +333,12 @@ def _options_of(variant: type[Softmax]) -> dict[str, Any]:
         for parameter in inspect.signature(ancestor.__init__).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
+
+
+def _is_first(rotation: Rotation) -> Tensor:
+    """[.., T, 1] which tokens are at position 0, also after a cache or padding: there alone the first angle's sine,
+    the position's own, is 0."""
+    return rotation[1][..., :1] == 0
 
 
 def _repeated(x_BKSD: Tensor, num_heads: int) -> Tensor:

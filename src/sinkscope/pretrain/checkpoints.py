@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -34,8 +34,8 @@ RECORD = "checkpoint.json"
 TENSORS = "training.safetensors"
 SHARDS = "shards"
 
-Parameters = dict[str, nn.Parameter]
-"""By name; sharded or whole, as the optimisers hold them."""
+Parameters = dict[str, Tensor]
+"""By name, and a model's buffers with them; sharded or whole, as the optimisers hold them."""
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ weights wherever both have them.
 | q, k, v, gate and up projections; gates of attention | normal, std initializer_range |
 | o and down projections, which write into the residual stream | normal, std initializer_range / sqrt(2 layers) |
 | gains of RMSNorm, also of qk_norm and value_norm | 1 |
-| lambda of head-wise RMSNorm | initial_lambda (0.25) |
+| lambda of head-wise RMSNorm and of scale | initial_lambda (0.25) |
 | offset of head-wise RMSNorm, learned sinks | 0 |
 
 Axes: B batch, T position, H heads, K key-value heads, D head size, E width, F neurons, V vocabulary.
@@ -31,7 +31,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.attention.head_norm import HeadRMSNorm, HeadScale
 from sinkscope.attention.variants import RMSNorm, Rotation, build_variant
 from sinkscope.models.anatomy import Anatomy, describe
 from sinkscope.models.families import Family
@@ -240,7 +240,7 @@ class Decoder(PreTrainedModel, GenerationMixin):
                 continue
             if isinstance(module, nn.Linear | nn.Embedding) or name.startswith("raw_"):
                 initialization.copy_(parameter, self._drawn(module, name))
-            elif isinstance(module, HeadRMSNorm) and name == "weight":
+            elif isinstance(module, HeadRMSNorm | HeadScale) and name == "weight":
                 initialization.constant_(parameter, module.initial_lambda)
             else:
                 initialization.constant_(parameter, float(isinstance(module, RMSNorm)))

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.pretrain.training_config import TrainingConfig
 
 
@@ -20,8 +21,10 @@ def build_optimisers(
     AdamW reads its learning rate on the device, so that a graph of its step can be launched with another one.
     """
     inside = {id(parameter) for parameter in blocks.parameters()}
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    norms = [module for module in model.modules() if isinstance(module, HeadRMSNorm)]
+    gains = {id(p) for norm in norms for p in norm.parameters()}  # a gain for each head is a table, but no matrix
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in gains]
+    vectors = [p for p in model.parameters() if p.requires_grad and (p.ndim < 2 or id(p) in gains)]
     by_muon = [p for p in matrices if config.optimiser == "muon" and id(p) in inside and p.ndim == 2]
     taken = {id(p) for p in by_muon}
     by_adamw = [p for p in matrices if id(p) not in taken]

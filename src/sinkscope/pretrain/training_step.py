@@ -50,8 +50,9 @@ class TrainingStep:
         if compile:
             compile_blocks(model)
         self.loss = spread(LanguageModelLoss(model, config.skipped_targets), model.blocks, group)
-        # Kept, since FSDP2 shows gathered weights in their place after a forward pass.
-        self.parameters = dict(model.named_parameters())
+        # Kept, since FSDP2 shows gathered weights in their place after a forward pass. Buffers are changed by training
+        # too, where a variant keeps statistics.
+        self.parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         # Muon's step reads its learning rate on the host, and collectives belong to all processes at once.
         on_one_device = group.device.type == "cuda" and group.mode == "single"
         self._is_recorded = record and compile and on_one_device and config.optimiser == "adamw"
