@@ -34,7 +34,7 @@ from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.results.run_folder import whole_file
+from sinkscope.results.atomic import whole_file
 from sinkscope.statistics import average_ranks
 
 NUM_SHUFFLES = 2000

@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_refused(run, sinkscope, tmp_path, content):
 
 
 def test_a_refused_command_keeps_what_an_interrupted_one_finished(run, sinkscope, tmp_path):
-    parts = tmp_path / ".found.parts"
+    parts = tmp_path / ".found.sinkscope-parts"
     parts.mkdir()
     (parts / "batch").write_text("finished")
     assert sinkscope("fingerprint", run, run, "--method", "guess", "--out", "found").code == 2

@@ -177,7 +177,7 @@ def test_an_interrupted_study_goes_on_from_its_finished_parts(
     assert visible(tmp_path) == {"whole"}
     assert ran == whole[:7]
     # A part that was cut off is made again.
-    part = tmp_path / ".run.parts" / f"{whole[2]}.safetensors"
+    part = tmp_path / ".run.sinkscope-parts" / f"{whole[2]}.safetensors"
     part.write_bytes(part.read_bytes()[:-10])
     ran.clear()
     # A command that is refused leaves the parts alone.
@@ -203,7 +203,7 @@ def test_an_interruption_while_writing_costs_no_condition(chain_folder, sinkscop
     with monkeypatch.context() as patch:
         patch.setattr(page, "write_study_page", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert sinkscope("study", chain_folder, *SMALL, "--out", "run").code == 130
-    assert {entry.name for entry in tmp_path.iterdir()} == {".run.parts"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {".run.sinkscope-parts"}
     ran.clear()
     assert sinkscope("study", chain_folder, *SMALL, "--out", "run").code == 0
     assert ran == []

@@ -36,7 +36,9 @@ LAYERS = {
 WITHIN_LAYER_0 = {
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
-    ("results.parts", "results.run_folder"),
+    ("results.run_folder", "results.atomic"),
+    ("results.parts", "results.atomic"),
+    ("results.tables", "results.atomic"),
     ("results.fingerprint_schemas", "results.tables"),
     ("results.study_schemas", "results.tables"),
     ("results.bias_schemas", "results.tables"),

@@ -3,11 +3,11 @@
 import errno
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,8 +17,10 @@ import pytest
 import yaml
 
 from sinkscope.errors import InputError
+from sinkscope.results import atomic
 from sinkscope.results import run_folder as module
-from sinkscope.results.run_folder import check_output, default_run_path, run_folder, whole_file
+from sinkscope.results.atomic import locked, whole_file
+from sinkscope.results.run_folder import check_output, check_page, default_run_path, remove_run, run_folder
 from sinkscope.results.tables import Column, Schema, read_table
 
 SCHEMA = Schema("sinks", (Column("position", "int", "position of the sink"),))
@@ -45,10 +47,9 @@ def test_a_run_appears_whole_and_at_once(tmp_path):
         folder.write_table(SCHEMA, {"position": [0, 3]})
         assert not path.exists()
         assert folder.path.parent == path.parent
-        assert folder.path.name.startswith(".run.")
-        assert folder.path.name.endswith(".partial")
+        assert folder.path.name == ".run.sinkscope-partial"
     assert folder.path == path
-    assert names(path) == {"summary.json", "config.yaml", "sinks.parquet"}
+    assert names(path) == {".sinkscope", "summary.json", "config.yaml", "sinks.parquet"}
     assert names(path.parent) == {"run"}
     assert (path / "config.yaml").read_text(encoding="utf-8") == "b:\n- 1\n- é\na: null\n"
     assert read_table(path / "sinks") == {"position": [0, 3]}
@@ -58,8 +59,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "rows.json"
     with whole_file(path) as partial:
         partial.write_text("first")
-        assert names(tmp_path) == {partial.name}
-        assert partial.name.startswith(".rows.json.")
+        assert names(tmp_path) == {".rows.json.sinkscope-partial", ".rows.json.sinkscope-lock"}
     assert names(tmp_path) == {"rows.json"}
     for error in (RuntimeError, KeyboardInterrupt):
         with pytest.raises(error), whole_file(path) as partial:
@@ -90,9 +90,9 @@ def test_an_error_leaves_nothing_new(tmp_path, error, overwrite):
 
 def test_existing_folder_is_refused_before_any_work(tmp_path):
     write_run(tmp_path / "run")
-    with pytest.raises(InputError, match="--overwrite"), run_folder(tmp_path / "run"):
+    with pytest.raises(InputError, match="`overwrite=True`"), run_folder(tmp_path / "run"):
         pytest.fail("the block must not run")
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="`overwrite=True`"):
         check_output(tmp_path / "run")
     check_output(tmp_path / "other")  # the control
     assert names(tmp_path) == {"run"}
@@ -107,18 +107,103 @@ def test_overwrite_replaces_the_whole_folder(tmp_path):
         assert text_of(path) == "first"  # untouched until the new one is whole
         folder.write_json("summary.json", {"text": "second"})
     assert text_of(path) == "second"
-    assert names(path) == {"summary.json"}
+    assert names(path) == {".sinkscope", "summary.json"}
     assert names(tmp_path) == {"run"}
 
 
-def test_overwrite_deletes_only_runs(tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    check_output(home, overwrite=True)  # an empty folder holds nothing to lose
-    (home / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="would be deleted"), run_folder(home, overwrite=True):
+def a_home(path: Path) -> None:
+    (path / "thesis.tex").write_text("years of work")
+
+
+def a_project(path: Path) -> None:
+    (path / "config.yaml").write_text("model: {}\ntraining: {}\n")
+    (path / "summary.json").write_text("{}")
+    (path / "environment.json").write_text("{}")
+
+
+def a_repository(path: Path) -> None:
+    a_project(path)
+    (path / ".git").mkdir()
+    (path / ".git" / "HEAD").write_text("ref: refs/heads/main")
+
+
+def a_mark_of_somebody_else(path: Path) -> None:
+    (path / ".sinkscope").write_text("notes.txt")
+    (path / "notes.txt").write_text("mine")
+
+
+def a_damaged_mark(path: Path) -> None:
+    (path / ".sinkscope").write_bytes(b"\xff\x00")
+
+
+@pytest.mark.parametrize("make", [a_home, a_project, a_repository, a_mark_of_somebody_else, a_damaged_mark])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_without_our_mark_is_never_replaced(tmp_path, make, linked):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    out = tmp_path / "link" if linked else folder
+    if linked:
+        out.symlink_to(folder)
+    check_output(out, overwrite=True)  # the control: an empty folder holds nothing to lose
+    make(folder)
+    before = {file: file.is_dir() or file.read_bytes() for file in folder.rglob("*")}
+    with pytest.raises(InputError, match=r"no \.sinkscope in it"), run_folder(out, overwrite=True):
         pytest.fail("the block must not run")
-    assert names(home) == {"thesis.tex"}
+    assert {file: file.is_dir() or file.read_bytes() for file in folder.rglob("*")} == before
+    assert names(tmp_path) == {"folder", *(["link"] if linked else [])}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model/notes.txt", ".git/HEAD", "model/.sinkscope.bak", "link"])
+def test_a_file_of_the_users_in_a_run_is_named_and_kept(tmp_path, name):
+    path = tmp_path / "run"
+    for overwrite in (False, True):  # the control: a run of ours alone is replaced
+        with run_folder(path, overwrite, later=["metrics.jsonl"]) as folder:
+            (folder.path / "model").mkdir()
+            (folder.path / "model" / "config.json").write_text("{}")
+        (path / "metrics.jsonl").write_text("")
+        with run_folder(path / "checkpoints" / "step-1") as folder:
+            folder.write_json("checkpoint.json", {})
+        (path / ".metrics.jsonl.sinkscope-partial").write_text("what a killed process left")
+    mine = path / name
+    mine.parent.mkdir(exist_ok=True)
+    if name == "link":
+        (tmp_path / "elsewhere").mkdir()
+        mine.symlink_to(tmp_path / "elsewhere")
+    else:
+        mine.write_text("mine")
+    with pytest.raises(InputError, match=f"found {name} in it.*move that"):
+        write_run(path, overwrite=True)
+    assert mine.is_symlink() or mine.read_text() == "mine"
+    mine.unlink()
+    write_run(path, "second", overwrite=True)
+    assert text_of(path) == "second"
+
+
+def test_the_folder_one_stands_in_is_not_moved_away(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    for path in (Path("."), tmp_path / "run"):
+        with pytest.raises(InputError, match="started in"):
+            check_output(path, overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="started in"):
+        check_output(Path(".."), overwrite=True)
+    with pytest.raises(InputError, match="a place inside a folder"):
+        check_output(Path("/"), overwrite=True)
+    write_run(Path("run"), "second", overwrite=True)  # the control
+
+
+def test_only_pages_of_ours_are_replaced(tmp_path):
+    page = tmp_path / "index.html"
+    check_page(page)
+    page.write_text("<!doctype html><title>my own page</title>")
+    for overwrite, found in ((False, "one that exists"), (True, "another file")):
+        with pytest.raises(InputError, match=found):
+            check_page(page, overwrite)
+    page.write_text(f"<!doctype html>\n{module.PAGE_MARK}")
+    check_page(page, overwrite=True)  # the control
+    with pytest.raises(InputError, match="a folder"):
+        check_page(tmp_path, overwrite=True)
 
 
 def test_a_failed_swap_puts_the_old_folder_back(tmp_path, monkeypatch):
@@ -127,7 +212,7 @@ def test_a_failed_swap_puts_the_old_folder_back(tmp_path, monkeypatch):
     rename = Path.rename
 
     def fails_for_the_new_one(self, target):
-        if self.name.endswith(".partial"):
+        if self.name.endswith("-partial"):
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 
@@ -145,7 +230,8 @@ def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
     path = tmp_path / "run"
     with pytest.raises(InputError, match="one that exists"), run_folder(path) as folder:
         folder.write_json("summary.json", {"text": "late"})
-        write_run(path, "early")
+        path.mkdir()
+        (path / "summary.json").write_text('{"text": "early"}')
     assert text_of(path) == "early"
     assert names(tmp_path) == {"run"}
 
@@ -186,13 +272,14 @@ def test_kill_leaves_no_run_and_the_next_run_clears_up(tmp_path):
     write_run(path, "before")
     child = start_child(path)
     try:
-        (partial,) = names(tmp_path) - {"run"}
-        check_output(path, overwrite=True)
-        assert partial in names(tmp_path)  # the control: what a living process writes is left alone
+        left = {"run", ".run.sinkscope-partial", ".run.sinkscope-lock"}
+        with pytest.raises(InputError, match="another run that is writing there"):
+            check_output(path, overwrite=True)
+        assert names(tmp_path) == left  # the control: what a living process writes is left alone
     finally:
         child.kill()
         child.communicate()
-    assert names(tmp_path) == {"run", partial}
+    assert names(tmp_path) == left
     assert text_of(path) == "before"
     write_run(path, "after", overwrite=True)
     assert names(tmp_path) == {"run"}
@@ -204,9 +291,9 @@ def test_kill_without_an_older_run(tmp_path):
     child.kill()
     child.communicate()
     assert not (tmp_path / "run").exists()
-    assert len(names(tmp_path)) == 1
+    left = names(tmp_path)
     write_run(tmp_path / "other")
-    assert len(names(tmp_path)) == 2  # the leftover of another path is not ours to judge
+    assert names(tmp_path) == left | {"other"}  # the leftover of another path is not ours to judge
     write_run(tmp_path / "run")
     assert names(tmp_path) == {"run", "other"}
 
@@ -220,7 +307,7 @@ def test_kill_between_the_two_renames_loses_nothing(tmp_path):
         from sinkscope.results.run_folder import run_folder
         rename = Path.rename
         def slow_rename(self, target):
-            if self.name.endswith(".partial"):
+            if self.name.endswith("-partial"):
                 print("written", flush=True)
                 time.sleep(60)
             return rename(self, target)
@@ -232,7 +319,7 @@ def test_kill_between_the_two_renames_loses_nothing(tmp_path):
     child.kill()
     child.communicate()
     assert not path.exists()
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="`overwrite=True`"):
         check_output(path)
     assert names(tmp_path) == {"run"}
     assert text_of(path) == "before"
@@ -246,17 +333,67 @@ def test_ctrl_c_cleans_up_in_a_real_process(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_a_partial_of_another_machine_is_left_alone(tmp_path, monkeypatch):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    here = tmp_path / f".run.{dead.pid}-{module._host()}-00000000.partial"
-    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
-    there = tmp_path / f".run.{dead.pid}-{module._host()}-00000000.partial"
-    monkeypatch.undo()
-    here.mkdir()
-    there.mkdir()
-    write_run(tmp_path / "run")
-    assert names(tmp_path) == {"run", there.name}
+def test_one_writer_at_a_time(tmp_path):
+    path = tmp_path / "deep" / "run"
+    refused = []
+
+    def second():
+        with pytest.raises(InputError, match="another run that is writing there"), locked(path):
+            pytest.fail("the block must not run")
+        with locked(tmp_path / "deep" / "other"):  # the control
+            refused.append(True)
+
+    with locked(path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert refused
+        (tmp_path / "link").symlink_to(tmp_path / "deep")
+        with locked(tmp_path / "link" / "run"):  # one's own lock is taken again, by any name of the folder
+            pass
+        assert names(path.parent) == {".run.sinkscope-lock"}
+    assert names(tmp_path) == {"link"}  # the folder made for the lock went with it
+    with pytest.raises(RuntimeError), locked(path):
+        raise RuntimeError
+    with locked(path):  # an error gives it back
+        path.mkdir()
+    assert names(tmp_path / "deep") == {"run"}
+
+
+def test_of_many_writers_at_once_one_writes_and_the_others_are_refused(tmp_path):
+    """Each holds the lock for a moment only, so that releases and openings meet."""
+    path, inside, most = tmp_path / "run", [], []
+
+    def write():
+        for _ in range(200):
+            try:
+                with locked(path):
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+            except InputError:
+                pass
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}
+    assert len(most) < 800  # the control: they did meet
+    assert names(tmp_path) == set()
+
+
+def test_what_is_half_removed_is_still_ours(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    write_run(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", lambda path: None)  # killed on the way
+        remove_run(path)
+    assert names(path) == {".sinkscope"}
+    check_output(path, overwrite=True)
+    remove_run(path)
+    assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -333,15 +470,15 @@ def test_a_parent_without_permission(tmp_path):
     check_output(parent / "run")  # the control
 
 
-def test_a_parent_that_refuses_is_found_by_the_probe(tmp_path, monkeypatch):
+def test_a_parent_that_refuses_is_found_by_the_lock(tmp_path, monkeypatch):
     """The same promise wherever mounting is not permitted and the tests run as root."""
 
-    def refuse(self, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     check_output(tmp_path / "run")  # the control
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(InputError, match=r"Permission denied.*--out"):
+    monkeypatch.setattr(atomic.os, "open", refuse)
+    with pytest.raises(InputError, match=r"Permission denied.*`out`"):
         check_output(tmp_path / "run")
 
 

@@ -313,7 +313,7 @@ def test_forty_runs_of_ten_variants_make_one_page_with_tables(tmp_path):
     assert summary["variants"] == comparison.rows("variants")
     for name, table in comparison.tables.items():
         assert read_table(tables / name) == table
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match="`overwrite=True`"):
         compare(list(map(str, runs)), page)
     compare(list(map(str, runs)), page, overwrite=True)
 

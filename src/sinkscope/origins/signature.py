@@ -29,8 +29,8 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.pretrain.model_specs import Configuration
+from sinkscope.results.atomic import whole_file
 from sinkscope.results.parts import Parts
-from sinkscope.results.run_folder import whole_file
 
 VERSION = 1
 """Of the file and of how its numbers are made; signatures of different versions are not compared."""

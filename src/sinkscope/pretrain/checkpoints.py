@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from sinkscope.errors import InputError
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.token_shards import file_sha256
-from sinkscope.results.run_folder import run_folder
+from sinkscope.results.run_folder import remove_run, run_folder
 
 FOLDER = "checkpoints"
 RECORD = "checkpoint.json"
@@ -52,21 +49,20 @@ def save_checkpoint(
     path = run / FOLDER / f"step-{step:08d}"
     tensors = training_state(parameters, optimisers) | _generator_states(group.device)
     if group.is_first and path.exists():
-        shutil.rmtree(path)  # a damaged one: this run was resumed from one before it
+        remove_run(path)  # a damaged one: this run was resumed from one before it
     with run_folder(path) if group.is_first else contextlib.nullcontext() as folder:
         partial = Path(group.from_first(str(folder.path) if folder else ""))
         if group.mode == "fsdp":
             save_shards(tensors, checkpoint_id=partial / SHARDS)
         elif group.is_first:
-            with full_disk_explained():
-                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
         if folder is not None:
             files = sorted(file for file in partial.rglob("*") if file.is_file())
             hashes = {str(file.relative_to(partial)): file_sha256(file) for file in files}
             folder.write_json(RECORD, {"step": step, "files": hashes, **record})
     if group.is_first:
         for old in _checkpoints(run)[keep:]:
-            shutil.rmtree(old)
+            remove_run(old)
 
 
 def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
@@ -121,17 +117,6 @@ def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimize
             name = names[parameter]  # type: ignore[index]
             tensors |= {f"optimiser.{name}.{key}": value for key, value in state.items()}
     return tensors
-
-
-@contextlib.contextmanager
-def full_disk_explained() -> Iterator[None]:
-    """Turns what safetensors raises on a failed write into the OSError it was."""
-    try:
-        yield
-    except SafetensorError as error:
-        if (code := re.search(r"os error (\d+)", str(error))) is not None:
-            raise OSError(int(code[1]), str(error)) from error
-        raise
 
 
 def _checkpoints(run: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinkscope.results.run_folder import whole_file
+from sinkscope.results.atomic import whole_file
 from sinkscope.results.tables import Column, Schema, write_table
 
 METRICS = Schema(
@@ -73,10 +73,10 @@ def write_tables(run: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:
         return
     metrics = read_rows(run / "metrics.jsonl")
-    _write(run, METRICS, {c.name: [row.get(c.name) for row in metrics] for c in METRICS.columns})
+    write_table(METRICS, {c.name: [row.get(c.name) for row in metrics] for c in METRICS.columns}, run / METRICS.name)
     if (run / "probes.jsonl").exists():
         tidy = [entry for row in read_rows(run / "probes.jsonl") for entry in _tidy(row)]
-        _write(run, PROBES, {c.name: [row[c.name] for row in tidy] for c in PROBES.columns})
+        write_table(PROBES, PROBES.from_rows(tidy), run / PROBES.name)
 
 
 def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,8 +85,3 @@ def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
     for name, values in row["layers"].items():
         entries += [keys | {"quantity": name, "layer": layer, "value": value} for layer, value in enumerate(values)]
     return entries
-
-
-def _write(run: Path, schema: Schema, data: Mapping[str, list]) -> None:
-    path = write_table(schema, data, run / f".{schema.name}")
-    path.replace(run / path.name.removeprefix("."))

@@ -23,10 +23,13 @@ from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokeni
 from sinkscope.pretrain.trackers import check_tracker, tracker
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml, with_defaults
 from sinkscope.pretrain.training_run import Say, TrainingRun
-from sinkscope.results.run_folder import DISK_FULL, check_output, explained, is_training_run, run_folder
+from sinkscope.results.atomic import DISK_FULL, explained
+from sinkscope.results.run_folder import is_training_run, run_folder
 from sinkscope.runtime import environment
 
 DEFAULT_PRESET = "tiny"
+WRITTEN_LATER = ("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard")
+"""What training adds to the run folder; checkpoints, snapshots and the model are marked as ours by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +169,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
             )
         _shards(config, out).verify()
         return
-    check_output(out, overwrite)
-    with run_folder(out, overwrite) as folder:
+    with run_folder(out, overwrite, later=WRITTEN_LATER) as folder:
         folder.write_yaml("config.yaml", config.plain())
         precision = "bfloat16 autocast" if group.device.type == "cuda" else "float32"
         folder.write_json(

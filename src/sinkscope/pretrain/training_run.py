@@ -15,7 +15,7 @@ import torch
 
 from sinkscope.errors import InputError
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.pretrain.checkpoints import full_disk_explained, load_checkpoint, newest_checkpoint, save_checkpoint
+from sinkscope.pretrain.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.export import export
 from sinkscope.pretrain.metrics_log import JsonLines, read_rows, write_tables
@@ -215,13 +215,13 @@ class TrainingRun:
             self.probes.close()
             write_tables(self.run)
             summary["loss"] = read_rows(self.run / "metrics.jsonl")[-1]["loss"]
-            # Moved into place: its presence says that the run is complete.
-            RunFolder(self.run).write_json(".summary.json", summary).replace(self.run / "summary.json")
+            # Last: its presence says that the run is complete.
+            RunFolder(self.run).write_json("summary.json", summary)
             self.say(f"done in {summary['elapsed_s']:,.0f} s; the model is in {path}")
         return summary
 
     def _export(self, model: Decoder, path: Path) -> None:
-        with run_folder(path) as folder, full_disk_explained():
+        with run_folder(path) as folder:
             export(model, folder.path, tokenizer=load_tokenizer(self.shards.path))
 
     def _whole_model(self) -> Decoder | None:

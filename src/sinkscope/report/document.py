@@ -14,7 +14,7 @@ from pathlib import Path
 from sinkscope.errors import InputError
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import escaped, isolated, script_json
-from sinkscope.results.run_folder import whole_file
+from sinkscope.results.atomic import explained, whole_file
 
 
 def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
@@ -34,15 +34,8 @@ def write_page(destination: Path, title: str, body: str, figures: Sequence[Figur
         plotly=plotly,
         script=script,
     )
-    try:
-        with whole_file(destination) as partial:
-            partial.write_text(page, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise InputError(
-            expected=f"to be able to write {destination}",
-            found=error.strerror or str(error),
-            next_step="Choose another place with --out",
-        ) from error
+    with explained(destination), whole_file(destination) as partial:
+        partial.write_text(page, encoding="utf-8", newline="\n")
 
 
 def header(title: str, circumstances: str) -> str:

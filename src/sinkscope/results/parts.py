@@ -17,14 +17,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sinkscope.results.run_folder import whole_file
+from sinkscope.results.atomic import hidden_sibling, whole_file
 
 
 class Parts:
     """A hidden folder of named arrays. Without a path nothing is kept."""
 
     def __init__(self, run_path: Path | None, request: Mapping[str, Any]) -> None:
-        self.path = None if run_path is None else run_path.resolve().with_name(f".{run_path.resolve().name}.parts")
+        self.path = None if run_path is None else hidden_sibling(run_path.resolve(), "parts")
         self._request = json.dumps(request, sort_keys=True, default=str)
 
     @cached_property

@@ -1,20 +1,17 @@
-"""A run as a folder that is whole or absent.
+"""A run as a folder that is whole or absent, and that is known as ours by a mark.
 
-Everything is written into a hidden sibling, `.<name>.<pid>-<host>-<random>.partial`, and renamed when it is complete. A
-process that is killed leaves that sibling behind; the next run to the same path sees its owner dead and removes it.
+Everything is written into a hidden sibling, which is renamed when it is complete. The mark, `.sinkscope`, lists the
+files that we wrote. A folder is replaced only where it has a mark and no file but those: what is somebody else's is
+never removed.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import math
 import os
-import platform
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -27,10 +24,12 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results import tables
+from sinkscope.results.atomic import DISK_FULL, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
 
-# A folder that holds one of these was written by a run; --overwrite deletes no other folder.
-_SIGNS_OF_A_RUN = ("config.yaml", "environment.json", "summary.json")
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MARK = ".sinkscope"
+PAGE_MARK = '<meta name="generator" content="sinkscope">'
+_FIRST_LINE = "Written by sinkscope, which replaces this folder only while it holds no other files than these:"
+_REPLACE = "Choose another `out`, or replace it with `overwrite=True`"
 
 
 class RunFolder:
@@ -56,46 +55,37 @@ class RunFolder:
 
     def _write_text(self, name: str, text: str) -> Path:
         path = self.path / name
-        path.write_text(text, encoding="utf-8", newline="\n")
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8", newline="\n")
         return path
 
 
 @contextmanager
-def run_folder(path: Path, overwrite: bool = False) -> Iterator[RunFolder]:
+def run_folder(path: Path, overwrite: bool = False, *, later: Sequence[str] = ()) -> Iterator[RunFolder]:
     """A RunFolder whose files appear at `path`, all at once, when the block ends without an exception.
 
-    Any exception, Ctrl-C included, removes what was written and leaves an existing folder as it was.
+    Any exception, Ctrl-C included, removes what was written and leaves an existing folder as it was. `later` names
+    what the run itself will add to the folder: files, or folders in which all is its own.
     """
-    check_output(path, overwrite)
-    path = Path(path).resolve()
-    partial = _hidden_sibling(path, "partial")
-    try:
-        with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-        folder = RunFolder(partial)
-        with explained(path, only=DISK_FULL):  # other errors in the block need not be about this folder
-            yield folder
-        with explained(path):
-            _flush_to_disk(partial)
-            _move_into_place(partial, path, overwrite)
-        folder.path = path
-    except BaseException:
-        # ignore_errors: trouble while cleaning up must not hide what went wrong.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden sibling to write, which becomes the file `path` when the block ends without an exception."""
-    partial = _hidden_sibling(path, "partial")
-    try:
-        yield partial
-        _fsync(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with locked(path):
+        check_output(path, overwrite)
+        path = Path(path).resolve()
+        partial = hidden_sibling(path, "partial")
+        try:
+            with explained(path):
+                partial.mkdir()
+            folder = RunFolder(partial)
+            with explained(path, only=DISK_FULL):  # other errors in the block need not be about this folder
+                yield folder
+                _mark(partial, later)
+            with explained(path):
+                _flush_all(partial)
+                _move_into_place(partial, path, overwrite)
+            folder.path = path
+        except BaseException:
+            # ignore_errors: trouble while cleaning up must not hide what went wrong.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def check_output(path: Path, overwrite: bool = False) -> None:
@@ -103,15 +93,41 @@ def check_output(path: Path, overwrite: bool = False) -> None:
 
     It also clears what runs to this path left behind when they were killed.
     """
-    with explained(path):
+    with locked(path), explained(path):
         path = Path(path).resolve()
         _clear_leftovers(path)
         _check_existing(path, overwrite)
-        # The probe is the only honest question: for root, os.access says yes to a folder that refuses.
-        ancestor = next(folder for folder in path.parents if folder.exists())
-        probe = _hidden_sibling(ancestor / path.name, "partial")
-        probe.mkdir()
-        probe.rmdir()
+
+
+def check_page(path: Path, overwrite: bool = False) -> None:
+    """Returns if a page can be written to `path`, else raises InputError; only a page of ours is replaced."""
+    with explained(path):
+        if not path.exists():
+            return
+        if path.is_dir() or not overwrite:
+            raise InputError(
+                expected=f"no file at {path} yet",
+                found="a folder" if path.is_dir() else "one that exists",
+                next_step="Choose another `out`" if path.is_dir() else _REPLACE,
+            )
+        with path.open("rb") as file:
+            is_ours = PAGE_MARK.encode() in file.read(1 << 10)
+    if not is_ours:
+        raise InputError(
+            expected=f"a page that sinkscope wrote at {path}, to overwrite",
+            found="another file",
+            next_step="Choose another `out`, or remove it yourself",
+        )
+
+
+def remove_run(path: Path) -> None:
+    """Removes a folder that `run_folder` wrote, its mark last: what a killed process leaves is still ours."""
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != MARK:
+            entry.unlink()
+    shutil.rmtree(path)
 
 
 def is_training_run(folder: Path) -> bool:
@@ -128,16 +144,6 @@ def is_training_run(folder: Path) -> bool:
     return isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "training"))
 
 
-def check_page(path: Path, overwrite: bool = False) -> None:
-    """Returns if a page can be written to `path`, else raises InputError."""
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise InputError(
-            expected=f"no file at {path} yet",
-            found="a folder" if path.is_dir() else "one that exists",
-            next_step="Choose another with --out, or replace it with --overwrite",
-        )
-
-
 def default_run_path(model_name: str, now: datetime) -> Path:
     """runs/<model>-<YYYYmmdd-HHMMSS>; a local path is named by its last part, odd characters become dashes."""
     if Path(model_name).expanduser().is_absolute() or model_name.startswith("."):
@@ -150,107 +156,89 @@ def _check_existing(path: Path, overwrite: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise InputError(
-            expected=f"a folder at {path}, or nothing", found="a file", next_step="Choose another with --out"
-        )
+        raise InputError(expected=f"a folder at {path}, or nothing", found="a file", next_step="Choose another `out`")
     if not overwrite:
+        raise InputError(expected=f"no folder at {path} yet", found="one that exists", next_step=_REPLACE)
+    if Path.cwd().is_relative_to(path):
         raise InputError(
-            expected=f"no folder at {path} yet",
-            found="one that exists",
-            next_step="Choose another with --out, or replace it with --overwrite",
+            expected="a run folder that can be moved away",
+            found=f"{path}, which this command was started in",
+            next_step="Change to another folder first, or choose another `out`",
         )
-    if any(path.iterdir()) and not any((path / name).is_file() for name in _SIGNS_OF_A_RUN):
+    if (foreign := next(_foreign(path), None)) is not None:
+        has_mark = bool(_marked(path))
         raise InputError(
             expected=f"a run in {path}, to overwrite",
-            found="a folder with other files, which would be deleted",
-            next_step="Choose another with --out",
+            found=f"{foreign.relative_to(path)} in it, which sinkscope did not write"
+            if has_mark
+            else f"no {MARK} in it that says that sinkscope wrote it",
+            next_step=f"Choose another `out`, or {'move that' if has_mark else 'remove it'} yourself",
         )
 
 
-def _hidden_sibling(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{_host()}-{uuid.uuid4().hex[:8]}.{kind}")
+def _foreign(folder: Path, ours: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """What lies in a folder and is in no mark there or above; a link is never followed."""
+    ours |= _marked(folder)
+    for entry in sorted(folder.iterdir()):
+        if entry in ours or is_hidden_sibling(entry):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _foreign(entry, ours)
+        else:
+            yield entry
 
 
-def _host() -> str:
-    # On a shared file system a process id of another machine says nothing here. A hash: the name is nobody's business.
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+def _mark(folder: Path, later: Sequence[str]) -> None:
+    written = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
+    lines = [_FIRST_LINE, *sorted(written | {MARK, *later})]
+    (folder / MARK).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+
+
+def _marked(folder: Path) -> frozenset[Path]:
+    """The files, or whole folders, that the mark in a folder lists; none where there is no mark."""
+    try:
+        first, *names = (folder / MARK).read_text(encoding="utf-8").splitlines() or [""]
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(folder / name for name in names) if first == _FIRST_LINE else frozenset()
 
 
 def _clear_leftovers(path: Path) -> None:
-    """Removes what dead runs to `path` left, and puts back a folder that was moved aside when its replacement died."""
-    if not path.parent.is_dir():
-        return
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-{_host()}-[0-9a-f]{{8}}\.(partial|replaced)")
-    for sibling in list(path.parent.iterdir()):
-        match = pattern.fullmatch(sibling.name)
-        if match is None or _is_alive(int(match[1])):
-            continue
-        if match[2] == "replaced" and not path.exists():
-            sibling.rename(path)
-        else:
-            shutil.rmtree(sibling, ignore_errors=True)
+    """Removes what a killed run to `path` left, and puts back a folder that was moved aside for a successor that died.
+
+    Nobody else is writing them: the lock is ours.
+    """
+    replaced, partial = hidden_sibling(path, "replaced"), hidden_sibling(path, "partial")
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    for leftover in (replaced, partial):
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
-def _is_alive(process_id: int) -> bool:
-    if os.name != "posix":
-        return True  # there os.kill with signal 0 ends the process instead of asking
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-def _flush_to_disk(folder: Path) -> None:
+def _flush_all(folder: Path) -> None:
     """Without this a power cut after the rename could leave a folder of empty files."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _fsync(Path(parent) / name)
-        _fsync(Path(parent))
-
-
-def _fsync(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():
-        return  # other systems cannot open a folder
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(parent) / name)
+        flush(Path(parent))
 
 
 def _move_into_place(partial: Path, path: Path, overwrite: bool) -> None:
-    _check_existing(path, overwrite)  # again: another run may have written there in the meantime
-    replaced = _hidden_sibling(path, "replaced") if path.exists() else None
+    _check_existing(path, overwrite)  # again: somebody may have written there in the meantime
+    replaced = hidden_sibling(path, "replaced")
+    is_there = path.exists()
     try:
-        if replaced is not None:
+        if is_there:
             path.rename(replaced)
         partial.rename(path)
     except BaseException:
-        if replaced is not None and replaced.exists() and not path.exists():
+        if replaced.exists() and not path.exists():
             replaced.rename(path)
         raise
-    _fsync(path.parent)
-    if replaced is not None:
+    flush(path.parent)
+    if is_there:
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextmanager
-def explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
-    """Turns an OSError, of any kind or of the kinds in `only`, into an InputError about writing to `path`."""
-    try:
-        yield
-    except OSError as error:
-        if only is not None and error.errno not in only:
-            raise
-        full = error.errno in DISK_FULL
-        raise InputError(
-            expected=f"to be able to write the run to {path}",
-            found=error.strerror or str(error),
-            next_step=f"{'Free some space, or choose' if full else 'Choose'} another folder with --out",
-        ) from error
 
 
 def _plain(value: Any, where: str) -> Any:

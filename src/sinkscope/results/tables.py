@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sinkscope.errors import InputError
+from sinkscope.results.atomic import whole_file
 
 ColumnType = Literal["int", "float", "bool", "str"]
 
@@ -91,7 +92,9 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
         for column, (values, nulls) in zip(schema.columns, checked, strict=True)
     ]
     path = path_without_suffix.with_name(path_without_suffix.name + ".parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=arrow_schema), path, compression="zstd")
+    table = pyarrow.Table.from_arrays(arrays, schema=arrow_schema)
+    with whole_file(path) as partial:
+        pyarrow.parquet.write_table(table, partial, compression="zstd")
     return path
 
 

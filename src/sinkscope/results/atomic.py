@@ -1,0 +1,136 @@
+"""Writing that is whole or absent, by one process at a time.
+
+What is being written lies beside its place under a hidden name, `.<name>.sinkscope-<kind>`: the lock, the partial, what
+it replaces until the new is there, and finished parts. The kernel drops a lock with the process that held it, so
+whoever holds the lock knows that such siblings are what a killed process left.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sinkscope.errors import InputError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_holders: dict[Path, int] = {}
+"""The thread of this process that holds the lock of a path."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps every other process, and thread, from writing to `path` while the block runs; the second is refused.
+
+    A thread may take a lock that it holds already. Missing parents are made, and go again if nothing was written.
+    """
+    with explained(path):
+        path = Path(path).resolve()
+    if _holders.get(path) == threading.get_ident():
+        yield
+        return
+    with explained(path):
+        made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        with explained(path):
+            for folder in reversed(made):
+                folder.mkdir(exist_ok=True)
+            lock = hidden_sibling(path, "lock")
+            descriptor = _taken(lock, path)
+        _holders[path] = threading.get_ident()
+        try:
+            yield
+        finally:
+            del _holders[path]
+            # Before the lock is dropped: whoever opened this file meanwhile sees that it has no name any more.
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # not empty: what was written is in it
+                folder.rmdir()
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A hidden sibling to write, which becomes the file `path` when the block ends without an exception."""
+    with locked(path):
+        partial = hidden_sibling(path, "partial")
+        try:
+            yield partial
+            flush(partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
+    """Turns an error of the system, any or one of `only`, into an InputError about writing to `path`."""
+    try:
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else _code_in_text(error)
+        if code is None or (only is not None and code not in only):
+            raise
+        raise InputError(
+            expected=f"to be able to write to {path}",
+            found=os.strerror(code),
+            next_step=f"{'Free some space, or choose' if code in DISK_FULL else 'Choose'} another `out`",
+        ) from error
+
+
+def hidden_sibling(path: Path, kind: str) -> Path:
+    """Where the lock, the partial, the parts or the replaced one of `path` lies."""
+    if not path.name:
+        raise InputError(expected="a place inside a folder", found=str(path), next_step="Choose another `out`")
+    return path.with_name(f".{path.name}.sinkscope-{kind}")
+
+
+def is_hidden_sibling(path: Path) -> bool:
+    """Whether `path` has the name of something that is being written, or that a killed process left."""
+    return re.fullmatch(r"\..+\.sinkscope-(lock|partial|replaced|parts)", path.name) is not None
+
+
+def flush(path: Path) -> None:
+    """Returns when the bytes of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _taken(lock: Path, path: Path) -> int:
+    """A descriptor that holds the lock."""
+    import fcntl  # here: reading results needs no locks, and not every system has them
+
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before removes the file with its lock: a lock on what has no name keeps nobody away.
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise InputError(
+                expected=f"to be the only one that writes to {path}",
+                found="another run that is writing there",
+                next_step="Wait until it ends, or choose another `out`",
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _code_in_text(error: Exception) -> int | None:
+    """Libraries in Rust (safetensors, tokenizers) tell the system's error in their text alone."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1])
