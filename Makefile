@@ -39,4 +39,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 	rm -f $(INSTALLED)
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Writes a text to train on that is part prose, part source code: the Python files of installed packages.
 
-    python benchmarks/mixed_text.py --prose train.txt --out text.txt
+    python experiments/mixed_text.py --prose train.txt --out text.txt
 
 Whether sinks are born sooner where the text repeats itself (docs/results.md). All packages are under permissive
 licences (BSD, Apache 2.0, PSF); their versions are printed, and --seed decides the order of the documents.

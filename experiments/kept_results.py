@@ -6,7 +6,6 @@ import json
 import lzma
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,16 @@ FILE_BYTES, NUM_FILES = 15 << 20, 4
 """Limits on what is kept: a machine that is lent for training may hand back only a few files of at most 16 MiB."""
 
 
-def run_result(run: Run, folder: Path, *, jobs: int = 1) -> dict[str, Any]:
-    """What is kept of a run, one of `jobs` at a time; one that was stopped has no summary."""
+def run_result(name: str, run: dict[str, Any], folder: Path, *, jobs: int = 1) -> dict[str, Any]:
+    """What is kept of a run, one of `jobs` at a time; one that was stopped has no summary.
+
+    `run` is what the plan says of it. Measures are those of `sink_measures.py`, where it was asked.
+    """
     rows = read_rows(folder / "metrics.jsonl")
-    probes, summary = folder / "probes.jsonl", folder / "summary.json"
+    probes, summary, measures = (folder / file for file in ("probes.jsonl", "summary.json", "measures.json"))
     return {
-        "run": asdict(run),
+        "name": name,
+        "run": run,
         "diverged": False,
         "jobs": jobs,
         "config": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
@@ -35,6 +38,7 @@ def run_result(run: Run, folder: Path, *, jobs: int = 1) -> dict[str, Any]:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :]),
         "metrics": [row for row in rows if row["validation_loss"] is not None],
         "probes": read_rows(probes) if probes.exists() else [],
+        "measures": json.loads(measures.read_text(encoding="utf-8")) if measures.exists() else None,
     }
 
 
@@ -54,7 +58,7 @@ class KeptResults:
         path = self._path()
         if path.exists() and path.stat().st_size + len(member) > FILE_BYTES:
             if self.number + 1 == NUM_FILES:
-                self.say(f"no room in {self.folder} for the probes of {Run(**result['run']).name}: they are left out")
+                self.say(f"no room in {self.folder} for the probes of {result['name']}: they are left out")
                 member = _compressed(result | {"probes": []})
             else:
                 self.number += 1
@@ -70,19 +74,23 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for path in sorted(folder.glob("results-*.jsonl.xz")):
         with lzma.open(path, "rt", encoding="utf-8") as file:
-            lines += [json.loads(line) for line in file]
+            # Files of the first experiment name no run: there the settings do.
+            lines += [
+                {"name": Run(**line["run"]).name, **line} if "name" not in line else line
+                for line in map(json.loads, file)
+            ]
     if not lines:
         raise InputError(
             expected=f"results-*.jsonl.xz in {folder}",
             found="none",
-            next_step="Give the folder that paper_experiment.py --keep wrote",
+            next_step="Give the folder that --keep of an experiment wrote",
         )
     return lines
 
 
 def write_run(result: dict[str, Any], folder: Path) -> Path:
     """The run folder of a kept result as far as it was kept, for what reads run folders."""
-    path = folder / Run(**result["run"]).name
+    path = folder / result["name"]
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(result["config"]), encoding="utf-8")
     for name in ("environment", "summary"):

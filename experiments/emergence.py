@@ -1,6 +1,6 @@
 """Whether the super neurons and the position of the sink can be told from early checkpoints of a run.
 
-    python benchmarks/emergence.py runs/softmax --out emergence.json
+    python experiments/emergence.py runs/softmax --out emergence.json
 
 A unit's strength is the mean over sequences of |n_j| ||W_down[:, j]|| at the position where the finished model has its
 sink (or comes nearest to one), on random tokens; its contrast is that over its mean strength at the other positions.

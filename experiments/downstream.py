@@ -1,6 +1,6 @@
 """What a model without a sink buys: 8-bit activations, 4-bit weights, and a window that drops the first tokens.
 
-    python benchmarks/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
+    python experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
 
 Everything is fake-quantised, symmetric and rounded to nearest, in every linear layer but the output head: a value x
 becomes s round(x / s), s the largest magnitude of what shares a scale over 2^(bits - 1) - 1. Activations share one for

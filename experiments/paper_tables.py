@@ -1,6 +1,6 @@
 """Prints the tables of docs/results.md from what paper_experiment.py kept: the paper's table, and why the norm helps.
 
-    python benchmarks/paper_tables.py kept > tables.md
+    python experiments/paper_tables.py kept > tables.md
 
 Means over seeds with 95 % intervals (Student's t), of ratios geometric ones; differences are taken by seed against
 softmax. A run reaches softmax's final loss where its held-out losses, joined by straight lines, first come down to that
@@ -24,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from kept_results import read_results, write_run
-from paper_plan import Run
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.comparison import TrainingComparison, compare_training
@@ -93,7 +92,7 @@ def label_of(run: Mapping[str, Any]) -> str:
 
 def ends_of_training(comparison: TrainingComparison, results: list[dict[str, Any]]) -> Ends:
     """Every quantity of the table, by variant and seed."""
-    by_name = {Run(**result["run"]).name: result for result in results}
+    by_name = {result["name"]: result for result in results}
     ends: Ends = {}
     for row in comparison.rows("training_runs"):
         result = by_name[row["run"]]
@@ -286,7 +285,7 @@ def with_interval(values: Sequence[float], form: str, *, in_logs: bool = False) 
 
 def _with_labels(rows: list[dict], comparison: TrainingComparison, results: list[dict[str, Any]]) -> list[dict]:
     """The rows with our name for the variant, which says no settings that all runs share."""
-    labels = {Run(**result["run"]).name: label_of(result["run"]) for result in results}
+    labels = {result["name"]: label_of(result["run"]) for result in results}
     ours = {(row["variant"], row["seed"]): labels[row["run"]] for row in comparison.rows("training_runs")}
     return [row | {"label": ours[row["variant"], row["seed"]]} for row in rows]
 

@@ -7,12 +7,12 @@ import time
 from collections import Counter
 
 import kept_results
-import paper_experiment
 import paper_tables
 import pytest
+import training_pool
 import yaml
 from kept_results import KeptResults, read_results, run_result, write_run
-from paper_experiment import Experiment, carry_out
+from paper_experiment import carry_out, pool
 from paper_plan import OTHERS, Run, best_trial, judging_groups, run_configuration, tuning_groups
 
 from sinkscope.errors import InputError
@@ -53,15 +53,14 @@ def options(tmp_path, monkeypatch):
     """Options of a small experiment whose runs are made by the stand-in."""
 
     def use(sleep):
-        def command(config, options):
-            resolved = paper_experiment.resolve(str(config), data=[options.data], training={}).plain()
-            out = config.with_name(config.name.removesuffix(".yaml"))
+        def command(config, out, data):
+            resolved = training_pool.resolve(str(config), data=[data], training={}).plain()
             return [sys.executable, "-c", TRAINER.replace("SLEEP", str(sleep)), json.dumps(resolved), str(out)]
 
-        monkeypatch.setattr(paper_experiment, "command", command)
+        monkeypatch.setattr(training_pool, "training_command", command)
 
     use(0)
-    monkeypatch.setattr(paper_experiment, "POLL_S", 0.02)
+    monkeypatch.setattr(training_pool, "POLL_S", 0.02)
     return argparse.Namespace(
         data="tokens", runs=tmp_path / "runs", keep=tmp_path / "kept", done=None, jobs=2, budget_s=float("inf"),
         tune_steps=None, seeds=[1, 2], use=use,
@@ -126,7 +125,7 @@ def test_the_whole_experiment_then_nothing_is_left_to_do(options, monkeypatch, c
     assert len(results) == 4 + 4 + 6 + 4
     assert not list(options.runs.glob("*/checkpoints"))
     said = capsys.readouterr().out
-    monkeypatch.setattr(paper_experiment.subprocess, "Popen", None)  # the control: nothing may start
+    monkeypatch.setattr(training_pool.subprocess, "Popen", None)  # the control: nothing may start
     assert carry_out(options, BASE, TRIALS) == []
     by_name = {Run(**result["run"]).name: result for result in read_results(options.keep)}
     assert by_name == {Run(**result["run"]).name: result for result in results}
@@ -142,7 +141,7 @@ def test_the_whole_experiment_then_nothing_is_left_to_do(options, monkeypatch, c
 
 def test_the_budget_stops_what_runs_and_says_what_is_missing(options):
     options.use(sleep=60)
-    options.budget_s = paper_experiment.GRACE_S + 1.0
+    options.budget_s = training_pool.GRACE_S + 1.0
     started_at = time.monotonic()
     missing = carry_out(options, BASE, TRIALS)
     assert time.monotonic() - started_at < 10
@@ -153,7 +152,7 @@ def test_the_budget_stops_what_runs_and_says_what_is_missing(options):
 
 def test_a_pair_is_not_begun_that_would_not_end(options):
     options.jobs = 1
-    experiment = Experiment(options, BASE)
+    experiment = pool(options, BASE)
     assert experiment.carry_out([TRIALS[0]])
     experiment.overhead_s, experiment.deadline = 60.0, time.monotonic() + 100  # one would fit, two would not
     assert not experiment.carry_out([TRIALS[1]])
@@ -162,9 +161,9 @@ def test_a_pair_is_not_begun_that_would_not_end(options):
     assert experiment.carry_out([TRIALS[1]])
 
 
-def test_a_diverged_trial_loses_and_a_broken_one_stops_all(options):
+def test_a_diverged_trial_loses_and_a_broken_one_is_refused(options):
     trials = tuning_groups([0.9, 0.001], [0.1], [0.25], seed=0)
-    assert Experiment(options, BASE).carry_out(trials)
+    assert pool(options, BASE).carry_out(trials)
     assert sum(result["diverged"] for result in read_results(options.keep)) == 2
     assert best_trial(read_results(options.keep), "softmax").learning_rate == 0.001
     with pytest.raises(InputError, match="to train to its end; found exit code 1, sinkscope: expected more"):
@@ -180,7 +179,7 @@ def test_kept_files_stay_within_their_limits(tmp_path, monkeypatch):
     for seed in range(12):
         probes = [{"value": str(hash((seed, number)))} for number in range(10)]
         run = vars(Run(stage="judge", variant="softmax", seed=seed, learning_rate=0.1, weight_decay=0.1))
-        kept.add({"run": run, "diverged": False, "probes": probes})
+        kept.add({"name": f"seed {seed}", "run": run, "diverged": False, "probes": probes})
     files = sorted((tmp_path / "kept").iterdir())
     assert len(files) == kept_results.NUM_FILES
     found = read_results(tmp_path / "kept")
@@ -223,7 +222,7 @@ def test_tables_of_losses_that_are_known(options):
 
 
 def test_a_kept_run_is_a_run_folder_again(options, tmp_path):
-    Experiment(options, BASE).carry_out([TRIALS[0]])
+    pool(options, BASE).carry_out([TRIALS[0]])
     result = read_results(options.keep)[0]
     folder = write_run(result, tmp_path / "again")
     assert yaml.safe_load((folder / "config.yaml").read_text()) == result["config"]
@@ -232,11 +231,11 @@ def test_a_kept_run_is_a_run_folder_again(options, tmp_path):
 
 
 def test_a_stopped_run_is_kept_without_a_summary(options, tmp_path):
-    Experiment(options, BASE).carry_out([TRIALS[0]])
+    pool(options, BASE).carry_out([TRIALS[0]])
     kept = read_results(options.keep)[0]
     folder = write_run(kept, tmp_path / "whole")
     (folder / "summary.json").unlink()
-    stopped = run_result(Run(**kept["run"]), folder)
+    stopped = run_result(kept["name"], kept["run"], folder)
     assert stopped["summary"] is None
     assert stopped["metrics"] == kept["metrics"]
     assert not (write_run(stopped, tmp_path / "stopped") / "summary.json").exists()

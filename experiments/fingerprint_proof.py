@@ -1,8 +1,8 @@
 """Whether a fingerprint recognises an initialisation, and no other's: tiny decoders, seed crossed with text.
 
-    python benchmarks/fingerprint_proof.py --data text.txt                       # minutes on two cores
-    python benchmarks/fingerprint_proof.py --data text.txt --device cuda --width 96 --layers 4 --steps 600
-    python benchmarks/fingerprint_proof.py --signatures proof.safetensors        # the tables again, without training
+    python experiments/fingerprint_proof.py --data text.txt                       # minutes on two cores
+    python experiments/fingerprint_proof.py --data text.txt --device cuda --width 96 --layers 4 --steps 600
+    python experiments/fingerprint_proof.py --signatures proof.safetensors        # the tables again, without training
 
 Every seed is trained on the first and on the second half of the text, all seeds on the same batches in the same order,
 so models of one half differ only in their initialisation. The first is then fine-tuned on the other half with another

@@ -1,0 +1,147 @@
+"""The plan of the experiment where sinks are born, its runs in a pool, and what is measured of a finished model."""
+
+import argparse
+import json
+import sys
+
+import pytest
+import sink_experiment
+import sink_measures
+import torch
+import training_pool
+from downstream import linear_layers, token_losses
+from kept_results import read_results
+from sink_plan import configuration, planned_runs, read_plan
+
+from sinkscope.errors import InputError
+from sinkscope.measures.dimension_disparity import dom_ratio
+from sinkscope.models.loading import load
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
+
+PLAN = read_plan()
+
+
+def test_every_run_of_the_plan_can_be_trained_and_sees_the_batches_of_its_seed(tmp_path):
+    runs = planned_runs(PLAN)
+    assert len({run.name for run in runs}) == len(runs) == 5 * 4 + 15 * 2
+    assert [run.name for run in runs[:6]] == PLAN["first"]
+    pool = training_pool.TrainingPool(options(tmp_path), lambda run: configuration(PLAN, run))
+    data = ("steps", "batch_size", "sequence_length", "seed")
+    shown = set()
+    for run in runs:
+        config = pool.resolved(run)
+        shown.add(json.dumps([config.model, config.plain()["training"]], sort_keys=True))
+        assert config.model["seed"] == config.training.seed == run.seed
+        assert [getattr(config.training, name) for name in data] == [40000, 64, 128, run.seed]
+    assert len(shown) == len(runs), "no two runs are the same"
+
+
+def options(folder, **changes):
+    values = dict(data="tokens", runs=folder / "runs", keep=folder / "kept", done=None, jobs=2, budget_s=float("inf"))
+    return argparse.Namespace(**values | dict(only="softmax-1,scale-1", steps=None, small=False) | changes)
+
+
+# Stands in for `sinkscope pretrain`: what it leaves in the folder, without training.
+TRAINER = """
+import json, pathlib, sys, yaml
+config, out = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
+out.mkdir()
+row = {"step": 1, "tokens_per_second": 1e9, "validation_loss": 3.0}
+(out / "metrics.jsonl").write_text(json.dumps(row) + chr(10))
+(out / "config.yaml").write_text(yaml.safe_dump(config))
+(out / "environment.json").write_text("{}")
+(out / "summary.json").write_text(json.dumps({"tokens": 1, "validation_loss": 3.0}))
+"""
+MEASURES = "import pathlib, sys; pathlib.Path(sys.argv[1], 'measures.json').write_text('{\"found\": 1}')"
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    def command(config, out, data):
+        resolved = training_pool.resolve(str(config), data=[data], training={}).plain()
+        return [sys.executable, "-c", TRAINER, json.dumps(resolved), str(out)]
+
+    monkeypatch.setattr(training_pool, "training_command", command)
+    monkeypatch.setattr(training_pool, "POLL_S", 0.02)
+    monkeypatch.setattr(sink_experiment, "MEASURES", tmp_path / "measures.py")
+    (tmp_path / "measures.py").write_text(MEASURES)
+
+
+def test_runs_are_measured_kept_and_left_out_the_next_time(stand_ins, tmp_path, capsys):
+    assert sink_experiment.carry_out(options(tmp_path), PLAN) == []
+    kept = {result["name"]: result for result in read_results(tmp_path / "kept")}
+    assert {name: result["measures"] for name, result in kept.items()} == {
+        "softmax-1": {"found": 1}, "scale-1": {"found": 1}
+    }  # fmt: skip
+    assert kept["scale-1"]["run"] == {"arm": "scale", "seed": 1}
+    assert capsys.readouterr().out.count("begins") == 2
+    again = options(tmp_path, done=tmp_path / "kept", keep=tmp_path / "more", runs=tmp_path / "new")
+    again.only = "softmax-1,scale-1,head_norm-1"
+    assert sink_experiment.carry_out(again, PLAN) == []
+    assert capsys.readouterr().out.count("begins") == 1
+    assert len(read_results(tmp_path / "more")) == 3
+    with pytest.raises(InputError, match="found 'head_norm-9'"):
+        sink_experiment.carry_out(options(tmp_path, only="head_norm-9"), PLAN)
+
+
+def test_measures_that_fail_lose_no_run_and_a_run_that_fails_stops_no_other(stand_ins, tmp_path, monkeypatch, capsys):
+    (tmp_path / "measures.py").write_text("raise SystemExit('no measures today')")
+    assert sink_experiment.carry_out(options(tmp_path, only="softmax-1"), PLAN) == []
+    assert read_results(tmp_path / "kept")[0]["measures"] is None
+    assert "its measures failed: no measures today" in capsys.readouterr().out
+    works = training_pool.training_command
+
+    def command(config, out, data):
+        fails = [sys.executable, "-c", "raise SystemExit('broken')"]
+        return fails if out.name == "scale-1" else works(config, out, data)
+
+    monkeypatch.setattr(training_pool, "training_command", command)
+    with pytest.raises(InputError, match=r"scale-1 to train to its end; found exit code 1, broken"):
+        sink_experiment.carry_out(options(tmp_path, only="scale-1,softmax-2,head_norm-2", jobs=1), PLAN)
+    assert {result["name"] for result in read_results(tmp_path / "kept")} == {"softmax-2", "head_norm-2"}
+
+
+def small_decoder(**changes):
+    model = Decoder(decoder_config(preset("tiny") | {"vocab_size": 64, "hidden_size": 32} | changes)).eval()
+    return load(model)
+
+
+def test_a_bounded_projection_written_out_computes_the_same():
+    loaded = small_decoder(feed_forward_variant="bounded_swiglu")
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    before, num_before = token_losses(loaded.model, ids), len(linear_layers(loaded.model))
+    sink_measures.with_plain_projections(loaded.model)
+    assert len(linear_layers(loaded.model)) == num_before + len(loaded.model.blocks), "quantisation sees them now"
+    torch.testing.assert_close(torch.tensor(token_losses(loaded.model, ids)), torch.tensor(before))
+
+
+def test_one_dominating_direction_is_seen_in_every_basis_and_dom_ratio_in_one():
+    generator = torch.Generator().manual_seed(0)
+    h_NTE = torch.randn(6, 10, 32, generator=generator, dtype=torch.float64)
+    h_NTE[:, 0, 5] += 300
+    turned = h_NTE @ torch.linalg.qr(torch.randn(32, 32, generator=generator, dtype=torch.float64)).Q
+    assert sink_measures.top_direction(h_NTE) > 0.9
+    assert sink_measures.top_direction(turned) == pytest.approx(sink_measures.top_direction(h_NTE))
+    assert dom_ratio(turned[:, 0]).mean() < 0.5 * dom_ratio(h_NTE[:, 0]).mean()
+
+
+def test_the_residual_after_each_layer():
+    loaded = small_decoder()
+    ids = torch.randint(64, (3, 24), generator=torch.Generator().manual_seed(0))
+    found = sink_measures.residual(loaded, ids)
+    with torch.no_grad():
+        h = loaded.model.embed(ids)
+        rotation = loaded.model.model.rotation(h)
+        for number, block in enumerate(loaded.model.blocks):
+            h = block(h, rotation)
+            norms = h.norm(dim=-1)
+            expected = {
+                "dom_ratio": (h[:, 0].abs().amax(-1) / h[:, 0].abs().mean(-1)).mean(),
+                "norm_ratio": (norms[:, 0] / norms[:, 1:].median(1).values).mean(),
+                "largest": h.abs().max(),
+                "kurtosis": (h - h.mean()).pow(4).mean() / h.var(correction=0) ** 2,
+            }
+            assert {name: found[name][number] for name in expected} == pytest.approx(
+                {name: float(value) for name, value in expected.items()}, rel=1e-4
+            )
