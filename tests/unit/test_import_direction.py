@@ -39,6 +39,8 @@ WITHIN_LAYER_0 = {
     ("results.run_folder", "results.atomic"),
     ("results.parts", "results.atomic"),
     ("results.tables", "results.atomic"),
+    ("results.run_folder", "results.validated"),
+    ("results.tables", "results.validated"),
     ("results.fingerprint_schemas", "results.tables"),
     ("results.study_schemas", "results.tables"),
     ("results.bias_schemas", "results.tables"),

@@ -69,7 +69,7 @@ REFUSED = {
     missing_table: "layers",
     cut_table: "positions",
     broken_summary: "summary.json",
-    other_summary: "a list",
+    other_summary: "a list of 1, not an object",
     broken_config: "config.yaml",
 }
 

@@ -255,10 +255,13 @@ DAMAGED = {
     "not complete": (remove("summary.json"), f"step {STEPS} of {STEPS}.*same sinkscope pretrain command"),
     "no config": (remove("config.yaml"), "no config.yaml"),
     "no environment": (remove("environment.json"), "no environment.json"),
-    "metrics": (spoil("metrics.jsonl"), "a damaged metrics.jsonl"),
-    "probes": (spoil("probes.jsonl"), "a damaged probes.jsonl"),
-    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), "another config.yaml"),
-    "other rows": (lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'), "a damaged probes.jsonl"),
+    "metrics": (spoil("metrics.jsonl"), r"metrics\.jsonl; found None for line 1\.tokens"),
+    "probes": (spoil("probes.jsonl"), r"probes\.jsonl; found None for line 1\."),
+    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), r"config\.yaml; found None for model"),
+    "other rows": (
+        lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'),
+        r"probes\.jsonl; found None for line 1\.",
+    ),
     "never evaluated": (lambda run: (run / "metrics.jsonl").write_text(""), "no validation loss"),
 }
 

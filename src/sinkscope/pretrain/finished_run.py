@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder_config import DecoderConfig
-from sinkscope.pretrain.metrics_log import METRICS, read_rows
 from sinkscope.pretrain.training_config import with_defaults
+from sinkscope.results.validated import (
+    LARGEST_INT,
+    NAME,
+    SCALAR,
+    Each,
+    Int,
+    Maybe,
+    Real,
+    read_json,
+    read_json_lines,
+    read_yaml,
+    refused,
+)
 
 # What changes how often a run is looked at or stored, or how its batch is cut, and nothing of what it learns.
 WITHOUT_EFFECT = (
     *("micro_batch_size", "evaluate_every", "probe_every", "checkpoint_every", "keep_checkpoints", "snapshots", "seed"),
 )
-PROBE_KEYS = {"step", "tokens", "batch", "whole", "layers"}
+CONFIG = {
+    "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
+    "training": {"steps": Int(), "seed": Maybe(Int(0, LARGEST_INT))},
+}
+SUMMARY = {"data": Maybe(NAME)}
+# Ratios are taken of tokens, seconds and speeds, so none of them is 0.
+METRICS = {
+    "step": Int(),
+    "tokens": Int(1),
+    "tokens_per_second": Real(1e-9, 1e15),
+    "elapsed_s": Real(1e-9, 1e12),
+    "validation_loss": Maybe(Real()),
+}
+PROBES = {
+    "step": Int(),
+    "tokens": Int(),
+    "batch": NAME,
+    "whole": {"sink_rate": Maybe(Real())},
+    "layers": Each([Maybe(Real())]),
+}
 
 
 @dataclass(frozen=True)
@@ -68,11 +96,13 @@ class FinishedRun:
 def read_finished_run(folder: Path) -> FinishedRun:
     """The training run in a folder; a run that goes on, was stopped, or is damaged is refused."""
     folder = Path(folder)
-    config = _read(folder, "config.yaml", yaml.safe_load)
-    if not isinstance(config, dict) or not {"model", "training"} <= set(config):
-        raise _refused(folder, "another config.yaml", "Give a folder that sinkscope pretrain wrote")
+    for name in ("config.yaml", "metrics.jsonl", "environment.json"):
+        if not (folder / name).is_file():
+            found = f"no {name}" if folder.is_dir() else "no such folder"
+            raise _refused(folder, found, "Give a folder that sinkscope pretrain wrote")
+    config = read_yaml(folder / "config.yaml", CONFIG)
     config["training"] = with_defaults(config["training"])
-    metrics = _read_rows(folder / "metrics.jsonl", {column.name for column in METRICS.columns})
+    metrics = _rows(folder / "metrics.jsonl", METRICS)
     if not (folder / "summary.json").is_file():
         done, steps = metrics[-1]["step"] if metrics else 0, config["training"]["steps"]
         raise _refused(
@@ -80,14 +110,13 @@ def read_finished_run(folder: Path) -> FinishedRun:
             f"one that is not complete: step {done} of {steps}",
             "Wait for it, or finish it: run the same sinkscope pretrain command again",
         )
-    probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
-        summary=_read(folder, "summary.json", json.loads),
+        summary=read_json(folder / "summary.json", SUMMARY),
         config=config,
-        environment=_read(folder, "environment.json", json.loads),
+        environment=read_json(folder / "environment.json", Each(SCALAR)),
         evaluations=[row for row in metrics if row["validation_loss"] is not None],
-        probes=_read_rows(probes, PROBE_KEYS) if probes.is_file() else [],
+        probes=_probes(folder / "probes.jsonl"),
         tokens_per_second=median([row["tokens_per_second"] for row in metrics]) if metrics else 0.0,
     )
     if not run.evaluations:
@@ -95,26 +124,20 @@ def read_finished_run(folder: Path) -> FinishedRun:
     return run
 
 
-def _read(folder: Path, name: str, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        found = f"no {name}" if folder.is_dir() else "no such folder"
-        raise _refused(folder, found, "Give a folder that sinkscope pretrain wrote") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise _refused(folder, f"a damaged {name}", "Run sinkscope pretrain again with --overwrite") from error
+def _rows(path: Path, shape: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a log, in which nothing goes back."""
+    rows = read_json_lines(path, shape)
+    for name in ("step", "tokens", "elapsed_s"):
+        if name in shape and any(row[name] > following[name] for row, following in pairwise(rows)):
+            raise refused(path, f"a {name} that is smaller than in the line before it")
+    return rows
 
 
-def _read_rows(path: Path, expected: set[str]) -> list[dict[str, Any]]:
-    try:
-        rows = read_rows(path)
-        if not all(isinstance(row, dict) and expected <= set(row) for row in rows):
-            raise ValueError(f"rows without {', '.join(sorted(expected))}")
-    except FileNotFoundError as error:
-        raise _refused(path.parent, f"no {path.name}", "Give a folder that sinkscope pretrain wrote") from error
-    except ValueError as error:
-        found = f"a damaged {path.name}"
-        raise _refused(path.parent, found, "Run sinkscope pretrain again with --overwrite") from error
+def _probes(path: Path) -> list[dict[str, Any]]:
+    """The probes of a run, each with as many layers in every observable; none where it was not probed."""
+    rows = _rows(path, PROBES) if path.exists() else []
+    if len({len(values) for row in rows for values in row["layers"].values()}) > 1:
+        raise refused(path, "observables of different numbers of layers")
     return rows
 
 

@@ -1,8 +1,12 @@
-"""What a finished run left in its folder: read once, checked, and never guessed."""
+"""What a finished run left in its folder: read once, checked, and never guessed.
+
+A folder may come from anybody. What a page draws by is checked here: whole numbers that count or index against the
+sizes that the summary states, and tables that are drawn as maps against their order.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +18,50 @@ from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.trace_schemas import TRACE_TABLES
+from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, checked, read_json, read_yaml, refused
 
 Table = dict[str, list]
 Kind = Literal["study", "trace", "bias"]
+SUMMARY = {
+    "model": Maybe(NAME),
+    "family": NAME,
+    "num_layers": Int(1, 10_000),
+    "tokens": {"kind": NAME, "length": Int(1, 2**31), "count": Int(1, 2**31), "bos": bool},
+    "story": Maybe(Text()),
+    "verdict": Maybe(Text()),
+    "command": Maybe(Text()),
+}
+TRACED = {
+    "sink_rate": Real(),
+    "keys": Maybe([Int(0, "length")]),
+    "sinks": [{"position": Int(0, "length")}],
+    "birth_layers": [Int(-1, "num_layers")],
+    "massive_dimensions": [Int()],
+    "variance_ratio": Maybe([Maybe(Real())]),
+    "dom_ratio": {"position": Int(0, "length"), "sink": Maybe([Maybe(Real())]), "elsewhere": [Maybe(Real())]},
+}
+BIASED = {"controls": Each({"refused": Maybe(Text())})}
+NUMBERED = {
+    "layer": Int(-1, "num_layers"),
+    "position": Int(0, "length"),
+    "target": Int(0, "length"),
+    "sequence": Int(0, "count"),
+    "distance": Int(0, "length"),
+    "head": Int(0, 2**16),
+    "expert": Int(-1, 2**31),
+    "neuron": Int(0, 2**31),
+    "dimension": Int(0, 2**31),
+    "rank": Int(0, 2**31),
+}
+"""Columns that index something, in every table."""
+FEW = {"id": 1000, "condition": 1000, "quantity": 1000, "target": 1000, "control": 1000, "checkpoint": 10_000}
+"""Columns of names that a page has a row, a line or a figure for, and how many different ones they may hold."""
+FEW_ROWS = 100_000
+"""Rows of a table that a page lists as a whole."""
+LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
+ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
+"""Tables with the same rows for each layer after the other, and the column that numbers them."""
+NEVER_EMPTY = {"bias", "contraction", "contraction_positions"}
 
 
 @dataclass(frozen=True)
@@ -69,8 +114,8 @@ class Run:
         return rows_where(self.tables[table_name], **equal) if table_name in self.tables else []
 
     def file_name(self, table: str) -> str:
-        """The file that holds a table: Parquet, or JSON lines where pyarrow was missing."""
-        return f"{table}.jsonl" if (self.path / f"{table}.jsonl").is_file() else f"{table}.parquet"
+        """The file that holds a table."""
+        return f"{table}.parquet"
 
 
 def is_run(folder: Path) -> bool:
@@ -89,7 +134,7 @@ def read_run(folder: Path) -> Run:
             if trains
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
-    summary = _read_object(folder / "summary.json")
+    summary = read_json(folder / "summary.json", {"kind": Maybe(NAME)})
     if summary.get("kind") == "fingerprint":
         raise InputError(
             expected=f"a study or a trace in {folder}",
@@ -103,21 +148,30 @@ def read_run(folder: Path) -> Run:
             next_step="Leave it out; its table observables holds before, after and control side by side",
         )
     kind = _kind(folder)
+    checked(summary, SUMMARY, folder / "summary.json")
+    sizes = {"num_layers": summary["num_layers"], **{name: summary["tokens"][name] for name in ("length", "count")}}
+    checked(summary, BIASED if kind == "bias" else TRACED, folder / "summary.json", sizes)
     schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+    ranges = {name: allowed.ends(sizes) for name, allowed in NUMBERED.items()}
     tables = {
-        schema.name: read_table(folder / schema.name, schema)
+        schema.name: read_table(folder / schema.name, schema, ranges)
         for schema in schemas
         # Token texts exist only where the model came with a tokenizer.
         if schema is not TOKENS or _has_table(folder, TOKENS.name)
     }
-    return Run(
+    for name, table in tables.items():
+        _check_table(name, table, sizes, folder / f"{name}.parquet")
+    run = Run(
         path=folder,
         kind=kind,
         summary=summary,
-        config=_read_object(folder / "config.yaml"),
-        environment=_read_object(folder / "environment.json"),
+        config=_optional(read_yaml, folder / "config.yaml"),
+        environment=_optional(read_json, folder / "environment.json"),
         tables=tables,
     )
+    if kind != "bias":
+        _check_heads(run)
+    return run
 
 
 def _kind(folder: Path) -> Kind:
@@ -127,26 +181,36 @@ def _kind(folder: Path) -> Kind:
 
 
 def _has_table(folder: Path, name: str) -> bool:
-    return any((folder / f"{name}{suffix}").is_file() for suffix in (".parquet", ".jsonl"))
+    return (folder / f"{name}.parquet").is_file()
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON or YAML object in a file; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    import yaml
-
-    parse = json.loads if path.suffix == ".json" else yaml.safe_load
-    try:
-        value = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(value, dict):
-        raise _unreadable(path, ValueError(f"a {type(value).__name__}"))
-    return value
+def _optional(read: Callable[[Path, Any], Any], path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
+    return read(path, {}) if path.exists() else {}
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
-    return InputError(
-        expected=f"a whole file in {path}", found=str(error), next_step="Run the command that wrote it again"
-    )
+def _check_table(name: str, table: Table, sizes: Mapping[str, int], path: Path) -> None:
+    """Refuses a table with more than a page can show, or in another order than a map is drawn in."""
+    num_rows, num_layers = len(next(iter(table.values()))), sizes["num_layers"]
+    if name in LISTED and num_rows > FEW_ROWS:
+        raise refused(path, f"{num_rows:,} rows, of at most {FEW_ROWS:,}")
+    for column, most in FEW.items():
+        if column in table and name != "tokens" and len(set(table[column])) > most:
+            raise refused(path, f"more than {most:,} values of {column}")
+    if name in NEVER_EMPTY and not num_rows:
+        raise refused(path, "no rows")
+    if name in ORDERED:
+        inner = table[ORDERED[name]][: num_rows // num_layers]
+        whole = {"positions": inner == list(range(sizes["length"])), "layers": num_rows == num_layers}.get(name, inner)
+        layers = [layer for layer in range(num_layers) for _ in inner]
+        if not whole or table["layer"] != layers or (name != "layers" and table[ORDERED[name]] != inner * num_layers):
+            raise refused(path, f"{num_rows} rows that are not those of {num_layers} layers, one after the other")
+
+
+def _check_heads(run: Run) -> None:
+    """Refuses a table whose rows at the strongest key are not those of every layer and head, one after the other."""
+    found = [(row["layer"], row["head"]) for row in run.rows("heads", position=run.strongest)]
+    num_layers = run.summary["num_layers"]
+    expected = [(layer, head) for layer in range(num_layers) for head in range(len(found) // num_layers)]
+    if not found or found != expected:
+        raise refused(run.path / "heads.parquet", f"other rows at position {run.strongest} than a layer's heads each")

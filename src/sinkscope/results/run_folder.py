@@ -25,6 +25,7 @@ import numpy as np
 from sinkscope.errors import InputError
 from sinkscope.results import tables
 from sinkscope.results.atomic import DISK_FULL, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
+from sinkscope.results.validated import read_yaml
 
 MARK = ".sinkscope"
 PAGE_MARK = '<meta name="generator" content="sinkscope">'
@@ -135,13 +136,11 @@ def is_training_run(folder: Path) -> bool:
 
     It stands here, not in `pretrain`, for those who must know it before they wait for torch.
     """
-    import yaml
-
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        read_yaml(folder / "config.yaml", {"model": {}, "training": {}})
+    except InputError:
         return False
-    return isinstance(config, dict) and all(isinstance(config.get(key), dict) for key in ("model", "training"))
+    return True
 
 
 def default_run_path(model_name: str, now: datetime) -> Path:

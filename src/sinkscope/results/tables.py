@@ -1,16 +1,13 @@
-"""Tidy tables: columns declared once with their meaning, checked when written, read back from either format.
+"""Tidy tables in Parquet: columns declared once with their meaning, checked when they are written and when read back.
 
-Tables are Parquet. Where pyarrow is not installed they are JSON lines, with the declaration in a file beside them.
 Columns stay columns all the way: numbers given as numpy arrays reach Parquet without a Python object per row.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +15,15 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results.atomic import whole_file
+from sinkscope.results.validated import Text, checked, refused
 
 ColumnType = Literal["int", "float", "bool", "str"]
 
+Ranges = Mapping[str, tuple[int, int]]
+"""Smallest and largest whole number, by the name of the column."""
+NO_RANGES: Ranges = {}
+MOST_CELLS = 1 << 28
+"""Values of a table that is read: 128k positions of 100 layers."""
 # A column type as (numpy kinds it accepts, Python types it accepts, numpy dtype it is stored as). An int in a float
 # column is widened; nothing else is converted, and bool is not an int.
 _ACCEPTED: dict[ColumnType, tuple[str, tuple[type, ...], Any]] = {
@@ -65,21 +68,13 @@ class Schema:
 
 
 def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_without_suffix: Path) -> Path:
-    """The path of the file written: `data` checked against `schema`, as Parquet or, without pyarrow, JSON lines.
+    """The path of the Parquet file written: `data` checked against `schema`.
 
     Nulls are None in a sequence, masked entries in a numpy masked array, NaN in a float column.
     Data that does not fit the schema is a programming error: ValueError, before any file is opened.
     """
-    checked = _checked(schema, data)
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        if error.name != "pyarrow":
-            raise
-        return _write_json_lines(schema, checked, path_without_suffix)
-    import pyarrow.parquet
-
-    types = {"int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
+    columns, pyarrow = _checked(schema, data), _pyarrow()
+    types = _arrow_types(pyarrow)
     arrow_schema = pyarrow.schema(
         [
             pyarrow.field(column.name, types[column.type], column.nullable, metadata={"meaning": column.meaning})
@@ -89,7 +84,7 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
     )
     arrays = [
         pyarrow.array(values, types[column.type], mask=nulls)
-        for column, (values, nulls) in zip(schema.columns, checked, strict=True)
+        for column, (values, nulls) in zip(schema.columns, columns, strict=True)
     ]
     path = path_without_suffix.with_name(path_without_suffix.name + ".parquet")
     table = pyarrow.Table.from_arrays(arrays, schema=arrow_schema)
@@ -98,30 +93,36 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
     return path
 
 
-def read_table(path: Path, schema: Schema | None = None) -> dict[str, list]:
+def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RANGES) -> dict[str, list]:
     """The columns of a table by name, nulls as None; `path` may leave the suffix out.
 
-    With a schema, a table of another version, or one that lacks a declared column, is refused.
+    With a schema its columns alone are read, and a table of another version, or one that lacks a column, or holds other
+    values than it declares, is refused; `ranges` bounds whole numbers by the name of their column.
     """
-    candidates = [path] if path.suffix in (".parquet", ".jsonl") else [Path(f"{path}.parquet"), Path(f"{path}.jsonl")]
-    found = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if found is None:
-        raise InputError(
-            expected=f"a table at {path}", found="no .parquet or .jsonl file", next_step="Give the folder of a run"
-        )
-    try:
-        version, table = _read_json_lines(found) if found.suffix == ".jsonl" else _read_parquet(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's and json's errors are ValueErrors
-        raise InputError(
-            expected=f"a whole table in {found}", found=f"{error}", next_step="Run the command that wrote it again"
-        ) from error
-    missing = [column.name for column in schema.columns if column.name not in table] if schema else []
-    if schema and (version != schema.version or missing):
+    found = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
+    if not found.is_file():
+        raise InputError(expected=f"a table in {found}", found="no such file", next_step="Give the folder of a run")
+    version, table = _read_parquet(found, schema)
+    if schema is None:
+        return table
+    missing = [column.name for column in schema.columns if column.name not in table]
+    if version != schema.version or missing:
         raise InputError(
             expected=f"version {schema.version} of the table in {found}",
             found=f"version {version}" + (f" without {', '.join(missing)}" if missing else ""),
             next_step="Run the command that wrote it again with this version of sinkscope",
         )
+    table = {column.name: table[column.name] for column in schema.columns}
+    try:
+        for (name, values), (array, nulls) in zip(table.items(), _checked(schema, table), strict=True):
+            if array.dtype == object:
+                _check_texts(name, values)
+            elif array.dtype == np.int64 and name in ranges:
+                _check_range(name, array if nulls is None else array[~nulls], *ranges[name])
+            elif nulls is not None:
+                table[name] = [None if is_null else value for value, is_null in zip(values, nulls, strict=True)]
+    except ValueError as error:
+        raise refused(found, str(error)) from error
     return table
 
 
@@ -195,48 +196,65 @@ def _fits(kind: type, accepted: tuple[type, ...]) -> bool:
     return issubclass(kind, accepted) and (kind is not bool or bool in accepted)
 
 
-def _write_json_lines(schema: Schema, checked: list[Checked], path_without_suffix: Path) -> Path:
-    declaration = path_without_suffix.with_name(path_without_suffix.name + ".schema.json")
-    declaration.write_text(json.dumps(asdict(schema), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    keys = [json.dumps(column.name) for column in schema.columns]
-    path = path_without_suffix.with_name(path_without_suffix.name + ".jsonl")
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for row in zip(*(_json_cells(values, nulls) for values, nulls in checked), strict=True):
-            file.write("{" + ", ".join(f"{key}: {cell}" for key, cell in zip(keys, row, strict=True)) + "}\n")
-    return path
+def _check_texts(name: str, values: Sequence[str | None]) -> None:
+    for value in set(values) - {None}:
+        checked(value, Text(), Path(name))
 
 
-def _json_cells(values: np.ndarray, nulls: np.ndarray | None) -> Iterable[str]:
-    for item, is_null in zip(values.tolist(), np.zeros(len(values), bool) if nulls is None else nulls, strict=True):
-        if is_null:
-            yield "null"
-        elif isinstance(item, float) and math.isinf(item):
-            yield "1e999" if item > 0 else "-1e999"  # JSON has no infinity; every reader rounds this number to it
-        else:
-            yield json.dumps(item)
+def _check_range(name: str, values: np.ndarray, least: int, most: int) -> None:
+    if len(values) and not (least <= values.min() and values.max() <= most):
+        found = f"{values.min()} to {values.max()}"
+        raise ValueError(f"{found} in column {name}, not whole numbers from {least} to {most}")
 
 
-def _read_json_lines(path: Path) -> tuple[int, dict[str, list]]:
-    # The declaration, not the first row, names the columns: a table without rows has columns too.
-    declaration = json.loads(path.with_suffix(".schema.json").read_text(encoding="utf-8"))
-    table: dict[str, list] = {column["name"]: [] for column in declaration["columns"]}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            for name, values in table.items():
-                values.append(row[name])
-    return declaration["version"], table
+def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[str, list]]:
+    pyarrow = _pyarrow()
+    texts = [column.name for column in schema.columns if column.type == "str"] if schema else []
+    try:
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
+            arrow, names = file.schema_arrow, file.schema_arrow.names
+            if schema:
+                # Other types are not read: a list in one row may be as long as it likes.
+                own = {column.name: _arrow_types(pyarrow)[column.type] for column in schema.columns}
+                names = [name for name in own if name in names]
+                for name in names:
+                    if not _value_type(arrow.field(name).type).equals(own[name]):
+                        raise ValueError(f"{arrow.field(name).type} in column {name}, not {own[name]}")
+            # The footer says how much there is: a column of one value takes a few bytes for any number of rows.
+            if (cells := file.metadata.num_rows * len(names)) > MOST_CELLS:
+                raise ValueError(f"{cells:,} values, of at most {MOST_CELLS:,}")
+            table = file.read(columns=names)
+            version = (arrow.metadata or {}).get(b"sinkscope.version")
+        return None if version is None else int(version), {name: _listed(table.column(name)) for name in names}
+    except (pyarrow.ArrowException, ValueError, OSError, KeyError) as error:
+        raise refused(path, str(error)) from error
 
 
-def _read_parquet(path: Path) -> tuple[int | None, dict[str, list]]:
+def _pyarrow() -> Any:
+    """The package, imported where a table is first written or read: `sinkscope --help` waits for none of it."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise InputError(
-            expected=f"pyarrow, to read {path}", found="no pyarrow installed", next_step="Run: pip install pyarrow"
+            expected="pyarrow, for tables", found="no such package", next_step="Run: pip install pyarrow"
         ) from error
-    table = pyarrow.parquet.read_table(path)
-    version = (table.schema.metadata or {}).get(b"sinkscope.version")
-    return None if version is None else int(version), {
-        name: table.column(name).to_pylist() for name in table.column_names
-    }
+    return pyarrow
+
+
+def _arrow_types(pyarrow: Any) -> dict[ColumnType, Any]:
+    return {"int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
+
+
+def _value_type(arrow_type: Any) -> Any:
+    return getattr(arrow_type, "value_type", arrow_type)
+
+
+def _listed(column: Any) -> list:
+    """A column of Arrow as Python objects; equal texts are one object, so that a long one takes its room once."""
+    if _value_type(column.type) == column.type:
+        return column.to_pylist()
+    listed: list = []
+    for chunk in column.chunks:
+        values = [*chunk.dictionary.to_pylist(), None]
+        listed += [values[-1 if index is None else index] for index in chunk.indices.to_pylist()]
+    return listed

@@ -1,0 +1,265 @@
+"""Files that a stranger may have made: read within bounds, and checked against a declared shape before they are used.
+
+A document (JSON, YAML, a line of JSON) is refused where it is longer, deeper or wordier than any that sinkscope writes.
+YAML is read without aliases and tags, and a date in it is text. What a kind of document must hold is a shape, as data:
+
+    {"model": NAME, "tokens": {"length": Int(1), "bos": bool}, "sinks": [{"position": Int(0, "length")}]}
+
+A mapping may hold more than its shape names. A bound given by a name is one of the `sizes` that the caller knows by
+then. Everything else is an InputError that names the file and what is wrong in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+
+MOST_JSON = 1 << 24
+MOST_YAML = 1 << 18
+"""Bytes of a document. YAML is parsed by Python code, a thousand times slower than JSON."""
+MOST_LINES_OF_JSON = 1 << 28
+MOST_DEPTH = 32
+MOST_CHARACTERS = 1 << 16
+LARGEST_INT = 2**63 - 1
+LARGEST_FLOAT = 1e100
+"""Far above any reading, and its square is still a number."""
+TOO_DEEP = f"nested more than {MOST_DEPTH} deep"
+SHOWN = 200
+"""Characters of a wrong value that a message quotes."""
+
+
+@dataclass(frozen=True)
+class Int:
+    """A whole number from `least` to `most`; a `most` given by name is the first number too large."""
+
+    least: int = 0
+    most: int | str = 2**53
+
+    def ends(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The smallest and the largest number."""
+        return self.least, self.most if isinstance(self.most, int) else sizes[self.most] - 1
+
+
+@dataclass(frozen=True)
+class Real:
+    """A number from `least` to `most`."""
+
+    least: float = -LARGEST_FLOAT
+    most: float = LARGEST_FLOAT
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string of at most so many characters."""
+
+    most: int = MOST_CHARACTERS
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """What may be null, or not there."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
+class Each:
+    """A mapping of any names, whose values have one shape."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """One of several shapes."""
+
+    shapes: tuple[Any, ...]
+
+
+NAME = Text(4096)
+"""Of a model, a path or a variant."""
+SCALAR = Maybe(AnyOf((bool, Int(-LARGEST_INT, LARGEST_INT), Real(), Text())))
+ANYTHING = object()
+
+
+def read_json(path: Path, shape: Any = ANYTHING, sizes: Mapping[str, int] | None = None) -> Any:
+    """The value in a JSON file."""
+    return parse_json(read_text(path, MOST_JSON), path, shape, sizes)
+
+
+def read_yaml(path: Path, shape: Any = ANYTHING) -> Any:
+    """The value in a YAML file; None where it is empty."""
+    import yaml
+
+    text = read_text(path, MOST_YAML)
+    depth = 0
+    try:
+        # First as a stream: an alias makes much of little, and deep nesting takes the parser quadratic time.
+        for event in yaml.parse(text, _loader()):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+                raise ValueError(f"an alias or a tag in line {event.start_mark.line + 1}; write its value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ValueError(TOO_DEEP)
+        value = yaml.load(text, _loader())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise refused(path, _reason(error)) from error
+    return checked(value, shape, path)
+
+
+def read_json_lines(path: Path, shape: Any = ANYTHING) -> list[Any]:
+    """The values in a file of JSON, one a line; a last line that a killed process left unfinished is dropped."""
+    lines = read_text(path, MOST_LINES_OF_JSON).split("\n")[:-1]
+    return [parse_json(line, path, shape, where=f"line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def parse_json(
+    text: str, path: Path, shape: Any = ANYTHING, sizes: Mapping[str, int] | None = None, where: str = ""
+) -> Any:
+    """The value that is written in a text of the file `path`."""
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise refused(path, f"{where}: {_reason(error)}" if where else _reason(error)) from error
+    return checked(value, shape, path, sizes, where)
+
+
+def read_text(path: Path, most: int) -> str:
+    """The text of a file of at most so many bytes; a pipe or a device is none."""
+    try:
+        if not path.is_file():
+            raise refused(path, "no such file" if not path.exists() else "no plain file")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise refused(path, f"more than {most:,} bytes")
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:  # a name may be too long, or hold a NUL; the text may not be UTF-8
+        raise refused(path, _reason(error)) from error
+
+
+def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None = None, where: str = "") -> Any:
+    """The value itself, if it is within bounds and has the shape."""
+    try:
+        _check_bounds(value, where)
+        if shape is not ANYTHING:
+            _check_shape(value, shape, where, sizes or {})
+    except ValueError as error:
+        raise refused(path, str(error)) from error
+    return value
+
+
+def refused(path: Path, found: str) -> InputError:
+    """What is wrong with a file that somebody gave."""
+    return InputError(
+        expected=f"a file that sinkscope can use in {shortened(str(path))}",
+        found=shortened(found),
+        next_step="Leave it out, or run the command that wrote it again",
+    )
+
+
+def shortened(text: str) -> str:
+    """The text as far as a message quotes it."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
+
+
+def _check_bounds(value: Any, where: str) -> None:
+    """No deeper, longer or larger than a document may be. By a list of what is left: recursion is what is refused."""
+    left = [(value, 0)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, dict):
+            if wrong := [key for key in value if not isinstance(key, str)]:
+                raise _wrong(where, "names that are text", wrong[0])
+            left += ((key, depth) for key in value)
+            value = list(value.values())
+        if isinstance(value, list):
+            if depth >= MOST_DEPTH:
+                raise ValueError(TOO_DEEP)
+            left += ((item, depth + 1) for item in value)
+        elif isinstance(value, str):
+            if len(value) > MOST_CHARACTERS:
+                raise _wrong(where, f"at most {MOST_CHARACTERS:,} characters", value)
+            value.encode()  # a lone surrogate can be written in JSON, and in no file of ours
+        elif isinstance(value, int) and abs(value) > LARGEST_INT:
+            raise ValueError(f"{where or 'it'} holds a number of more than 64 bits")
+        elif isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            raise _wrong(where, f"a number of at most {LARGEST_FLOAT:g}", value)
+
+
+def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -> None:
+    if isinstance(shape, Maybe):
+        if value is not None:
+            _check_shape(value, shape.shape, where, sizes)
+    elif isinstance(shape, Int):
+        least, most = shape.ends(sizes)
+        if type(value) is not int or not least <= value <= most:
+            raise _wrong(where, f"a whole number from {least} to {most}", value)
+    elif isinstance(shape, Real):
+        if type(value) not in (int, float) or not shape.least <= value <= shape.most:
+            raise _wrong(where, f"a number from {shape.least:g} to {shape.most:g}", value)
+    elif isinstance(shape, Text):
+        if not isinstance(value, str) or len(value) > shape.most:
+            raise _wrong(where, f"text of at most {shape.most:,} characters", value)
+    elif isinstance(shape, AnyOf):
+        if not any(_fits(value, each, sizes) for each in shape.shapes):
+            raise _wrong(where, "a number, a text, true or false", value)
+    elif shape is bool:
+        if not isinstance(value, bool):
+            raise _wrong(where, "true or false", value)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise _wrong(where, "a list", value)
+        for index, item in enumerate(value):
+            _check_shape(item, shape[0], f"{where}[{index}]", sizes)
+    else:
+        if not isinstance(value, dict):
+            raise _wrong(where, "an object with names", value)
+        for name, own in _fields(value, shape):
+            _check_shape(value.get(name), own, f"{where}.{name}" if where else shortened(name), sizes)
+
+
+def _fields(value: Mapping[str, Any], shape: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((name, shape.shape) for name in value) if isinstance(shape, Each) else shape.items()
+
+
+def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
+    try:
+        _check_shape(value, shape, "", sizes)
+    except ValueError:
+        return False
+    return True
+
+
+def _wrong(where: str, expected: str, found: Any) -> ValueError:
+    # Never the repr of what may be a whole document.
+    shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, dict | list) else repr(found)
+    return ValueError(f"{shortened(shown)}{f' for {shortened(where)}' if where else ''}, not {expected}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return TOO_DEEP
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name}, which is no number in JSON")
+
+
+def _loader() -> type:
+    """A safe loader to which a date is text: of types that JSON has not, nothing downstream knows anything."""
+    import yaml
+
+    safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C where PyYAML was built with it
+
+    class PlainLoader(safe):
+        pass
+
+    PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+    return PlainLoader
