@@ -22,8 +22,9 @@ def bootstrap_mean_interval(
 
     A resample draws N of the N samples with replacement; its mean is sum_n w_n x_n / N with w multinomial, so all
     resamples are one matrix product. Every column sees the same resamples, which keeps the dependence between columns.
-    Both ends have the shape of the trailing axes. One sample says nothing about spread: its interval is NaN; so is that
-    of a column that holds NaN or infinity. The weights take num_resamples * N * 8 bytes: N is sequences, not tokens.
+    Both ends have the shape of the trailing axes. NaN is an empty sample, and its column is resampled without it. One
+    sample says nothing about spread: its interval is NaN; so is that of a column that holds infinity. The weights
+    take num_resamples * N * 8 bytes: N is sequences, not tokens.
     """
     values_N = np.asarray(values, dtype=np.float64)
     if values_N.ndim == 0 or values_N.shape[0] == 0:
@@ -55,7 +56,31 @@ def bootstrap_mean_interval(
         interval_2C[0, chunk] = _quantile_of_sorted(means_CR, tail)
         interval_2C[1, chunk] = _quantile_of_sorted(means_CR, 1 - tail)
     low_C, high_C = np.where(finite_C, interval_2C + origin_C, np.nan)
+    for column in np.flatnonzero(np.isnan(columns_CN).any(axis=1)):
+        seen = columns_CN[column][~np.isnan(columns_CN[column])]
+        if len(seen):
+            low_C[column], high_C[column] = bootstrap_mean_interval(
+                seen, confidence=confidence, num_resamples=num_resamples, seed=seed
+            )
     return low_C.reshape(trailing), high_C.reshape(trailing)
+
+
+def _left(totals: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Means of what is not empty, from weighted totals and the weights' share of it; NaN where nothing is left."""
+    return np.divide(totals, shares, out=np.full_like(totals, np.nan), where=shares > 0)
+
+
+def seen_mean(values: np.ndarray, axis: int | None = 0) -> np.ndarray:
+    """The mean over an axis of what is not NaN, which means empty; NaN where nothing is left."""
+    seen = ~np.isnan(values)
+    return _left(np.where(seen, values, 0.0).sum(axis), seen.sum(axis))
+
+
+def weighted_means(weights_RN: np.ndarray, values_NC: np.ndarray) -> np.ndarray:
+    """[R, C] weighted means over samples, empty ones (NaN) left out."""
+    empty_NC = np.isnan(values_NC)
+    totals_RC = weights_RN @ np.where(empty_NC, 0.0, values_NC)
+    return _left(totals_RC, weights_RN @ ~empty_NC) if empty_NC.any() else totals_RC
 
 
 def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray:

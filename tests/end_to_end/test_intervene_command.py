@@ -170,7 +170,7 @@ REFUSED = {
     "--amplify 10:nan": "finite factor",
     "--amplify 10:inf": "finite factor",
     "--scale-norm 10:-inf": "finite factor",
-    "--amplify 10:1e40": "float32 cannot hold",
+    "--amplify 10:1e40": "NaN or infinity in what leaves layer 0, at position 10",
     # a layer, head, neuron, expert or dimension that does not exist
     "--ablate 3:0": "a layer from 0 to 2",
     "--ablate -1:0": "a layer from 0 to 2",

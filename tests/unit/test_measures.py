@@ -21,7 +21,7 @@ from sinkscope.measures.dimension_disparity import (
     participation_ratio,
     top_energy_share,
 )
-from sinkscope.measures.directional_collapse import cosine_across_sequences, cosine_from_sum
+from sinkscope.measures.directional_collapse import cosine_across_sequences, cosine_from_deviation, cosine_from_sum
 from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions, mean_received, sink_rate
 from sinkscope.measures.super_neurons import channel_sparsity, write_share
 from sinkscope.measures.value_variance import (
@@ -102,9 +102,8 @@ def test_disparity_of_a_spread_vector_is_the_other_extreme():
 
 def test_zero_and_constant_vectors():
     zero = torch.zeros(3, 8, dtype=torch.float64)
-    close(participation_ratio(zero), np.zeros(3))
-    close(top_energy_share(zero), np.zeros(3))
-    close(kurtosis(zero), np.zeros(3))
+    for ratio in (dom_ratio, participation_ratio, top_energy_share, kurtosis):
+        assert ratio(zero).isnan().all()
     constant = torch.full((2, 8), 0.5, dtype=torch.float64)
     close(kurtosis(constant), np.zeros(2))
     close(dom_ratio(constant), np.ones(2))
@@ -270,12 +269,25 @@ def test_cosine_is_the_mean_over_pairs(num_sequences, length, width, seed):
         expected[t] = np.mean(pairs)
     close(cosine_across_sequences(torch.from_numpy(state)), expected, atol=1e-10)
     unit = torch.nn.functional.normalize(torch.from_numpy(state), dim=-1)
-    close(cosine_from_sum(unit.sum(0), num_sequences), expected, atol=1e-10)
+    close(cosine_from_sum(unit.sum(0), torch.full((length,), num_sequences)), expected, atol=1e-10)
 
 
 def test_cosine_of_a_single_sequence_is_nan():
     assert cosine_across_sequences(torch.randn(1, 5, 3)).isnan().all()
-    assert cosine_from_sum(torch.randn(5, 3), 1).shape == (5,)
+
+
+@few
+@given(st.integers(2, 6), st.integers(0, 4), seeds)
+def test_cosine_leaves_out_states_of_zeros(num_sequences, num_zeros, seed):
+    state = np.random.default_rng(seed).normal(size=(num_sequences, 1, 5))
+    whole = np.concatenate([state, np.zeros((num_zeros, 1, 5))])
+    expected = cosine_across_sequences(torch.from_numpy(state))
+    close(cosine_across_sequences(torch.from_numpy(whole)), expected, atol=1e-10)
+    unit = torch.nn.functional.normalize(torch.from_numpy(whole), dim=-1)
+    deviation = (unit - unit.mean(0)).square().sum((0, 2))
+    close(cosine_from_deviation(deviation, torch.tensor([num_sequences]), len(whole)), expected, atol=1e-10)
+    if num_zeros:  # control: with the zeros counted as directions it is another number
+        assert not np.allclose(cosine_from_sum(unit.sum(0), torch.tensor([len(whole)])), expected)
 
 
 # Sink score

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinkscope.statistics import bootstrap_mean_interval
+from sinkscope.statistics import bootstrap_mean_interval, seen_mean, weighted_means
 
 
 def test_equal_samples_give_a_width_of_exactly_zero():
@@ -87,6 +87,17 @@ def test_one_sample_and_broken_columns_are_nan():
     low, high = bootstrap_mean_interval([[1.0, np.nan, np.inf], [2.0, 2.0, 2.0]])
     np.testing.assert_array_equal(np.isnan(low), [False, True, True])
     np.testing.assert_array_equal(np.isnan(high), [False, True, True])
+
+
+def test_an_empty_sample_is_left_out():
+    values = np.random.default_rng(0).normal(size=12)
+    some = np.array([*values, np.nan, np.nan])
+    assert np.array_equal(bootstrap_mean_interval(some), bootstrap_mean_interval(values))
+    assert seen_mean(some) == pytest.approx(values.mean())
+    assert np.isnan(seen_mean(np.full(3, np.nan)))
+    weights = np.array([[0.25, 0.25, 0.5], [0.0, 0.0, 1.0]])
+    found = weighted_means(weights, np.array([[1.0, 2.0], [4.0, 3.0], [5.0, np.nan]]))
+    np.testing.assert_array_equal(found, [[3.75, 2.5], [5.0, np.nan]])
 
 
 def test_no_columns():

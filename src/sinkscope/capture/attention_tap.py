@@ -3,15 +3,18 @@
 Most families ask the attention registry of transformers for a function by name; a mask function of the same name must
 stand beside it, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal, with or
 without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch function
-mode sees. Registration is process-wide, so both functions look up a context variable for the tap that is active.
+mode sees. Registration is process-wide, so both functions look up a context variable for the tap that is active. A
+pass of another thread has none: it goes on with the functions that the model used before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.capture.attention_request import AttentionRule
 from sinkscope.capture.edits import row_edits
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
 
@@ -56,6 +60,9 @@ class _ActiveTap:
 
 
 _active: ContextVar[_ActiveTap | None] = ContextVar("sinkscope_attention_tap", default=None)
+_before: dict[int, str] = {}
+"""What the configuration of each model that was ever read, by its id, named before: for passes of other threads.
+Entries stay, since such a pass may call what it was given a moment after the tap is closed."""
 
 
 @contextlib.contextmanager
@@ -64,6 +71,8 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]
     tap = _ActiveTap({id(layer.attention): layer.index for layer in anatomy.layers}, on_attention)
     config = anatomy.decoder.config
     before = config._attn_implementation
+    if before != NAME:
+        _before[id(config)] = before
     token = _active.set(tap)
     try:
         with contextlib.ExitStack() as stack:
@@ -76,15 +85,13 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]
                 # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
                 config._attn_implementation = "sdpa"
                 for layer in anatomy.layers:
-                    hook = layer.attention.register_forward_pre_hook(
-                        lambda module, args, index=layer.index: enter_layer(index)
-                    )
-                    stack.callback(hook.remove)
+                    enter = in_this_thread(lambda module, args, index=layer.index: enter_layer(index))
+                    stack.callback(layer.attention.register_forward_pre_hook(enter).remove)
                 marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
                 stack.enter_context(_SdpaCalls(anatomy, marker))
                 # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-                hook = anatomy.decoder.register_forward_pre_hook(_mask_by_marker(marker), with_kwargs=True)
-                stack.callback(hook.remove)
+                by_marker = in_this_thread(_mask_by_marker(marker))
+                stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
                 yield
     finally:
         _active.reset(token)
@@ -93,9 +100,15 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]
 
 def _tap() -> _ActiveTap:
     tap = _active.get()
-    if tap is None:
-        raise RuntimeError(f"the attention implementation '{NAME}' only works inside sinkscope's attention tap")
+    assert tap is not None
     return tap
+
+
+def _name_before(config) -> str:
+    """The implementation that a pass of another thread goes on with."""
+    if id(config) not in _before:
+        raise RuntimeError(f"the attention implementation '{NAME}' only works inside sinkscope's attention tap")
+    return _before[id(config)]
 
 
 def _attention(
@@ -111,7 +124,14 @@ def _attention(
     sigmoid_bias=None,
     **others,
 ):
-    tap = _tap()
+    tap = _active.get()
+    if tap is None:
+        # The registry holds every implementation but the one that a model writes out itself, under this name.
+        written_out: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend = AttentionInterface().get_interface(_name_before(module.config), written_out)
+        given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
+        others |= {name: value for name, value in given.items() if value is not None}
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
     if id(module) not in tap.layer_of:
         raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
     if not isinstance(attention_mask, CausalMask):
@@ -145,10 +165,14 @@ def _mask(
     mask_function=None,
     attention_mask=None,
     local_size=None,
-    **_,
-) -> CausalMask:
+    **others,
+) -> Any:
     """The meaning of the mask that a model asks for; refuses padding, caches and shapes other than causal windows."""
-    _tap()
+    if _active.get() is None:
+        mask = AttentionMaskInterface()[_name_before(others["config"])]
+        others |= {} if local_size is None else {"local_size": local_size}
+        asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        return mask(*asked, **others)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError(
             expected="sequences of equal length",

@@ -22,7 +22,9 @@ from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.edits import suspend
 from sinkscope.capture.neuron_tap import LayerUnits
+from sinkscope.capture.overflow import check_finite
 from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
@@ -103,7 +105,8 @@ class Replay:
         self.restarts = {0, *self.restarts}
         with contextlib.ExitStack() as stack:
             for layer in self.anatomy.layers:
-                hook = layer.block.register_forward_pre_hook(self._keep_call(layer.index), with_kwargs=True)
+                keep = in_this_thread(self._keep_call(layer.index))
+                hook = layer.block.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
             self.untouched = self._read(None, loss=self.loss)
 
@@ -157,8 +160,10 @@ class _LayerReader:
                 units = LayerUnits(layer)
                 experts = [expert for index, expert in self.groups if index == layer.index]
                 handles = units.hooks() if experts else []
-                handles.append(layer.output_projection.register_forward_pre_hook(self._aggregation(layer.index)))
-                handles.append(layer.block.register_forward_hook(self._block(layer.index, units, experts)))
+                aggregate = in_this_thread(self._aggregation(layer.index))
+                leave = in_this_thread(self._block(layer.index, units, experts))
+                handles.append(layer.output_projection.register_forward_pre_hook(aggregate))
+                handles.append(layer.block.register_forward_hook(leave))
                 for handle in handles:
                     stack.callback(handle.remove)
             stack.enter_context(attention_tap(self.anatomy, self._attention))
@@ -205,6 +210,7 @@ class _LayerReader:
             if silent := sorted(set(range(start, num_layers)) - rows.keys()):
                 raise RuntimeError(f"layer {silent[0]} reported no {name}")
         stacked = {name: torch.stack([rows[layer].cpu() for layer in sorted(rows)]) for name, rows in self.rows.items()}
+        check_finite(self.anatomy.decoder, stacked["residual_norm_LBT"].amax(1), first_layer=start)
         if prefix is not None:
             stacked = {name: torch.cat([getattr(prefix, name)[:start], rows]) for name, rows in stacked.items()}
             return replace(prefix, **stacked, units=prefix.units | self.units, loss_B=loss_B)

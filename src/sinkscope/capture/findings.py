@@ -255,7 +255,7 @@ class Findings:
         ratio_LT = self.reading.by_position["dom_ratio"]
         elsewhere = torch.ones(ratio_LT.shape[1], dtype=torch.bool)
         elsewhere[[position, *(sink.position for sink in self.sinks)]] = False
-        return ratio_LT[:, position], ratio_LT[:, elsewhere].mean(1)
+        return ratio_LT[:, position], ratio_LT[:, elsewhere].nanmean(1)
 
     def massive_activations(self, layer: int) -> tuple[float, Tensor]:
         """(median magnitude of a layer's tokens, [P] massive activations at the candidates), from mean magnitudes
@@ -284,7 +284,7 @@ class Findings:
             massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
         else:
             ratio_T = self.reading.by_position["dom_ratio"][row - 1] if row else torch.ones(position + 1)
-            ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.median())[None]
+            ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.nanmedian())[None]
             massive = (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST)
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
         found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
@@ -354,7 +354,7 @@ class Findings:
                         role="writes" if writes else "erases",
                         stands=bool((moved_M & stands_M).any()),
                         sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
-                        layer_top_share=float(everyone.median()),
+                        layer_top_share=float(everyone.nanmedian()),  # units that write nothing have none
                     )
                 )
         return found

@@ -35,6 +35,7 @@ from sinkscope.capture.layer_statistics import (
 from sinkscope.capture.lock import LOCK_SEQUENCES, LockInput
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.side_stream import SideStream
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.kernels.standout import add_received, candidates, joined_candidates
 from sinkscope.kernels.token_means import token_dom_ratio, token_mean_square
 from sinkscope.kernels.token_statistics import token_statistics
@@ -109,14 +110,24 @@ class ForwardReader:
     def reading(self) -> Iterator[None]:
         """Opens every tap."""
         with contextlib.ExitStack() as stack:
-            first = self.anatomy.layers[0].block.register_forward_pre_hook(self._enter_first_block, with_kwargs=True)
+            first = self.anatomy.layers[0].block.register_forward_pre_hook(
+                in_this_thread(self._enter_first_block), with_kwargs=True
+            )
             stack.callback(first.remove)
             for layer in self.anatomy.layers:
                 units = LayerUnits(layer)
+                enter, project, leave = map(
+                    in_this_thread,
+                    (
+                        self._enter_attention(layer.index),
+                        self._leave_output_projection(layer.index),
+                        self._leave_block(layer.index, units),
+                    ),
+                )
                 handles = [
-                    layer.attention.register_forward_pre_hook(self._enter_attention(layer.index), with_kwargs=True),
-                    layer.output_projection.register_forward_hook(self._leave_output_projection(layer.index)),
-                    layer.block.register_forward_hook(self._leave_block(layer.index, units)),
+                    layer.attention.register_forward_pre_hook(enter, with_kwargs=True),
+                    layer.output_projection.register_forward_hook(project),
+                    layer.block.register_forward_hook(leave),
                     *units.hooks(),
                 ]
                 for handle in handles:
@@ -237,6 +248,7 @@ class ForwardReader:
         if self.frozen is not None:
             return joined_candidates(self.frozen.pointed_at_2Q[layer + 1].to(largest_N.device), before_P)
         received_T = None if self._received_T is None else self._received_T.to(largest_N.device)
+        mean_abs_N = mean_abs_N.clamp(min=torch.finfo(mean_abs_N.dtype).tiny)  # a token of zeros stands out nowhere
         return candidates(largest_N, mean_abs_N, self.length, received_T, before_P)
 
     def _read_units(self, layer: int, units: LayerUnits) -> None:
@@ -300,7 +312,10 @@ class ForwardReader:
             sums["averaging_law"] = self._total(raw["weighted_mixing"], 1).mean(1)
         sums["by_distance"] = self._total(raw["by_distance"], 1)
         sums["second_moment"] = self._total(raw["second_moment"].view(shape), 1)
-        sums["dom_ratio_normed"] = self._total(raw["state_ratio"].view(shape), 1)
+        # A state of zeros has no ratio (0 / 0) and is left out.
+        ratio_lBT = raw["state_ratio"].view(shape)
+        sums["num_states"] = self._total(~ratio_lBT.isnan(), 1).long()
+        sums["dom_ratio_normed"] = self._total(ratio_lBT.nan_to_num(nan=0.0), 1)
         write = largest_over_sequences(raw["write"].view(shape), raw["write_unit"].view(shape))
         sums["largest_write"], sums["largest_write_unit"] = write
         return sums
@@ -311,10 +326,13 @@ class ForwardReader:
         largest_lBT, argmax_lBT, energy_lBT, mean_abs_lBT = (
             raw[name].view(shape) for name in ("largest", "argmax", "energy", "mean_abs")
         )
-        sums = {"dom_ratio": self._total(largest_lBT / mean_abs_lBT, 1)}
-        sums["top_energy_share"] = self._total(largest_lBT.square() / energy_lBT, 1)
-        for name in ("participation_ratio", "kurtosis"):
-            sums[name] = self._total(raw[name].view(shape), 1)
+        # A state of zeros has no ratio (0 / 0) and is left out.
+        zero_lBT = largest_lBT == 0
+        sums = {"num_residuals": self._total(~zero_lBT, 1).long()}
+        ratios = {name: raw[name].view(shape) for name in ("participation_ratio", "kurtosis")}
+        ratios |= {"dom_ratio": largest_lBT / mean_abs_lBT, "top_energy_share": largest_lBT.square() / energy_lBT}
+        for name, ratio_lBT in ratios.items():
+            sums[name] = self._total(ratio_lBT.masked_fill(zero_lBT, 0), 1)
         sums["dimension_total"] = raw["column_abs"]
         rows_lBPE = raw["candidate_rows"].float()
         sums["dimension"], sums["dimension_abs"] = self._total(rows_lBPE, 1), self._total(rows_lBPE.abs(), 1)

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from sinkscope.capture.lock import LockInput
 
+RATIO_COUNTS = {
+    **dict.fromkeys(("dom_ratio", "top_energy_share", "participation_ratio", "kurtosis"), "num_residuals"),
+    "dom_ratio_normed": "num_states",
+}
+"""By ratio, the sum that counts the sequences whose state is not all zero: of zeros there is no ratio."""
+
 
 @dataclass
 class Moments:
@@ -51,13 +57,6 @@ class Moments:
         if self.count < 2:
             return torch.full_like(self.deviation, float("nan"))
         return self.deviation / ((self.count - 1) * len(self.channel_deviation))
-
-    @property
-    def mean_cosine(self) -> Tensor:
-        """Mean cosine over pairs of sequences, of moments of unit vectors: 1 - deviation / (B - 1)."""
-        if self.count < 2:
-            return torch.full_like(self.deviation, float("nan"))
-        return 1 - self.deviation / (self.count - 1)
 
 
 @dataclass
@@ -109,8 +108,13 @@ class Statistics:
         return [torch.cat(both) for both in zip(self.rank_tokens, other.rank_tokens, strict=True)]
 
     def mean(self, name: str) -> Tensor:
-        """A sum over sequences as a mean; of one sequence it is the sum itself, which may be large."""
+        """A sum over sequences as a mean; of one sequence it is the sum itself, which may be large.
+
+        A ratio's mean is over the sequences that have one; NaN where none has.
+        """
         total = self.sums[name]
+        if name in RATIO_COUNTS:
+            return total / self.sums[RATIO_COUNTS[name]]
         return total if self.num_sequences == 1 and total.is_floating_point() else total / self.num_sequences
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import expert_edits
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.kernels.channel_sums import channel_norms
 from sinkscope.kernels.token_statistics import token_statistics
 from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
@@ -56,13 +57,13 @@ class LayerUnits:
         """Registers the hooks that fill this object; each is removed through its handle."""
         layer, handles = self.layer, []
         if layer.down_projection is not None:
-            handles.append(layer.down_projection.register_forward_pre_hook(self._keep_dense))
+            handles.append(layer.down_projection.register_forward_pre_hook(in_this_thread(self._keep_dense)))
         if layer.shared_down_projection is not None:
-            handles.append(layer.shared_down_projection.register_forward_pre_hook(self._keep_shared))
+            handles.append(layer.shared_down_projection.register_forward_pre_hook(in_this_thread(self._keep_shared)))
         if layer.experts is not None:
-            handles.append(layer.experts.register_forward_pre_hook(self.keep_routed, with_kwargs=True))
+            handles.append(layer.experts.register_forward_pre_hook(in_this_thread(self.keep_routed), with_kwargs=True))
         if layer.post_norm is not None:
-            handles.append(layer.post_norm.register_forward_hook(self._keep_write_scale))
+            handles.append(layer.post_norm.register_forward_hook(in_this_thread(self._keep_write_scale)))
         return handles
 
     def _keep_dense(self, module, args) -> None:
@@ -76,9 +77,10 @@ class LayerUnits:
 
     def _keep_write_scale(self, module, args, output) -> None:
         # The norm gives gain * x / rms(x); projecting its output on gain * x gives 1 / rms(x) without knowing its
-        # epsilon.
+        # epsilon. Where the feed-forward gives nothing but zeros there is nothing to scale.
         scaled = args[0].float() * self.layer.write_gain()
-        self.write_scale_N = ((output.float() * scaled).sum(-1) / scaled.square().sum(-1)).flatten()
+        energy = scaled.square().sum(-1)
+        self.write_scale_N = ((output.float() * scaled).sum(-1) / energy).masked_fill(energy == 0, 0).flatten()
 
     @property
     def complete(self) -> bool:

@@ -23,9 +23,12 @@ from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.forward_reader import ForwardReader, Frozen
 from sinkscope.capture.layer_statistics import Statistics, stacked
 from sinkscope.capture.lock import LockInput
+from sinkscope.capture.overflow import check_finite
+from sinkscope.capture.sole_reader import sole_reader
 from sinkscope.errors import InputError
 from sinkscope.kernels.standout import point_at
 from sinkscope.measures.dimension_disparity import effective_rank
+from sinkscope.measures.directional_collapse import cosine_from_deviation
 from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions
 from sinkscope.models.anatomy import Anatomy, anatomy_of
 from sinkscope.models.loading import LoadedModel
@@ -215,15 +218,16 @@ def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off while reading; each module's own mode is put back."""
-    training = [module for module in _all_modules(model) if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
+    """Dropout off while reading, by this thread alone; each module's own mode is put back."""
+    with sole_reader(model):
+        training = [module for module in _all_modules(model) if module.training]
         for module in training:
-            module.training = True
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 def _all_modules(model: nn.Module) -> list[nn.Module]:
@@ -266,6 +270,7 @@ def _assembled(
     statistics: Statistics,
     started_at: float,
 ) -> Reading:
+    check_finite(anatomy.decoder, statistics.largest["residual"][0], first_layer=-1)
     mean, moments = statistics.mean, statistics.moments
     by_position = {name: mean(name) for name in ("second_moment", "dom_ratio_normed")}
     by_position |= {name: mean(name) for name in ("entropy", "mixing", "averaging_law") if name in statistics.sums}
@@ -278,7 +283,9 @@ def _assembled(
     if batch.num_sequences > 1:
         by_position["value_variance"] = _stack(moments["aggregation"], "variance")
         by_position["projected_variance"] = _stack(moments["projected"], "variance")
-        by_position["cosine"] = _stack(moments["direction"], "mean_cosine")
+        by_position["cosine"] = cosine_from_deviation(
+            _stack(moments["direction"], "deviation"), statistics.sums["num_states"], batch.num_sequences
+        )
         num_deviations = batch.length * (batch.num_sequences - 1)
         channel_variance = _stack(moments["aggregation"], "channel_deviation") / num_deviations
     received = mean("received")

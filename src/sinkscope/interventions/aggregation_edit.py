@@ -116,8 +116,9 @@ def _remove_deviation(o, calibration, factor, layer):
 
 
 def _remove_energy(o, calibration, factor, layer):
-    energy = o.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return o * (calibration.later / energy).sqrt()
+    energy = o.square().sum(-1, keepdim=True)
+    scale = (calibration.later / energy.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    return o * scale.masked_fill(energy == 0, 0)  # an aggregation of zeros, as of a token of zeros, stays one
 
 
 FORMULAS: dict[str, Formula] = {

@@ -1,4 +1,4 @@
-"""How far states gather along one direction. N states, E width."""
+"""How far states gather along one direction. N states, E width. A state of zeros has no direction and is left out."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ def pairwise_cosine(unit_NE: Float[Tensor, "N E"]) -> Float[Tensor, " N"]:
     With h_n the mean cosine of state n to the others, the mean over pairs is m = mean h, and its linear part
     m + 2 (h_n - m): each state is in two places of a pair, so resampling h alone would halve the interval.
     """
-    unit_NE = unit_NE.double()
+    unit_NE, one_N = unit_NE.double(), (unit_NE != 0).any(-1)
     others_NE = unit_NE.sum(0) - unit_NE
-    mean_N = (unit_NE * others_NE).sum(-1) / (len(unit_NE) - 1)
-    return 2 * mean_N - mean_N.mean()
+    mean_N = (unit_NE * others_NE).sum(-1) / (one_N.sum() - 1)
+    mean_N = mean_N.masked_fill(~one_N, float("nan"))
+    return 2 * mean_N - mean_N.nanmean()
 
 
 class Principal(NamedTuple):

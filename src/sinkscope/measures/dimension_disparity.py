@@ -1,4 +1,7 @@
-"""How far a few dimensions dominate a token's residual. E is the width, N tokens."""
+"""How far a few dimensions dominate a token's residual. E is the width, N tokens.
+
+A token of zeros has no ratio: every one of them is NaN there, which means empty.
+"""
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,21 +25,20 @@ def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 
 
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
-    """(sum h^2)^2 / sum h^4: how many dimensions share the energy; 0 for a zero vector."""
+    """(sum h^2)^2 / sum h^4: how many dimensions share the energy."""
     h = _in_units_of_largest(h)
-    energy, fourth = h.square().sum(-1), h.pow(4).sum(-1)
-    return torch.where(fourth > 0, energy.square() / fourth, torch.zeros_like(fourth))
+    return h.square().sum(-1).square() / h.pow(4).sum(-1)
 
 
 def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
-    """Share of the energy in the largest dimension; 0 for a zero vector."""
+    """Share of the energy in the largest dimension."""
     energy = _in_units_of_largest(h).square()
-    return torch.nan_to_num(energy.amax(-1) / energy.sum(-1), nan=0.0)
+    return energy.amax(-1) / energy.sum(-1)
 
 
 def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
-    """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant."""
-    constant = (h == h[..., :1]).all(-1)
+    """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant and not zero."""
+    constant = (h == h[..., :1]).all(-1) & (h[..., 0] != 0)
     h = _in_units_of_largest(h)
     centred = h - h.mean(-1, keepdim=True)
     value = centred.pow(4).mean(-1) / centred.square().mean(-1).square()
@@ -44,9 +46,8 @@ def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 
 
 def _in_units_of_largest(h: Tensor) -> Tensor:
-    """The vector over its largest magnitude, so that fourth powers stay in range; a zero vector stays zero."""
-    largest = h.abs().amax(-1, keepdim=True)
-    return h / largest.masked_fill(largest == 0, 1)
+    """The vector over its largest magnitude, so that fourth powers stay in range; NaN for a zero vector."""
+    return h / h.abs().amax(-1, keepdim=True)
 
 
 def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, ""]) -> Tensor:

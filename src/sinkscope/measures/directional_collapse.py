@@ -1,18 +1,29 @@
-"""Whether a position's normalised state is one direction whatever the sequence. B sequences, T positions, E width."""
+"""Whether a position's normalised state is one direction whatever the sequence. B sequences, T positions, E width.
+
+A state of zeros has no direction: a mean is over the pairs of sequences that have one, and NaN where no pair is left.
+"""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 
 def cosine_across_sequences(state_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, " T"]:
     """Mean cosine over all pairs of different sequences, by position; NaN for a single sequence."""
     unit = torch.nn.functional.normalize(state_BTE, dim=-1)
-    return cosine_from_sum(unit.sum(0), state_BTE.shape[0])
+    return cosine_from_sum(unit.sum(0), (state_BTE != 0).any(-1).sum(0))
 
 
-def cosine_from_sum(unit_sum_TE: Float[Tensor, "T E"], num_sequences: int) -> Float[Tensor, " T"]:
-    """The same from the sum of the unit vectors: |sum u|^2 = B + 2 sum over pairs of u . u'."""
-    if num_sequences < 2:
-        return torch.full(unit_sum_TE.shape[:-1], float("nan"))
-    return (unit_sum_TE.square().sum(-1) - num_sequences) / (num_sequences * (num_sequences - 1))
+def cosine_from_sum(unit_sum_TE: Float[Tensor, "T E"], num_T: Int64[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """The same from the sum of n unit vectors: |sum u|^2 = n + 2 sum over pairs of u . u'."""
+    cosine_T = (unit_sum_TE.square().sum(-1) - num_T) / (num_T * (num_T - 1))
+    return cosine_T.masked_fill(num_T < 2, float("nan"))
+
+
+def cosine_from_deviation(
+    deviation_T: Float[Tensor, "... T"], num_T: Int64[Tensor, "... T"], num_sequences: int
+) -> Float[Tensor, "... T"]:
+    """The same from the squared deviations d of n unit vectors and B - n zeros from the mean of all B:
+    1 - (d B / n - (B - n)) / (n - 1), of n = B vectors 1 - d / (B - 1)."""
+    cosine_T = 1 - (deviation_T * (num_sequences / num_T) - (num_sequences - num_T)) / (num_T - 1)
+    return cosine_T.masked_fill(num_T < 2, float("nan"))

@@ -20,9 +20,10 @@ def write_share(mean_square_U: Float[Tensor, " U"], output_MU: Float[Tensor, "M 
 
 
 class ChannelSparsity(NamedTuple):
-    """How far few dimensions carry a unit's output vector; one value per unit."""
+    """How far few dimensions carry a unit's output vector; one value per unit, NaN for a vector of zeros."""
 
     max_over_median: Tensor
+    """NaN where more than half of the entries are zero."""
     top_share: Tensor
     participation_ratio: Tensor
     kurtosis: Tensor
@@ -34,7 +35,7 @@ def channel_sparsity(output_EU: Float[Tensor, "E U"]) -> ChannelSparsity:
     magnitude = vectors.abs()
     median = magnitude.quantile(0.5, dim=-1)
     return ChannelSparsity(
-        max_over_median=magnitude.amax(-1) / median,
+        max_over_median=(magnitude.amax(-1) / median).masked_fill(median == 0, float("nan")),
         top_share=top_energy_share(vectors),
         participation_ratio=participation_ratio(vectors),
         kurtosis=kurtosis(vectors),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope.capture.overflow import overflow
 from sinkscope.capture.reading import evaluation_mode, input_device
 from sinkscope.errors import InputError
 from sinkscope.measures.token_preference import (
@@ -123,13 +124,9 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
             logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
             parts.append(logits[:, -1].float().softmax(-1).cpu())
     probability_NV = torch.cat(parts)
-    if not torch.isfinite(probability_NV).all():
-        raise InputError(
-            expected="finite logits",
-            found=f"NaN or infinity from {loaded.name}",
-            next_step="Load the model with --dtype float32, or fetch its weights again",
-        )
     contraction = reader.result()
+    if not torch.isfinite(probability_NV).all():
+        raise overflow(loaded.model, "in the logits at the last position")
     if not np.isfinite(contraction.top_share_S).all():
         raise InputError(
             expected="states that are not all 0, which have no direction",

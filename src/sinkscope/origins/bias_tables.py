@@ -24,7 +24,7 @@ from sinkscope.results.bias_schemas import (
     PREFERRED_TOKENS,
     QUANTITIES,
 )
-from sinkscope.statistics import share_interval
+from sinkscope.statistics import seen_mean, share_interval
 
 Row = dict[str, Any]
 AGREEMENT = "agreement"
@@ -94,12 +94,12 @@ def _contraction(found: BiasReadings) -> Iterable[Row]:
 def _by_sample(found: BiasReadings, name: str) -> np.ndarray:
     """[R, S] means by seed, or [N, S] values by sequence of a single model."""
     each = [getattr(reading.contraction, name) for reading in found.untouched]
-    return each[0].T if len(each) == 1 else np.stack([values_SN.mean(-1) for values_SN in each])
+    return each[0].T if len(each) == 1 else np.stack([seen_mean(values_SN, -1) for values_SN in each])
 
 
 def _between_seeds(mean_state_RSE: np.ndarray) -> np.ndarray:
     unit = torch.nn.functional.normalize(torch.from_numpy(mean_state_RSE), dim=-1)
-    return cosine_from_sum(unit.sum(0), len(unit)).numpy()
+    return cosine_from_sum(unit.sum(0), (unit != 0).any(-1).sum(0)).numpy()
 
 
 def _positions(found: BiasReadings) -> Iterable[Row]:
@@ -120,7 +120,7 @@ def _controls(found: BiasReadings) -> Iterable[Row]:
         for quantity in QUANTITIES:
             under = [one.values[quantity] for one in each]
             before = [reading.values[quantity] for reading in found.untouched]
-            row = {"control": control, "quantity": quantity, "value": float(np.mean([one.mean() for one in under]))}
+            row = {"control": control, "quantity": quantity, "value": float(np.mean([seen_mean(one) for one in under]))}
             row |= _value("difference", _samples([a - b for a, b in zip(under, before, strict=True)]))
             if quantity == "prediction_ratio":
                 _widen(row, "difference", *_difference_of_shares(found.vocabulary, under, before))
@@ -173,13 +173,13 @@ def _quantity(found: BiasReadings, quantity: str, by_seed: list[np.ndarray], nam
 
 def _samples(by_seed: list[np.ndarray]) -> np.ndarray:
     """What an interval is over: the values of a single model's sequences, or the means of several models."""
-    return by_seed[0] if len(by_seed) == 1 else np.array([values_N.mean() for values_N in by_seed])
+    return by_seed[0] if len(by_seed) == 1 else np.array([seen_mean(values_N) for values_N in by_seed])
 
 
 def _value(name: str, samples: np.ndarray) -> Row:
     """The mean of the samples and its interval, as columns."""
     low, high = sample_interval(samples)
-    return {name: float(samples.mean()), f"{name}_low": float(low), f"{name}_high": float(high)}
+    return {name: float(seen_mean(samples)), f"{name}_low": float(low), f"{name}_high": float(high)}
 
 
 def _widen(row: Row, name: str, low: float, high: float) -> None:

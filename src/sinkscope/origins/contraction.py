@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.layer_statistics import wide
+from sinkscope.capture.overflow import check_finite
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.measures.contraction import pairwise_cosine, principal, split_half_cosine
 from sinkscope.measures.directional_collapse import cosine_from_sum
 from sinkscope.models.anatomy import Anatomy, Layer
@@ -58,7 +60,10 @@ class ContractionReader:
         self.num_sequences = 0
         self._last: dict[int, list[Tensor]] = defaultdict(list)
         self._intra: dict[int, list[Tensor]] = defaultdict(list)
-        self._unit_sum_PE: dict[int, Tensor] = {}
+        self._largest_T: dict[int, Tensor] = {}
+        """Largest magnitude of any sequence at each position."""
+        self._unit_sums: dict[int, tuple[Tensor, Tensor]] = {}
+        """Sum over sequences of the unit states [P, E], and how many there are [P]: a state of zeros is none."""
         self._value_sums: dict[int, tuple[Tensor, Tensor]] = {}
         """Sums over sequences of the aggregation [P, C] and of its squares [P]."""
         self._num_channels: dict[int, int] = {}
@@ -68,11 +73,16 @@ class ContractionReader:
         """Reads every pass that runs while it is open."""
         with contextlib.ExitStack() as stack:
             first = self.anatomy.layers[0].block
-            stack.callback(first.register_forward_pre_hook(self._enter_first, with_kwargs=True).remove)
+            enter = in_this_thread(self._enter_first)
+            stack.callback(first.register_forward_pre_hook(enter, with_kwargs=True).remove)
             for layer in self.anatomy.layers:
-                stack.callback(layer.output_projection.register_forward_pre_hook(self._aggregation(layer.index)).remove)
+                aggregate, leave = (
+                    in_this_thread(self._aggregation(layer.index)),
+                    in_this_thread(self._leave(layer.index)),
+                )
+                stack.callback(layer.output_projection.register_forward_pre_hook(aggregate).remove)
                 between_parts(layer, stack, self._site_reader(2 * layer.index + 1))
-                stack.callback(layer.block.register_forward_hook(self._leave(layer.index)).remove)
+                stack.callback(layer.block.register_forward_hook(leave).remove)
             yield
 
     def _enter_first(self, module, args, kwargs) -> None:
@@ -89,10 +99,14 @@ class ContractionReader:
     def _read(self, site: int, state_BTE: Tensor) -> None:
         unit_BTE = nn.functional.normalize(state_BTE.to(wide(state_BTE)), dim=-1)
         self._last[site].append(unit_BTE[:, -1].cpu())
-        self._intra[site].append(cosine_from_sum(unit_BTE.sum(1).double(), self.length).cpu())
+        one_BT = (unit_BTE != 0).any(-1)
+        self._intra[site].append(cosine_from_sum(unit_BTE.sum(1).double(), one_BT.sum(1)).cpu())
         if site % 2 == 0:
-            total_PE = unit_BTE[:, self.positions_P].sum(0).double()
-            self._unit_sum_PE[site] = self._unit_sum_PE.get(site, 0) + total_PE
+            largest_T, before = state_BTE.abs().amax((0, 2)).float().cpu(), self._largest_T.get(site)
+            self._largest_T[site] = largest_T if before is None else torch.maximum(before, largest_T)
+            total_PE, count_P = self._unit_sums.get(site, (0, 0))
+            total_PE = total_PE + unit_BTE[:, self.positions_P].sum(0).double()
+            self._unit_sums[site] = total_PE, count_P + one_BT[:, self.positions_P].sum(0)
 
     def _aggregation(self, layer: int):
         def hook(module, args) -> None:
@@ -110,8 +124,10 @@ class ContractionReader:
         whole = [site for site, rows in last.items() if len(rows) == count]
         if whole != list(range(2 * num_layers + 1)) or len(self._value_sums) != num_layers:
             raise RuntimeError(f"a part reported nothing: the row of family {self.anatomy.family.name} is wrong")
+        largest = [self._largest_T[2 * index] for index in range(num_layers + 1)]
+        check_finite(self.anatomy.decoder, torch.stack(largest), first_layer=-1)
         directions = [principal(rows) for rows in last.values()]
-        curves = [cosine_from_sum(self._unit_sum_PE[2 * index], count).cpu() for index in range(num_layers + 1)]
+        curves = [cosine_from_sum(*self._unit_sums[2 * index]).cpu() for index in range(num_layers + 1)]
         variances = []
         for layer, (total_PC, square_P) in sorted(self._value_sums.items()):
             deviations_P = square_P - total_PC.square().sum(-1) / count
@@ -140,8 +156,8 @@ def between_parts(layer: Layer, stack: contextlib.ExitStack, found: Callable[[Te
         state_BTE = entered.pop()
         found(state_BTE + leaving(output).reshape(state_BTE.shape))
 
-    stack.callback(layer.block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    stack.callback(layer.attention_exit.register_forward_hook(leave_attention).remove)
+    stack.callback(layer.block.register_forward_pre_hook(in_this_thread(enter), with_kwargs=True).remove)
+    stack.callback(layer.attention_exit.register_forward_hook(in_this_thread(leave_attention)).remove)
 
 
 def curve_positions(length: int) -> Tensor:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
@@ -186,11 +187,7 @@ def sign(
         torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
     )
     if not torch.isfinite(states).all():
-        raise InputError(
-            expected=f"finite states of {loaded.name}",
-            found="NaN or infinity",
-            next_step="Load the model with --dtype float32, if a narrower dtype overflowed",
-        )
+        raise overflow(loaded.model, f"in what leaves the last layer of {loaded.name}, at the last position")
     return Signature(
         name=loaded.name,
         states=states,

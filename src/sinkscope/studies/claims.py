@@ -17,7 +17,14 @@ from typing import Literal
 
 import numpy as np
 
-from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels, resample_weights
+from sinkscope.statistics import (
+    bootstrap_p_value,
+    bootstrap_tail,
+    holm_levels,
+    resample_weights,
+    seen_mean,
+    weighted_means,
+)
 
 Verdict = Literal["holds", "does not hold", "not applicable", "undecided"]
 Rule = Literal["at least", "above", "below"]
@@ -103,7 +110,8 @@ CLAIMS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A statistic with its threshold: `statistic` maps means over sequences [..., C] to numbers [...]."""
+    """A statistic with its threshold: `statistic` maps means over sequences [..., C] to numbers [...]. A number of a
+    sequence that is NaN is empty, and is left out of its column's mean."""
 
     columns_BC: np.ndarray
     threshold: float
@@ -189,14 +197,15 @@ Estimate = tuple[float, np.ndarray, float]
 def _estimate(part: Part, weights_RB: np.ndarray) -> Estimate:
     columns = part.columns_BC if part.columns_BC.ndim > 1 else part.columns_BC[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):
-        value = float(part.statistic(columns.mean(0)))
-        resampled_R = np.asarray(part.statistic(weights_RB @ columns), dtype=np.float64)
+        value = float(part.statistic(seen_mean(columns)))
+        resampled_R = np.asarray(part.statistic(weighted_means(weights_RB, columns)), dtype=np.float64)
     # A resample without a single case (0 / 0) says nothing: it counts for both sides.
     unknown = ~np.isfinite(resampled_R)
     resampled_R = np.where(unknown, part.threshold, resampled_R)
     if not np.isfinite(value):
-        return part.threshold, resampled_R, 1.0
-    if np.ptp(columns, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
+        return np.nan, np.full_like(resampled_R, np.nan), 1.0
+    seen = np.where(np.isnan(columns), seen_mean(columns), columns)
+    if np.ptp(seen, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
         return value, np.full_like(resampled_R, value), 0.0
     return value, resampled_R, bootstrap_p_value(resampled_R, part.threshold, len(columns))
 

@@ -20,6 +20,7 @@ from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.neuron_tap import LayerUnits
 from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.models.anatomy import Anatomy, Layer, Unit
 from sinkscope.studies.plan import Plan
 
@@ -67,16 +68,17 @@ class _EvidenceReader:
             for layer in self.anatomy.layers:
                 handles = []
                 if layer.index in self.plan.layers:
-                    handles.append(layer.output_projection.register_forward_pre_hook(self._aggregation(layer.index)))
+                    aggregate = in_this_thread(self._aggregation(layer.index))
+                    handles.append(layer.output_projection.register_forward_pre_hook(aggregate))
                 if layer.index - 1 in self.plan.alive:
-                    handles.append(
-                        layer.attention.register_forward_pre_hook(self._state(layer.index), with_kwargs=True)
-                    )
+                    enter = in_this_thread(self._state(layer.index))
+                    handles.append(layer.attention.register_forward_pre_hook(enter, with_kwargs=True))
                 chosen = [unit for unit in self.plan.birth_units if unit.layer == layer.index]
                 if chosen:
                     units = LayerUnits(layer)
                     handles += units.hooks()
-                    handles.append(layer.block.register_forward_hook(self._units(layer, units, chosen)))
+                    leave = in_this_thread(self._units(layer, units, chosen))
+                    handles.append(layer.block.register_forward_hook(leave))
                 for handle in handles:
                     stack.callback(handle.remove)
             stack.enter_context(attention_tap(self.anatomy, self._attention))
@@ -100,10 +102,11 @@ class _EvidenceReader:
     def _state(self, layer: int):
         def hook(module, args, kwargs) -> None:
             unit_BTE = nn.functional.normalize(entering(args, kwargs).float(), dim=-1)
-            count = self.num_sequences
-            others_BT = ((unit_BTE * unit_BTE.sum(0)).sum(-1) - 1) / (count - 1)
+            one_BT = (unit_BTE != 0).any(-1)  # a state of zeros has no direction, and is left out
+            others_BT = ((unit_BTE * unit_BTE.sum(0)).sum(-1) - 1) / (one_BT.sum(0) - 1)
+            others_BT = others_BT.masked_fill(~one_BT, float("nan"))
             # Each pair of sequences stands in two of these means: a pseudo-value counts its sequence twice.
-            self.cosine[layer - 1] = (2 * others_BT - others_BT.mean(0)).cpu()
+            self.cosine[layer - 1] = (2 * others_BT - others_BT.nanmean(0)).cpu()
 
         return hook
 

@@ -18,7 +18,6 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema
-from sinkscope.studies.conditions import check_finite
 from sinkscope.studies.plan import make_plan
 from sinkscope.studies.requests import Request, Setting
 
@@ -59,7 +58,7 @@ class Intervened:
     def at(self, positions: Sequence[int]) -> list[tuple[str, int, list[float]]]:
         """(quantity, position, means over layers before, after and under the control)."""
         return [
-            (quantity, position, [float(arm[quantity][:, position].double().mean()) for arm in self.observables])
+            (quantity, position, [float(arm[quantity][:, position].double().nanmean()) for arm in self.observables])
             for quantity in self.observables[0]
             if not quantity.startswith("largest_")
             for position in positions
@@ -130,6 +129,5 @@ def intervene(
             interventions = [each for request in requests for each in request.make(setting, control=control)]
         with together(interventions):
             arms.append(trace(loaded, batch, effective_rank=False))
-        check_finite(arms[-1].reading.received, "the control" if control else "the interventions", loaded.dtype)
     controls = "; ".join(dict.fromkeys(f"for {request.kind}, {request.control_is}" for request in requests))
     return Intervened(before, *arms, positions=tuple(positions), control_is=controls)

@@ -11,6 +11,7 @@ from sinkscope.capture.condition_reading import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.statistics import seen_mean
 from sinkscope.studies import claims as rules
 from sinkscope.studies.claims import Claim, Part
 from sinkscope.studies.evidence import Evidence
@@ -34,24 +35,25 @@ def reading_claims(
     result = [Claim(id="sink", parts=[Part(columns_BC=rate_BS[:, plan.sink], threshold=rules.SINK, rule="at least")])]
     result += _variance_claims(plan, evidence, sink_varies)
     result += _unit_claims(plan, anatomy, evidence)
-    ratio_BT = untouched.dom_ratio_LBT[list(plan.alive)].double().mean(0).numpy()
+    ratio_BT = untouched.dom_ratio_LBT[list(plan.alive)].double().nanmean(0).numpy()
     elsewhere = _elsewhere(plan, rate_BS)
-    columns = np.stack([ratio_BT[:, elsewhere].mean(1), ratio_BT[:, plan.sink]], 1)
+    columns = np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)
+    by_position = seen_mean(ratio_BT)
     result.append(
         Claim(
             id="dimension_disparity",
             parts=[Part(columns_BC=columns, threshold=rules.DOM_RATIO, rule="at least", statistic=remaining())],
-            control=float(ratio_BT[:, elsewhere].mean(0).max() / ratio_BT[:, elsewhere].mean()),
+            control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
             control_name="the largest of any other position",
-            note=f"DomRatio {ratio_BT[:, plan.sink].mean():.3g} at the sink, mean over {len(plan.alive)} layers",
+            note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.alive)} layers",
         )
     )
     cosine_BAT = evidence.cosine_BAT
     if not sink_varies or not cosine_BAT.shape[1]:
         note = "no attention follows a layer with disparity" if sink_varies else NO_VARIANCE
         return [*result, Claim(id="directional_collapse", note=note)]
-    cosine_BT = cosine_BAT.mean(1)
-    others_B = cosine_BT[:, elsewhere].mean(1)
+    cosine_BT = seen_mean(cosine_BAT, 1)
+    others_B = seen_mean(cosine_BT[:, elsewhere], 1)
     result.append(
         Claim(
             id="directional_collapse",
@@ -59,7 +61,7 @@ def reading_claims(
                 Part(columns_BC=cosine_BT[:, plan.sink], threshold=rules.COSINE, rule="at least"),
                 Part(columns_BC=cosine_BT[:, plan.sink] - others_B, threshold=rules.COSINE_ABOVE, rule="at least"),
             ],
-            control=float(others_B.mean()),
+            control=float(seen_mean(others_B)),
             control_name="cosine at other positions",
         )
     )
@@ -170,7 +172,7 @@ def top_shares(anatomy: Anatomy, units: Sequence[Unit]) -> tuple[float, float]:
         layer = anatomy.layers[unit.layer]
         top_F = top_energy_share(layer.written_vectors(unit.expert).T)
         shares.append(float(top_F[unit.neuron]))
-        medians.append(float(top_F.median()))
+        medians.append(float(top_F.nanmedian()))  # units that write nothing have none
     return float(np.mean(shares)), float(np.mean(medians))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sinkscope.models.anatomy import Unit
 from sinkscope.results.study_schemas import STUDY_TABLES as STUDY_TABLES
-from sinkscope.statistics import bootstrap_mean_interval
+from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import DOSE, NUM_RANDOM_SETS, QUANTITIES, Outcome
 from sinkscope.studies.study_result import StudyResult
@@ -134,12 +134,12 @@ def _effects(study: StudyResult) -> _Rows:
                 target=target,
                 factor=factor,
                 quantity=quantity,
-                before=float(before.mean()),
-                after=float(after.mean()),
-                difference=float(difference_BQ[:, number].mean()),
+                before=float(seen_mean(before)),
+                after=float(seen_mean(after)),
+                difference=float(seen_mean(difference_BQ[:, number])),
                 low=float(low_Q[number]),
                 high=float(high_Q[number]),
-                n=len(before),
+                n=int(np.isfinite(difference_BQ[:, number]).sum()),
             )
     return rows
 
@@ -229,7 +229,8 @@ def _output_energy(study: StudyResult) -> _Rows:
         layer = anatomy.layers[unit.layer]
         weight_EF = layer.written_vectors(unit.expert).cpu()
         energy_EF = weight_EF.square() / weight_EF.square().sum(0)
-        median = int(energy_EF.amax(0).argsort()[energy_EF.shape[1] // 2])
+        top_F = energy_EF.amax(0)  # NaN of units that write nothing, which are sorted last
+        median = int(top_F.argsort()[int(top_F.isfinite().sum()) // 2])
         for kind, neuron in (("super", unit.neuron), ("median", median)):
             top = torch.topk(energy_EF[:, neuron], min(NUM_RANKS, len(energy_EF)))
             for rank, (share, dimension) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
