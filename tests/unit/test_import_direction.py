@@ -47,6 +47,8 @@ WITHIN_LAYER_0 = {
     ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),
+    ("measures.dimension_disparity", "measures.spectrum"),
+    ("measures.contraction", "measures.spectrum"),
     ("kernels.token_means", "kernels.compiled"),
     ("kernels.token_statistics", "kernels.compiled"),
     ("kernels.token_statistics", "kernels.channel_sums"),

@@ -36,10 +36,16 @@ def logits(model):
 
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt2", "sdpa"), ("falcon", "sdpa")],
+    [
+        *(("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")),
+        *(("gpt2", "sdpa"), ("falcon", "sdpa"), ("learned_sink", "sdpa")),
+    ],
 )
 def test_a_plain_pass_while_another_thread_reads(family, implementation):
-    model = tiny_model(family, attn_implementation=implementation)
+    if family == "learned_sink":
+        model = load("reference:learned_sink").model
+    else:
+        model = tiny_model(family, attn_implementation=implementation)
     expected, before, found = logits(model), trace(model, IDS), []
     layer = model.get_decoder().layers[1] if hasattr(model.get_decoder(), "layers") else model.get_decoder().h[1]
 

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from sinkscope.capture.trace import trace
 from sinkscope.commands.options import write_pictures
 from sinkscope.errors import InputError
+from sinkscope.measures.contraction import principal
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch, token_batch
 from sinkscope.origins.bias_reading import read_bias
@@ -176,3 +177,20 @@ def test_a_model_that_turns_to_nan_is_refused_with_the_type_beyond_its_own():
         trace(model, tokens())
     with pytest.raises(InputError, match="no type is wider"):
         trace(model.double(), tokens())
+
+
+def test_repeated_eigenvalues_fall_back_and_the_record_says_so(monkeypatch):
+    def fails(gram):
+        raise torch.linalg.LinAlgError("The algorithm failed to converge because the input matrix is ill-conditioned")
+
+    model = tiny_model("llama")
+    expected = trace(model, tokens()).summary
+    unit = torch.nn.functional.normalize(torch.eye(7, 12).double() + 0.1, dim=-1)
+    direction = principal(unit)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    found = trace(model, tokens()).summary
+    assert found["effective_rank"] == pytest.approx(expected["effective_rank"], rel=1e-6)
+    assert found["fallbacks"][0].startswith("layer 0: the eigenvalue solver did not converge")
+    assert "fallbacks" not in expected
+    assert principal(unit) == pytest.approx(direction)

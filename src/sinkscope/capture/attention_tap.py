@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.capture.attention_request import AttentionRule
 from sinkscope.capture.edits import row_edits
-from sinkscope.capture.sole_reader import in_this_thread
+from sinkscope.capture.sole_reader import in_this_thread, sole_reader
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
 
@@ -68,34 +68,31 @@ Entries stay, since such a pass may call what it was given a moment after the ta
 @contextlib.contextmanager
 def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]:
     """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was."""
-    tap = _ActiveTap({id(layer.attention): layer.index for layer in anatomy.layers}, on_attention)
-    config = anatomy.decoder.config
-    before = config._attn_implementation
-    if before != NAME:
-        _before[id(config)] = before
-    token = _active.set(tap)
-    try:
-        with contextlib.ExitStack() as stack:
-            if anatomy.family.attention_door == "registry":
-                # What set_attn_implementation does, without its walk over all modules: each attention asks the
-                # configuration for the name at every call.
-                config._attn_implementation = NAME
-                yield
-            else:
-                # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
-                config._attn_implementation = "sdpa"
-                for layer in anatomy.layers:
-                    enter = in_this_thread(lambda module, args, index=layer.index: enter_layer(index))
-                    stack.callback(layer.attention.register_forward_pre_hook(enter).remove)
-                marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
-                stack.enter_context(_SdpaCalls(anatomy, marker))
-                # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-                by_marker = in_this_thread(_mask_by_marker(marker))
-                stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
-                yield
-    finally:
-        _active.reset(token)
-        config._attn_implementation = before
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sole_reader(anatomy.decoder))
+        config = anatomy.decoder.config
+        before = config._attn_implementation
+        if before != NAME:
+            _before[id(config)] = before
+        stack.callback(setattr, config, "_attn_implementation", before)
+        layer_of = {id(layer.attention): layer.index for layer in anatomy.layers}
+        stack.callback(_active.reset, _active.set(_ActiveTap(layer_of, on_attention)))
+        if anatomy.family.attention_door == "registry":
+            # What set_attn_implementation does, without its walk over all modules: each attention asks the
+            # configuration for the name at every call.
+            config._attn_implementation = NAME
+        else:
+            # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
+            config._attn_implementation = "sdpa"
+            for layer in anatomy.layers:
+                enter = in_this_thread(lambda module, args, index=layer.index: enter_layer(index))
+                stack.callback(layer.attention.register_forward_pre_hook(enter).remove)
+            marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
+            stack.enter_context(_SdpaCalls(anatomy, marker))
+            # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+            by_marker = in_this_thread(_mask_by_marker(marker))
+            stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+        yield
 
 
 def _tap() -> _ActiveTap:
@@ -126,9 +123,14 @@ def _attention(
 ):
     tap = _active.get()
     if tap is None:
+        name = _name_before(module.config)
+        if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
+            own = variant.attend_plain if name == "eager" else variant.attend
+            found = own(query, key, value, attention_mask)
+            return found if name == "eager" else (found, None)
         # The registry holds every implementation but the one that a model writes out itself, under this name.
         written_out: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        attend = AttentionInterface().get_interface(_name_before(module.config), written_out)
+        attend = AttentionInterface().get_interface(name, written_out)
         given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
         others |= {name: value for name, value in given.items() if value is not None}
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)

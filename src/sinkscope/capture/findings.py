@@ -7,7 +7,7 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -88,6 +88,8 @@ class Findings:
     """Everything found in one trace, computed when it is first asked for."""
 
     reading: Reading
+    fallbacks: list[str] = field(default_factory=list)
+    """What had to be computed another way than usual, layer by layer."""
 
     @cached_property
     def sinks(self) -> list[Sink]:
@@ -242,8 +244,8 @@ class Findings:
         sink."""
         if not self.reading.rank_tokens:
             return None, None
-        sinks = [sink.position for sink in self.sinks]
-        return self.reading.effective_ranks(), self.reading.effective_ranks(sinks) if sinks else None
+        sinks, tell = [sink.position for sink in self.sinks], self.fallbacks.append
+        return self.reading.effective_ranks((), tell), self.reading.effective_ranks(sinks, tell) if sinks else None
 
     @cached_property
     def lock(self) -> tuple[Tensor, Tensor]:

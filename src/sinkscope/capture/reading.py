@@ -115,11 +115,18 @@ class Reading:
                 moved[field.name] = {name: tensor.cpu() for name, tensor in value.items()}
         return replace(self, **moved)
 
-    def effective_ranks(self, excluded_positions: Sequence[int] = ()) -> list[float]:
-        """The effective rank of each layer's tokens, without the tokens at some positions."""
+    def effective_ranks(
+        self, excluded_positions: Sequence[int] = (), fell_back: Callable[[str], None] = lambda note: None
+    ) -> list[float]:
+        """The effective rank of each layer's tokens, without the tokens at some positions; see `effective_rank`."""
         index = _rank_index(self.batch)
         kept = ~torch.isin(index % self.batch.length, torch.tensor(list(excluded_positions), dtype=torch.long))
-        return [effective_rank(tokens[kept.to(tokens.device)]) for tokens in self.rank_tokens]
+        return [
+            effective_rank(
+                tokens[kept.to(tokens.device)], lambda note, layer=layer: fell_back(f"layer {layer}: {note}")
+            )
+            for layer, tokens in enumerate(self.rank_tokens)
+        ]
 
 
 def read_model(

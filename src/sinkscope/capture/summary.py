@@ -57,6 +57,7 @@ def trace_summary(findings: Findings) -> dict:
         },
         "effective_rank": ranks,
         "effective_rank_without_sink": ranks_without_sink,
+        **({"fallbacks": list(dict.fromkeys(findings.fallbacks))} if findings.fallbacks else {}),
         "story": story(findings),
     }
 

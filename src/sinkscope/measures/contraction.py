@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.measures.spectrum import eigenvectors
+
 
 def pairwise_cosine(unit_NE: Float[Tensor, "N E"]) -> Float[Tensor, " N"]:
     """Values of the states whose mean is the mean cosine of all pairs, and whose spread gives that mean's error.
@@ -37,10 +39,10 @@ def principal(unit_NE: Float[Tensor, "N E"]) -> Principal:
     unit_NE = unit_NE.double()
     num_states, width = unit_NE.shape
     if num_states <= width:
-        energies, vectors = torch.linalg.eigh(unit_NE @ unit_NE.T)
+        energies, vectors = eigenvectors(unit_NE @ unit_NE.T)
         direction_E = unit_NE.T @ vectors[:, -1]
     else:
-        energies, vectors = torch.linalg.eigh(unit_NE.T @ unit_NE)
+        energies, vectors = eigenvectors(unit_NE.T @ unit_NE)
         direction_E = vectors[:, -1]
     mean_E = unit_NE.mean(0)
     cosine = torch.nn.functional.cosine_similarity(mean_E, direction_E, dim=0)

@@ -25,5 +25,6 @@ def cosine_from_deviation(
 ) -> Float[Tensor, "... T"]:
     """The same from the squared deviations d of n unit vectors and B - n zeros from the mean of all B:
     1 - (d B / n - (B - n)) / (n - 1), of n = B vectors 1 - d / (B - 1)."""
+    num_T = num_T.to(deviation_T)
     cosine_T = 1 - (deviation_T * (num_sequences / num_T) - (num_sequences - num_T)) / (num_T - 1)
     return cosine_T.masked_fill(num_T < 2, float("nan"))

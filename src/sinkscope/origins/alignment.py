@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.measures.spectrum import eigenvectors
 from sinkscope.statistics import average_ranks, bootstrap_mean_interval, student_t_tail
 
 FEWEST_DIMENSIONS = 16
@@ -66,7 +67,7 @@ def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
     ranks_NE /= torch.where(scale_E > 0, scale_E, 1.0)
     tall = ranks_NE.shape[0] >= ranks_NE.shape[1]
     # The smaller of the two second moments: both have the same eigenvalues.
-    values, vectors = torch.linalg.eigh(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
+    values, vectors = eigenvectors(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
     kept = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
     root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
     white_NE = ranks_NE @ root if tall else root @ ranks_NE

@@ -1,0 +1,29 @@
+"""Eigenvalues of Gram matrices, by a second way where the first does not converge."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+FELL_BACK = "the eigenvalue solver did not converge; singular values, from another algorithm, stand in for it"
+
+
+def eigenvalues(
+    gram: Float[Tensor, "n n"], fell_back: Callable[[str], None] = lambda note: None
+) -> Float[Tensor, " n"]:
+    """The eigenvalues of a Gram matrix, smallest first; `fell_back` is told where they had to be found another way."""
+    try:
+        return torch.linalg.eigvalsh(gram)
+    except torch.linalg.LinAlgError:  # too many repeated eigenvalues for its divide and conquer
+        fell_back(FELL_BACK)
+        return torch.linalg.svdvals(gram.cpu()).flip(0).to(gram)
+
+
+def eigenvectors(gram: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
+    """(eigenvalues, eigenvectors as columns) of a Gram matrix, smallest first."""
+    try:
+        return torch.linalg.eigh(gram)
+    except torch.linalg.LinAlgError:  # as above
+        vectors, values, _ = torch.linalg.svd(gram.cpu())
+        return values.flip(0).to(gram), vectors.flip(1).to(gram)
