@@ -1,7 +1,7 @@
 """Prints how kept runs ended, one row each, and draws their sink and disparity through training.
 
-    python experiments/kept_probes.py docs/results/explorations
-    python experiments/kept_probes.py docs/results/reference --figure docs/reference-pair.png
+    python experiments/kept_probes.py docs/lab/results/explorations
+    python experiments/kept_probes.py docs/lab/results/reference --figure docs/lab/reference-pair.png
 
 Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key that the probe
 told about. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show

@@ -2,7 +2,7 @@
 
     python experiments/mixed_text.py --prose train.txt --out text.txt
 
-Whether sinks are born sooner where the text repeats itself (docs/results.md). All packages are under permissive
+Whether sinks are born sooner where the text repeats itself (docs/lab/results.md). All packages are under permissive
 licences (BSD, Apache 2.0, PSF); their versions are printed, and --seed decides the order of the documents.
 """
 
