@@ -58,6 +58,19 @@ def resolve_dtype(name: str) -> torch.dtype | Literal["auto"]:
     return getattr(torch, name)
 
 
+def check_torch_defaults() -> None:
+    """Refuses to work where torch makes new tensors in another dtype or on another device than it does by itself."""
+    import torch
+
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if dtype != torch.float32 or device.type != "cpu":
+        raise InputError(
+            expected="torch's own defaults, float32 on the CPU",
+            found=f"{str(dtype).removeprefix('torch.')} on {device}",
+            next_step="Undo torch.set_default_dtype and torch.set_default_device; load() takes a dtype and a device",
+        )
+
+
 def environment(*, device: torch.device | str | None = None, **extra: Any) -> dict[str, Any]:
     """What ran, as plain JSON values: versions, platform, device, threads, the start time and the `extra` entries.
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
@@ -201,8 +201,20 @@ def describe(family: Family, model: Part) -> Anatomy:
             found=reason,
             next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
         )
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(config, "sliding_window", None)
+    if windowed and window is not None and window < 1:
+        raise InputError(
+            expected="a sliding window of at least 1 token",
+            found=f"sliding_window={window}, in which no token sees itself",
+            next_step="Write the window that the model was trained with into config.json, or null for none",
+        )
     decoder = model.get_decoder()
     layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
+    if not layers:
+        raise InputError(
+            expected="a model with layers", found="none", next_step="Check the number of layers in config.json"
+        )
     return Anatomy(
         family=family,
         decoder=decoder,
@@ -239,6 +251,12 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
         )
     down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
     output_projection = attrgetter(family.output_projection)(block)
+    shared_down_projection = _part(block, family.shared_down_projection) if experts is not None else None
+    for projection in (output_projection, down_projection, shared_down_projection):
+        if projection is not None and not _is_plain(projection):
+            raise _adapted(index, projection)
+    if hasattr(experts, "base_layer"):
+        raise _adapted(index, experts)
     activations = (_part(block, path) for path in family.activations)
     return Layer(
         index=index,
@@ -247,7 +265,7 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
         output_projection=output_projection,
         down_projection=down_projection,
         experts=experts,
-        shared_down_projection=_part(block, family.shared_down_projection) if experts is not None else None,
+        shared_down_projection=shared_down_projection,
         post_norm=_part(block, family.post_norm),
         attention_exit=_part(block, family.post_attention_norm) or output_projection,
         feed_forward=_part(block, family.feed_forward),
@@ -264,6 +282,21 @@ def _part(block: Part, path: str | None) -> Part | None:
         if block is None:
             return None
     return block
+
+
+def _is_plain(projection: Part) -> bool:
+    """Whether a module multiplies by its weight alone: an adapter or a scale of its own would not be in that weight."""
+    own = {name for name, _ in projection.named_parameters(recurse=False)}
+    return (isinstance(projection, nn.Linear) or type(projection).__name__ == "Conv1D") and own <= {"weight", "bias"}
+
+
+def _adapted(index: int, part: Part) -> InputError:
+    names = ", ".join(name for name, _ in part.named_parameters())
+    return InputError(
+        expected=f"a projection in layer {index} whose weight is all that it multiplies by",
+        found=f"a {type(part).__name__} with {names or 'no parameters'}",
+        next_step="Merge an adapter first (model = model.merge_and_unload()); load quantised weights in full precision",
+    )
 
 
 def _projection_weight(projection: Part) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.quantised import check_scales
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -110,8 +111,8 @@ def check_weight_names(names: Iterable[str], checkpoint: str) -> None:
     )
 
 
-def check_safetensors(folder: Path) -> None:
-    """Refuses a folder with a missing shard, or with a file whose header and length do not agree."""
+def check_safetensors(folder: Path) -> dict[str, str]:
+    """The dtype of every tensor on disk; refuses a missing shard, or a file whose header and length do not agree."""
     from safetensors import SafetensorError, safe_open
 
     # The single file goes first, as it does in transformers.
@@ -125,6 +126,7 @@ def check_safetensors(folder: Path) -> None:
                 next_step="Fetch the checkpoint again",
             )
         shards = sorted({str(shard) for shard in weight_map.values()})
+    dtypes = {}
     for shard in shards:
         if not (folder / shard).is_file():
             raise InputError(
@@ -134,14 +136,15 @@ def check_safetensors(folder: Path) -> None:
             )
         try:
             # Reads the header only; it also fails when the tensors do not cover the file to its last byte.
-            with safe_open(folder / shard, framework="pt"):
-                pass
+            with safe_open(folder / shard, framework="pt") as tensors:
+                dtypes |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise InputError(
                 expected="an intact safetensors file",
                 found=f"{shard} is corrupt or truncated ({first_line(error)})",
                 next_step="Fetch the file again",
             ) from error
+    return dtypes
 
 
 def check_code(described: dict[str, Any], name: str, *, trusted: bool) -> None:
@@ -202,6 +205,7 @@ def check_loading_info(info: dict[str, Any], name: str) -> None:
                 found=f"{what} for {len(bad)} of them, first {bad[0]}",
                 next_step="Fetch the checkpoint again; random weights are not put in place of missing ones",
             )
+    check_scales(info.get("unexpected_keys") or (), name)
 
 
 def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -232,7 +236,7 @@ def check_weights(model: nn.Module) -> None:
             raise InputError(
                 expected="weights in float32, bfloat16, float16 or float64",
                 found=f"{name} in {str(weight.dtype).removeprefix('torch.')}, from a quantised checkpoint",
-                next_step="Load the checkpoint in full precision",
+                next_step="Call model.dequantize() before you pass the model, or load it in full precision",
             )
         lowest, highest = _range(weight)
         if not (torch.isfinite(lowest) and torch.isfinite(highest)):

@@ -28,9 +28,10 @@ from sinkscope.models.gguf_header import read_gguf_header
 from sinkscope.models.gguf_loading import gguf_tokenizer, load_gguf
 from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
+from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
-from sinkscope.runtime import resolve_device, resolve_dtype
+from sinkscope.runtime import check_torch_defaults, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,8 +79,11 @@ def load(
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
     with `trust_remote_code`. The global random state is left as it was.
     """
+    check_torch_defaults()
     if isinstance(source, LoadedModel):
         return source
+    if isinstance(source, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        source = source.module
     if source is None:
         source = DEFAULT_MODEL
     if device_map is not None and device != "auto":
@@ -224,17 +228,16 @@ def quiet() -> Iterator[None]:
 
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
-    from transformers.utils.quantization_config import Mxfp4Config
 
     config = causal_config(folder, name, options["trust_remote_code"])
     check_weight_names((entry.name for entry in folder.iterdir()), name)
-    check_safetensors(folder)
-    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
-        # GPT-OSS is published in 4 bits only, and packed weights cannot be traced.
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    quantised = getattr(config, "quantization_config", None) is not None
+    options |= dequantising(config, check_safetensors(folder), name)
     model, info = ask(
         "weights that fit config.json",
-        "Fetch the checkpoint again; for lack of memory, take a smaller --dtype or --device-map auto",
+        INSTALL
+        if quantised
+        else "Fetch the checkpoint again; for lack of memory, take a smaller --dtype or --device-map auto",
         AutoModelForCausalLM.from_pretrained,
         folder,
         config=config,
@@ -245,6 +248,8 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         **options,
     )
     check_loading_info(info, name)
+    if quantised:
+        model = dense(model, name, dtype)
     load_head_norm(model, folder)
     return model
 

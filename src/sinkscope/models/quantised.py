@@ -1,0 +1,114 @@
+"""Quantised checkpoints: dequantised to dense weights where transformers can do it, and refused where it would not.
+
+transformers casts a packed weight whose method it does not know as if the stored numbers were the weights, and drops
+their scales. So what is stored is looked at before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+FULL_PRECISION = ("F64", "F32", "BF16", "F16")
+WEIGHT_NAMES = ("weight", "_proj")
+"""How names of weights end, also those of experts; masks and positions are integers in sound checkpoints too."""
+SCALE_NAMES = re.compile(r"(^|[._])(scales?|scale_inv|scale_2|q?zeros|zero_points?|absmax|amax|quant_state\S*)$")
+WHOLE = "Name the checkpoint in full precision, or as a GGUF file"
+INSTALL = "Install what its quantisation asks for, or name the checkpoint in full precision"
+
+
+def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str) -> dict[str, Any]:
+    """What makes from_pretrained give dense weights of a folder whose tensors are `stored`: their dtypes by name."""
+    described = getattr(config, "quantization_config", None)
+    if described is None:
+        _refuse_packed(stored, name)
+        return {}
+    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+    method = described.get("quant_method") if isinstance(described, dict) else None
+    try:
+        known = AutoHfQuantizer.supports_quant_method(described)
+        quantisation = AutoQuantizationConfig.from_dict(described) if known else None
+    except Exception as error:  # it is a stranger's description: any class of transformers may read it
+        raise InputError(
+            expected="a quantisation that transformers can read here",
+            found=f"{method!r} in {name}: {error}",
+            next_step=INSTALL,
+        ) from error
+    if quantisation is None:
+        raise InputError(
+            expected="a quantisation that this version of transformers knows",
+            found=f"{method!r} in {name}",
+            next_step=WHOLE,
+        )
+    if method in ("fp8", "mxfp8"):
+        _refuse_unscaled(stored, name)
+    if not hasattr(quantisation, "dequantize"):
+        return {}  # what it leaves packed is dequantised after loading
+    quantisation.dequantize = True
+    return {"quantization_config": quantisation}
+
+
+def dense(model: PreTrainedModel, name: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The model of a quantised checkpoint with plain projections, in one dtype; what transformers left packed is
+    dequantised by its own method."""
+    wanted = model.config.dtype if dtype == "auto" else dtype
+    if getattr(model, "is_quantized", False):
+        method = getattr(model, "quantization_method", None)
+        try:
+            model = model.dequantize(dtype=wanted)
+        except NotImplementedError as error:
+            raise InputError(
+                expected="weights that transformers can dequantise",
+                found=f"{name}, quantised by {getattr(method, 'value', method)}",
+                next_step=WHOLE,
+            ) from error
+    # transformers leaves what was not packed in the dtype on disk. Buffers stay: some are wanted in float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(wanted)
+    return model
+
+
+def check_scales(unexpected: Iterable[str], name: str) -> None:
+    """Refuses a checkpoint with scales or zero points that the model did not take: its weights mean little alone."""
+    if stray := sorted(key for key in unexpected if SCALE_NAMES.search(key)):
+        raise InputError(
+            expected=f"weights in {name} that stand for themselves",
+            found=f"{len(stray)} scales of quantised weights that nothing applies, first {stray[0]}",
+            next_step=WHOLE,
+        )
+
+
+def _refuse_packed(stored: Mapping[str, str], name: str) -> None:
+    packed = {
+        key: dtype
+        for key, dtype in stored.items()
+        if dtype.startswith("F8") or (dtype not in FULL_PRECISION and key.endswith(WEIGHT_NAMES))
+    }
+    if packed:
+        first = min(packed)
+        raise InputError(
+            expected=f"weights in {name} in float32, bfloat16, float16 or float64, or a quantization_config that says "
+            "how to read them",
+            found=f"{len(packed)} of {len(stored)} tensors packed, first {first} in {packed[first]}",
+            next_step=WHOLE,
+        )
+
+
+def _refuse_unscaled(stored: Mapping[str, str], name: str) -> None:
+    for key, dtype in sorted(stored.items()):
+        scaled = not stored.keys().isdisjoint((f"{key}_scale_inv", f"{key}_scale"))
+        if dtype.startswith("F8") and not scaled and not SCALE_NAMES.search(key):
+            raise InputError(
+                expected=f"a scale in {name} for every weight in FP8",
+                found=f"{key} in {dtype} without one",
+                next_step=WHOLE,
+            )
