@@ -1,11 +1,12 @@
 """Token batches: the right ids at the right places, independent of what they should not depend on, or a refusal."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import (
     BatchEncoding,
     GPT2Config,
@@ -17,7 +18,7 @@ from transformers import (
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import given_batch, special_ids, token_batch
+from sinkscope.models.token_batches import _text_ids, given_batch, special_ids, token_batch
 
 NUM_ROWS, NUM_TOKENS, BOS, EOS = 96, 83, 1, 2
 """The embedding has rows beyond the tokenizer's vocabulary, as padded checkpoints do."""
@@ -68,7 +69,14 @@ class TestRandom:
     def test_what_it_says_of_itself(self, loaded):
         batch = token_batch(loaded)
         assert (batch.ids.shape, batch.ids.dtype, batch.ids.device.type) == ((32, 64), torch.int64, "cpu")
-        assert batch.describe() == {"kind": "random", "length": 64, "count": 32, "seed": 0, "bos": False}
+        assert batch.describe() == {
+            "kind": "random",
+            "length": 64,
+            "count": 32,
+            "seed": 0,
+            "bos": False,
+            "left_out": 13,
+        }
         assert (batch.num_sequences, batch.length, batch.source, batch.shared_first_token) == (32, 64, None, False)
 
     def test_uniform_over_ordinary_tokens(self, loaded):
@@ -84,6 +92,37 @@ class TestRandom:
     def test_without_a_tokenizer_all_rows_but_the_configured_ids(self, bare):
         ids = token_batch(bare, length=128, num_sequences=100).ids
         assert set(ids.unique().tolist()) == set(range(NUM_ROWS)) - {BOS, EOS}
+
+    def test_unused_rows_are_left_out_and_counted(self):
+        """As padded checkpoints have them: a zero row, rows alike, an id without a token."""
+        loaded = loaded_llama(None)
+        weight = loaded.model.get_input_embeddings().weight
+        before = token_batch(loaded, length=128, num_sequences=100)
+        assert before.left_out == 0
+        with torch.no_grad():
+            weight[7] = 0
+            weight[[20, 40, 95]] = weight[20].clone()
+        batch = token_batch(loaded, length=128, num_sequences=100)
+        assert set(range(NUM_ROWS)) - set(batch.ids.unique().tolist()) == {BOS, EOS, 7, 20, 40, 95}
+        assert batch.describe()["left_out"] == 4
+        assert {7, 20, 40, 95} <= set(before.ids.unique().tolist())  # the control
+
+    def test_ids_without_a_token_are_left_out(self):
+        tokenizer = word_tokenizer()
+        vocabulary = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id != 30}
+        holed = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        batch = token_batch(
+            loaded_llama(PreTrainedTokenizerFast(tokenizer_object=holed, unk_token="<unk>")),
+            length=128,
+            num_sequences=100,
+        )
+        assert batch.left_out == 1 + NUM_ROWS - NUM_TOKENS
+        assert set(range(NUM_TOKENS)) - set(batch.ids.unique().tolist()) == {0, BOS, EOS, 30}
+
+    @pytest.mark.parametrize("seed", [-1, 2**32, 2**63])
+    def test_a_seed_that_draws_anothers_tokens_is_refused(self, loaded, seed):
+        refused(lambda: token_batch(loaded, seed=seed), "a seed from 0 to 2^32 - 1", str(seed))
+        assert token_batch(loaded, seed=2**32 - 1).seed == 2**32 - 1
 
     def test_several_end_tokens(self):
         loaded = loaded_llama(None, eos_token_id=[2, 7], pad_token_id=9)
@@ -113,7 +152,7 @@ class TestRandom:
 
     def test_special_tokens_only(self):
         loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
-        refused(lambda: token_batch(loaded), "ordinary tokens", "special tokens only")
+        refused(lambda: token_batch(loaded), "ordinary tokens", "special and unused ones only")
 
 
 class TestRepeat:
@@ -186,6 +225,39 @@ class TestText:
     def test_not_text(self, loaded, tmp_path, content, parts):
         (tmp_path / "bad.txt").write_bytes(content)
         refused(lambda: token_batch(loaded, f"text:{tmp_path / 'bad.txt'}"), "bad.txt", "text:FILE", *parts)
+
+    def test_of_a_long_text_the_beginning_is_read(self, loaded, tmp_path):
+        path = tmp_path / "long.txt"
+        words = [f"w{10 + i % 60}" for i in range(100_000)]
+        path.write_text(" ".join(words))
+        read: list[int] = []
+
+        class Watched(type(loaded.tokenizer)):
+            def __call__(self, text, **options):
+                read.append(len(text))
+                return super().__call__(text, **options)
+
+        tokenizer = word_tokenizer()
+        tokenizer.__class__ = Watched
+        found = token_batch(replace(loaded, tokenizer=tokenizer), f"text:{path}", length=16, num_sequences=2).ids
+        assert found.flatten().tolist() == [10 + i % 60 for i in range(32)]
+        assert max(read) < 1000
+
+    @pytest.mark.parametrize("wanted", [1, 2, 3, 10, 33])
+    def test_a_cut_changes_no_token(self, tmp_path, wanted):
+        """Long words and letters of two bytes: whatever a cut leaves of one, the tokens before it are those of all."""
+        path = tmp_path / "words.txt"
+        text = " ".join(letter * 100 for letter in "abcde" * 20) + " é" * 50
+        path.write_text(text, encoding="utf-8")
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        bpe.train_from_iterator(
+            [text], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+        whole = tokenizer(text)["input_ids"]
+        assert _text_ids(tokenizer, path, wanted)[:wanted] == whole[:wanted]
 
     def test_a_byte_order_mark_is_not_text(self, loaded, tmp_path):
         (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfw10 w11")

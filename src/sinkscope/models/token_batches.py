@@ -5,17 +5,23 @@ Every sequence of a batch has the same length, so there is no padding anywhere. 
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
+from sinkscope.runtime import check_torch_defaults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMS = "random, text:FILE or repeat:ID"
 
@@ -30,6 +36,9 @@ class TokenBatch:
     bos: bool = False
     source: str | None = None
     """The name of the text file, without its folder."""
+    left_out: int | None = None
+    """Of random tokens: how many ids beside the special ones were not drawn from, because the tokenizer has no token
+    for them or their embedding is zero or equal to another's."""
 
     @property
     def num_sequences(self) -> int:
@@ -52,6 +61,7 @@ class TokenBatch:
             "count": self.num_sequences,
             "seed": self.seed,
             "bos": self.bos,
+            **({} if self.left_out is None else {"left_out": self.left_out}),
         }
 
 
@@ -67,9 +77,11 @@ def token_batch(
     """`num_sequences` sequences of `length` tokens, a BOS token at position 0 included where `bos` asks for one.
 
     bos=None means no BOS for random and repeated tokens, and for text what the tokenizer itself does with a text.
-    Random tokens are uniform over the vocabulary without special ids; sequence i depends on the seed and i alone, and
-    with BOS its later positions are the ones it has without. The global random state is neither read nor changed.
+    Random tokens are uniform over the vocabulary without special and unused ids; sequence i depends on the seed and i
+    alone, and with BOS its later positions are the ones it has without. The global random state is neither read nor
+    changed.
     """
+    check_torch_defaults()
     kind, _, argument = tokens.partition(":")
     if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
         raise InputError(expected=f"tokens as {FORMS}", found=repr(tokens), next_step="Choose one with --tokens")
@@ -84,9 +96,9 @@ def token_batch(
     if bos:
         first = bos_id(loaded)
         _check_vocabulary(torch.tensor([first]), num_embeddings(loaded.model))
-    source = None
+    source = left_out = None
     if kind == "random":
-        ids = _random_ids(loaded, length, num_sequences, seed)
+        ids, left_out = _random_ids(loaded, length, num_sequences, seed)
     elif kind == "repeat":
         ids = _repeated_id(loaded, argument).expand(num_sequences, length).clone()
     else:
@@ -95,7 +107,8 @@ def token_batch(
         ids = torch.nn.functional.pad(windows, (int(bos), 0))
     if first is not None:
         ids[:, 0] = first
-    return TokenBatch(ids=ids, kind=kind, seed=seed if kind == "random" else None, bos=bos, source=source)
+    seed_used = seed if kind == "random" else None
+    return TokenBatch(ids=ids, kind=kind, seed=seed_used, bos=bos, source=source, left_out=left_out)
 
 
 def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
@@ -161,28 +174,42 @@ def special_ids(loaded: LoadedModel) -> set[int]:
     return special
 
 
-def _vocabulary_size(loaded: LoadedModel) -> int:
-    # Embeddings are often padded to a round number of rows; the rows beyond the tokenizer were never trained.
-    rows = num_embeddings(loaded.model)
-    return rows if loaded.tokenizer is None else min(rows, len(loaded.tokenizer))
-
-
-def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> Int64[Tensor, "B T"]:
-    if not 0 <= seed < 2**63:
-        raise InputError(expected="a seed from 0 to 2^63 - 1", found=str(seed), next_step="Choose another --seed")
-    allowed = torch.ones(_vocabulary_size(loaded), dtype=torch.bool)
-    allowed[[token_id for token_id in special_ids(loaded) if 0 <= token_id < len(allowed)]] = False
-    choices = allowed.nonzero()[:, 0]
+def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> tuple[Int64[Tensor, "B T"], int]:
+    """(ids, how many of the vocabulary were left out beside the special ones)."""
+    # Of a larger seed torch's generator keeps 32 bits: 2^32 would draw the tokens of seed 0.
+    if not 0 <= seed < 2**32:
+        raise InputError(expected="a seed from 0 to 2^32 - 1", found=str(seed), next_step="Choose another `seed`")
+    ordinary = torch.ones(num_embeddings(loaded.model), dtype=torch.bool)
+    ordinary[[token_id for token_id in special_ids(loaded) if 0 <= token_id < len(ordinary)]] = False
+    used = ordinary & _used_ids(loaded)
+    choices = used.nonzero()[:, 0]
     if not len(choices):
         raise InputError(
             expected="ordinary tokens in the vocabulary",
-            found="special tokens only",
+            found="special and unused ones only",
             next_step="Use --tokens repeat:ID",
         )
     generator = torch.Generator().manual_seed(seed)
     # Row by row: a row's numbers then never depend on how many rows follow.
     rows = [torch.randint(len(choices), (length,), generator=generator) for _ in range(num_sequences)]
-    return choices[torch.stack(rows)]
+    return choices[torch.stack(rows)], int(ordinary.sum() - used.sum())
+
+
+def _used_ids(loaded: LoadedModel) -> Bool[Tensor, " V"]:
+    """Which ids stand for a token and were told apart by training: padded vocabularies have rows of no use."""
+    # Rows are equal where their products with a random vector are; a zero row's product is zero.
+    _, weight_VE = next(each_weight(loaded.model.get_input_embeddings()))
+    generator = torch.Generator().manual_seed(0)
+    direction_E = torch.randn(weight_VE.shape[1], generator=generator, dtype=torch.float64).to(weight_VE.device)
+    rows_at_once = max(1, CHUNK // weight_VE.shape[1])
+    product_V = torch.cat([(rows.double() * direction_E).sum(1) for rows in weight_VE.split(rows_at_once)]).cpu()
+    _, group_V, sizes = product_V.unique(return_inverse=True, return_counts=True)
+    used_V = (product_V != 0) & (sizes[group_V] == 1)
+    if loaded.tokenizer is not None:
+        has_token_V = torch.zeros_like(used_V)
+        has_token_V[[token_id for token_id in loaded.tokenizer.get_vocab().values() if token_id < len(used_V)]] = True
+        used_V &= has_token_V
+    return used_V
 
 
 def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
@@ -205,9 +232,7 @@ def _text_windows(
             found=f"none with {loaded.name}",
             next_step="Use --tokens random, or a model that has one",
         )
-    text = _read_text(path)
-    # Without verbose=False the tokenizer warns that a whole file is longer than the model's context.
-    ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(_text_ids(loaded.tokenizer, path, num_sequences * window), dtype=torch.int64)
     _check_vocabulary(ids, num_embeddings(loaded.model))
     if num_sequences * window > len(ids):
         longest, most = len(ids) // num_sequences + bos, len(ids) // window
@@ -220,21 +245,41 @@ def _text_windows(
     return ids[: num_sequences * window].view(num_sequences, window)
 
 
-def _read_text(path: Path) -> str:
+def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> list[int]:
+    """The text's first `wanted` ids, as its tokenizer gives them for all of it, and more; all ids of a shorter text.
+
+    A long text is not read to its end. A cut changes the tokens near it, so twice as much is read until the wanted ones
+    stay as they are.
+    """
+    num_bytes, before = 8 * wanted, []
+    while True:
+        text, is_all = _read_text(path, num_bytes)
+        # Without verbose=False the tokenizer warns that a text is longer than the model's context.
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
+        if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
+            return ids
+        num_bytes, before = 2 * num_bytes, ids
+
+
+def _read_text(path: Path, num_bytes: int) -> tuple[str, bool]:
+    """(the text in the file's first bytes, whether that is all of it)."""
     next_step = "Name a text file as --tokens text:FILE"
     if not path.is_file():
         found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
         raise InputError(expected="a text file", found=found, next_step=next_step)
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # bytes, so that line endings stay as they are
+        with path.open("rb") as file:  # bytes, so that line endings stay as they are
+            content = file.read(num_bytes + 1)
+        is_all = len(content) <= num_bytes
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
     except (UnicodeDecodeError, OSError) as error:
         reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
         raise InputError(expected="text in UTF-8", found=f"{path.name}, which {reason}", next_step=next_step) from error
     if "\0" in text:
         raise InputError(expected="text in UTF-8", found=f"{path.name}, a binary file", next_step=next_step)
-    if not text.strip():
+    if is_all and not text.strip():
         raise InputError(expected="a text file with text in it", found=f"{path.name}, empty", next_step=next_step)
-    return text
+    return text, is_all
 
 
 def _tokenizer_adds_bos(loaded: LoadedModel) -> bool:
