@@ -1,6 +1,8 @@
 """Text becomes shards whose every token is accounted for, and batches whose order depends on seed and step alone."""
 
+import contextlib
 import gzip
+import io
 import json
 import lzma
 import sys
@@ -9,6 +11,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import text_sources, tokenizing
@@ -203,6 +206,29 @@ def test_the_tokenizer_never_sees_what_is_held_out(tmp_path):
         vocabularies.append(load_tokenizer(shards.path).get_vocab())
     assert not any(word in token for token in vocabularies[0])
     assert any(word in token for token in vocabularies[1])
+
+
+def test_code_beside_a_tokenizer_never_runs(text_file, tmp_path, monkeypatch):
+    """Whatever stands on standard input: transformers asks there whether to run it."""
+    shards = tokenize(TokenizeConfig(data=(str(text_file),), vocab_size=300), tmp_path / "tokens", progress=silent)
+    (shards.path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Planted: pass\n")
+    config = json.loads((shards.path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", None]}}
+    (shards.path / "tokenizer_config.json").write_text(json.dumps(config))
+    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(InputError, match="custom code"):
+        load_tokenizer(shards.path)  # as `pretrain` does with shards from anywhere
+    with pytest.raises(InputError, match="custom code"):
+        config = TokenizeConfig(data=(str(text_file),), tokenizer=str(shards.path))
+        tokenize(config, tmp_path / "others", progress=silent)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "others").exists()
+    # The control: asked and answered, transformers runs it.
+    with contextlib.suppress(AttributeError):
+        AutoTokenizer.from_pretrained(shards.path)
+    assert (tmp_path / "ran").exists()
 
 
 def test_wide_tokens_for_a_large_vocabulary(tmp_path):

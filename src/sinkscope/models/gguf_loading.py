@@ -34,7 +34,9 @@ def load_gguf(header: GgufHeader, *, dtype: torch.dtype, **options: Any) -> PreT
             copy_without_vocabulary(header, Path(scratch, path.name))
             # transformers counts the vocabulary for this where the file does not say it.
             folder, known = Path(scratch), {"vocab_size": header.num_embeddings}
-        config = ask(what, next_step, AutoConfig.from_pretrained, folder, gguf_file=path.name, **known)
+        config = ask(
+            what, next_step, AutoConfig.from_pretrained, folder, gguf_file=path.name, trust_remote_code=False, **known
+        )
         check_causal(config, path.name)
         # Its progress bar cannot be switched off otherwise.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -61,4 +63,5 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     # Not AutoTokenizer, which first reads the whole file again to choose a class; the tokens are the same.
     readable = "a tokenizer that transformers can read in the GGUF file", "Pass another tokenizer= to load()"
-    return ask(*readable, PreTrainedTokenizerFast.from_pretrained, path.parent, gguf_file=path.name)
+    where = {"gguf_file": path.name, "trust_remote_code": False}
+    return ask(*readable, PreTrainedTokenizerFast.from_pretrained, path.parent, **where)

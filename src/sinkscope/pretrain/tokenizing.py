@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import looks_like_hub_name
+from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
 from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
@@ -117,19 +117,13 @@ def train_bpe(texts: Iterator[str], config: TokenizeConfig) -> PreTrainedTokeniz
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder, or of a Hugging Face name."""
+    """The tokenizer in a folder, or of a Hugging Face name; code that comes with it is never run."""
     from transformers import AutoTokenizer
 
-    try:
-        if not Path(name).is_dir() and not looks_like_hub_name(str(name)):
-            raise ValueError("no such folder")
-        return AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            expected="a tokenizer's folder or Hugging Face name",
-            found=f"{name}: {str(error).splitlines()[0]}",
-            next_step="Give another with --tokenizer",
-        ) from error
+    expected, next_step = "a tokenizer's folder or Hugging Face name", "Give another as `tokenizer`"
+    if not Path(name).is_dir() and not looks_like_hub_name(str(name)):
+        raise InputError(expected=expected, found=f"no folder {str(name)!r}", next_step=next_step)
+    return ask(expected, next_step, AutoTokenizer.from_pretrained, str(name), trust_remote_code=False)
 
 
 def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
