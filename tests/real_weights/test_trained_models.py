@@ -22,6 +22,11 @@ def gemma3_model(gemma3):
     return load(gemma3, device="cpu")
 
 
+@pytest.fixture(scope="session")
+def stories15m_model(stories15m):
+    return load(stories15m, device="cpu")
+
+
 def eager_received(loaded, ids):
     """[L, H, T] attention received from the model's own attention maps."""
     loaded.model.set_attn_implementation("eager")
@@ -71,16 +76,28 @@ def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):
     )
 
 
-def test_gemma3_needs_bos_for_its_sink(gemma3_model):
-    without = trace(gemma3_model, token_batch(gemma3_model, num_sequences=16), effective_rank=False)
+@pytest.mark.parametrize("name", ["gemma3_model", "stories15m_model"])
+def test_these_need_bos_for_their_sink(name, request):
+    loaded = request.getfixturevalue(name)
+    without = trace(loaded, token_batch(loaded, num_sequences=16), effective_rank=False)
     assert without.findings.sinks == []
     assert without.story.startswith("No sink")
-    with_bos = trace(gemma3_model, token_batch(gemma3_model, num_sequences=16, bos=True), effective_rank=False)
+    with_bos = trace(loaded, token_batch(loaded, num_sequences=16, bos=True), effective_rank=False)
     assert with_bos.findings.sinks[0].position == 0
     assert with_bos.findings.variance_ratio is None  # BOS has no variance across sequences
 
 
-@pytest.mark.parametrize("name", ["smollm2_model", "gemma3_model"])
+def test_stories15m_tells_a_story(stories15m_model):
+    """Its weights are where they belong: after BOS comes "Once upon a time", as every story of its training begins."""
+    ids = torch.tensor([[1]])
+    with torch.no_grad():
+        for _ in range(4):
+            next_id = stories15m_model.model(ids, use_cache=False).logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, next_id], dim=1)
+    assert ids.tolist() == [[1, 9038, 2501, 263, 931]]
+
+
+@pytest.mark.parametrize("name", ["smollm2_model", "gemma3_model", "stories15m_model"])
 def test_fast_path_equals_eager(name, request):
     loaded = request.getfixturevalue(name)
     batch = token_batch(loaded, num_sequences=2, bos=True)
