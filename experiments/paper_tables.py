@@ -1,4 +1,4 @@
-"""Prints the tables of docs/lab/results.md from what paper_experiment.py kept: the paper's table, and why the norm helps.
+"""Prints the tables of docs/lab/results.md from what paper_experiment.py kept: the paper's table, and why it helps.
 
     python experiments/paper_tables.py kept > tables.md
 

@@ -3,21 +3,26 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import sink_experiment
 import sink_measures
+import sink_tables
 import torch
 import training_pool
 from downstream import linear_layers, token_losses
-from kept_results import read_results
-from sink_plan import configuration, planned_runs, read_plan
+from kept_results import read_results, run_result
+from sink_plan import SinkRun, configuration, planned_runs, read_plan
+from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.loading import load
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
+from sinkscope.statistics import bootstrap_mean_interval
 
 PLAN = read_plan()
 
@@ -100,6 +105,56 @@ def test_measures_that_fail_lose_no_run_and_a_run_that_fails_stops_no_other(stan
     with pytest.raises(InputError, match=r"scale-1 to train to its end; found exit code 1, broken"):
         sink_experiment.carry_out(options(tmp_path, only="scale-1,softmax-2,head_norm-2", jobs=1), PLAN)
     assert {result["name"] for result in read_results(tmp_path / "kept")} == {"softmax-2", "head_norm-2"}
+
+
+def planted_results(folder, losses):
+    """Runs as they are kept, with planted losses of 6 windows in 3 books, and twice the disparity in softmax."""
+    results = []
+    for (arm, seed), windows in losses.items():
+        run = SinkRun(arm=arm, seed=seed)
+        write_training_folder(folder / run.name, variant=arm, seed=seed, sink=arm == "softmax")
+        layers = {"dom_ratio": [90.0 if arm == "softmax" else 30.0], "norm_ratio": [2.0], "top_direction": [0.5]}
+        first = {"sink_rate_by_layer": [0.2 if arm == "softmax" else 0.08]}
+        measures = {
+            "loss": {"windows": windows},
+            "random": {"first": first},
+            "text": {"first": first, "effective_rank": [100.0 if arm == "softmax" else 150.0]},
+            "residual": layers | {"largest": [5.0], "kurtosis": [3.0]},
+            "downstream": {name: [0.0, 0.0] for name in sink_tables.DAMAGES},
+        }
+        result = run_result(run.name, asdict(run), folder / run.name)
+        results.append(result | {"measures": measures})
+    return results
+
+
+def test_verdicts_of_losses_that_are_known(tmp_path):
+    base, lower, mixed = [3.0, 3.1, 3.2, 3.3, 3.4, 3.5], [2.9, 3.0, 3.1, 3.2, 3.3, 3.4], [2.9, 3.2, 3.3, 3.4, 3.3, 3.4]
+    losses = {("softmax", 1): base, ("head_norm", 1): lower, ("scale", 1): mixed}
+    text = "\n".join(sink_tables.tables(planted_results(tmp_path, losses), [1, 3, 2]))
+    assert "| head_norm-1 | -0.1000 [-0.1000, -0.1000] | 3.1500 | 8.0% | 8.0% | 30.0 |" in text
+    assert "- confirmed: head_norm ends lower on every seed" in text
+    assert "- not confirmed: head_norm removes the sink (8.0% left, 20.0% in softmax)" in text
+    assert "- confirmed: head_norm halves the sink (40% of it)" in text
+    # Means by book are -0.1, +0.1 and -0.1: the interval holds 0, so scale does not do the same.
+    assert "- confirmed: scale without division does not do the same (seed 1 -0.0000 [-0.1000, +0.1000]" in text
+    assert "- not run: whether head_norm accelerates" in text
+    swapped = {("softmax", 1): lower, ("head_norm", 1): base}  # the control
+    (tmp_path / "swapped").mkdir()
+    text = "\n".join(sink_tables.tables(planted_results(tmp_path / "swapped", swapped), [1, 3, 2]))
+    assert "- not confirmed: head_norm ends lower on every seed" in text
+    with pytest.raises(InputError, match=r"expected 6 windows in books\.json; found 5"):
+        sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2])
+
+
+def test_an_interval_over_books_is_wider_than_one_over_windows():
+    """Ten books of 20 windows, each with a difference of its own: windows alone would promise too much."""
+    rng = np.random.default_rng(0)
+    values = np.repeat(rng.normal(size=10), 20)
+    _, low, high = sink_tables.difference(
+        {"loss": {"windows": values}}, {"loss": {"windows": np.zeros(200)}}, [20] * 10
+    )
+    one, other = bootstrap_mean_interval(values)
+    assert high - low > 3 * (other - one)
 
 
 def small_decoder(**changes):

@@ -1,0 +1,250 @@
+"""Prints the tables and the verdicts of the experiment where sinks are born, from what sink_experiment.py kept.
+
+    python experiments/sink_tables.py docs/lab/results/sink
+    python experiments/sink_tables.py docs/lab/results/sink --write-books tokens    # once: how many windows a book has
+
+A difference is an arm's loss less softmax's on the same held-out windows and the same seed. Its 95 % interval is a
+bootstrap over the held-out books, since windows of one book are alike. What counts as confirmed stands in
+sink_experiment.yaml and is applied here as it stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from kept_results import read_results, write_run
+from sink_plan import read_plan
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.comparison import compare_training
+from sinkscope.pretrain.token_shards import open_shards
+from sinkscope.statistics import resample_weights
+
+BASELINE, NORM, CONTROL = "softmax", "head_norm", "scale"
+CONSTANT = "_constant"
+SETTINGS = (CONSTANT, "_all_targets", "_muon")
+"""Arms whose names end so are compared with the softmax arm of the same ending."""
+BOOKS = "books.json"
+QUANTITIES: dict[str, tuple[Callable[[dict], float], str]] = {
+    "loss": (lambda measures: fmean(measures["loss"]["windows"]), ".4f"),
+    "sink, random": (lambda measures: fmean(measures["random"]["first"]["sink_rate_by_layer"]), ".1%"),
+    "sink, text": (lambda measures: fmean(measures["text"]["first"]["sink_rate_by_layer"]), ".1%"),
+    "DomRatio, text": (lambda measures: fmean(measures["residual"]["dom_ratio"]), ".1f"),
+    "norm ratio": (lambda measures: fmean(measures["residual"]["norm_ratio"]), ".2f"),
+    "top direction": (lambda measures: fmean(measures["residual"]["top_direction"]), ".2f"),
+    "effective rank": (lambda measures: fmean(measures["text"]["effective_rank"]), ".1f"),
+    "largest activation": (lambda measures: max(measures["residual"]["largest"]), ",.0f"),
+    "kurtosis": (lambda measures: fmean(measures["residual"]["kurtosis"]), ",.0f"),
+}
+"""What is told of each run, at position 0 where it is of a position, as means over layers but for the largest."""
+DAMAGES = {
+    "8-bit activations, per tensor": "8-bit activations, per tensor",
+    "8-bit activations, per token": "per token",
+    "4-bit weights, per channel": "4-bit weights",
+    "window of 32": "window of 32",
+    "the first 4 and a window of 28": "4 first kept",
+}
+
+ByArm = dict[str, dict[int, dict[str, Any]]]
+"""Measures by arm and seed."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kept", type=Path, help="folder that sink_experiment.py --keep wrote")
+    parser.add_argument("--write-books", type=Path, metavar="TOKENS", help="write how many windows each book has")
+    options = parser.parse_args()
+    try:
+        if options.write_books:
+            plan = read_plan()
+            counts = windows_of_books(
+                options.write_books, plan["recipe"]["training"]["sequence_length"], plan["measures"]["loss_windows"]
+            )
+            (options.kept / BOOKS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+        print("\n".join(tables(read_results(options.kept), read_books(options.kept))))
+    except InputError as error:
+        print(f"sink_tables: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def windows_of_books(tokens: Path, length: int, count: int) -> list[int]:
+    """How many of `count` windows, spread over the held-out text, begin in each document."""
+    shards = open_shards(tokens)
+    (ids,) = shards.tokens("validation")  # one shard holds it
+    ends = np.flatnonzero(np.asarray(ids) == 0)  # the token that ends a document
+    num_windows = (len(ids) - 1) // length
+    starts = length * np.linspace(0, num_windows - 1, min(count, num_windows)).round().astype(np.int64)
+    return np.bincount(np.searchsorted(ends, starts)).tolist()
+
+
+def read_books(kept: Path) -> list[int]:
+    if not (kept / BOOKS).is_file():
+        raise InputError(
+            expected=f"{BOOKS} in {kept}", found="none", next_step="Write it with --write-books and the tokens"
+        )
+    return json.loads((kept / BOOKS).read_text(encoding="utf-8"))
+
+
+def tables(results: list[dict[str, Any]], books: Sequence[int]) -> list[str]:
+    """All tables as lines of Markdown."""
+    arms: ByArm = {}
+    for result in results:
+        if not result["diverged"] and result["measures"] is not None:
+            arms.setdefault(result["run"]["arm"], {})[result["run"]["seed"]] = result["measures"]
+    if BASELINE not in arms:
+        raise InputError(expected=f"a run of {BASELINE}", found="none", next_step="Go on with sink_experiment.py")
+    parts = (ends_table(arms, books), damage_table(arms), verdicts(arms, books, results), course_table(results))
+    failed = [f"Diverged: {result['name']}." for result in results if result["diverged"]]
+    return [line for part in (*parts, failed) for line in (*part, "")]
+
+
+def ends_table(arms: ByArm, books: Sequence[int]) -> list[str]:
+    """A row for each run: its loss beside softmax's, and what was measured."""
+    lines = [f"| run | less softmax's | {' | '.join(QUANTITIES)} |", "| --- | ---: |" + " ---: |" * len(QUANTITIES)]
+    for arm, by_seed in arms.items():
+        for seed, measures in sorted(by_seed.items()):
+            base = arms.get(baseline_of(arm), {}).get(seed)
+            found = "" if arm == baseline_of(arm) or base is None else interval_text(*difference(measures, base, books))
+            cells = [format(of(measures), form) for of, form in QUANTITIES.values()]
+            lines.append(f"| {arm}-{seed} | {found} | {' | '.join(cells)} |")
+    return lines
+
+
+def baseline_of(arm: str) -> str:
+    return BASELINE + next((setting for setting in SETTINGS if arm.endswith(setting)), "")
+
+
+def damage_table(arms: ByArm) -> list[str]:
+    """By how much perplexity grows under each condition, mean over seeds."""
+    lines = [f"| arm | seeds | {' | '.join(DAMAGES.values())} |", "| --- | ---: |" + " ---: |" * len(DAMAGES)]
+    for arm, by_seed in arms.items():
+        changes = [fmean(fmean(measures["downstream"][name]) for measures in by_seed.values()) for name in DAMAGES]
+        lines.append(f"| {arm} | {len(by_seed)} | {' | '.join(f'{np.expm1(change):+.2%}' for change in changes)} |")
+    return lines
+
+
+def difference(measures: dict, base: dict, books: Sequence[int]) -> tuple[float, float, float]:
+    """The mean difference of the windows' losses, and the ends of its interval over books."""
+    values_N = np.subtract(measures["loss"]["windows"], base["loss"]["windows"])
+    counts_B = np.asarray(books)
+    if counts_B.sum() != len(values_N):
+        raise InputError(
+            expected=f"{len(values_N)} windows in {BOOKS}",
+            found=str(counts_B.sum()),
+            next_step="Write it again with --write-books",
+        )
+    edges = np.cumsum([0, *books])
+    sums_B = np.array([values_N[low:high].sum() for low, high in itertools.pairwise(edges)])
+    weights_RB = resample_weights(len(books))
+    means_R = (weights_RB @ sums_B) / np.maximum(weights_RB @ counts_B, 1e-12)
+    low, high = np.quantile(means_R, [0.025, 0.975])
+    return float(values_N.mean()), float(low), float(high)
+
+
+def interval_text(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def verdicts(arms: ByArm, books: Sequence[int], results: list[dict[str, Any]]) -> list[str]:
+    """What the plan calls confirmed, applied to what is there."""
+    rules = read_plan()["verdicts"]
+    lines = []
+    if NORM in arms:
+        holds, found = confirmed(arms, NORM, books, rules["confirmed"])
+        lines.append(_verdict(holds, "head_norm ends lower on every seed, half the disparity, higher rank", found))
+        base_sink, sink = (mean_of(arms, arm, "sink, random") for arm in (BASELINE, NORM))
+        rule = rules["removes_the_sink"]["sink_rate_at_most"]
+        lines.append(
+            _verdict(sink <= rule, "head_norm removes the sink", f"{sink:.1%} left, {base_sink:.1%} in softmax")
+        )
+        half = rules["halves_the_sink"]["of_softmax_at_most"]
+        lines.append(_verdict(sink <= half * base_sink, "head_norm halves the sink", f"{sink / base_sink:.0%} of it"))
+    if CONTROL in arms:
+        holds, found = confirmed(arms, CONTROL, books, rules["confirmed"])
+        lines.append(_verdict(not holds, "scale without division does not do the same", found))
+    constant = [r for r in results if not r["diverged"] and r["run"]["arm"] in (BASELINE + CONSTANT, NORM + CONSTANT)]
+    if len({result["run"]["arm"] for result in constant}) == 2:
+        ratio, found = acceleration(constant)
+        least = rules["accelerates"]["tokens_ratio_at_least"]
+        lines.append(_verdict(ratio >= least, "head_norm accelerates", found))
+    else:
+        lines.append("- not run: whether head_norm accelerates (the arms at a constant rate)")
+    return lines
+
+
+def confirmed(arms: ByArm, arm: str, books: Sequence[int], rule: dict[str, Any]) -> tuple[bool, str]:
+    """Whether an arm does what is asked of head_norm, and the numbers of it."""
+    seeds = sorted(arms[arm].keys() & arms[BASELINE].keys())
+    found = {seed: difference(arms[arm][seed], arms[BASELINE][seed], books) for seed in seeds}
+    disparity = mean_of(arms, BASELINE, "DomRatio, text") / mean_of(arms, arm, "DomRatio, text")
+    ranks = mean_of(arms, arm, "effective rank"), mean_of(arms, BASELINE, "effective rank")
+    holds = (
+        all(high < rule["interval_below"] for _, _, high in found.values())
+        and disparity >= rule["disparity_ratio_at_least"]
+        and ranks[0] > ranks[1]
+    )
+    by_seed = ", ".join(f"seed {seed} {interval_text(*numbers)}" for seed, numbers in found.items())
+    return (
+        holds,
+        f"{by_seed}; disparity {disparity:.2f}x lower; effective rank {ranks[0]:.1f}, {ranks[1]:.1f} in softmax",
+    )
+
+
+def mean_of(arms: ByArm, arm: str, quantity: str) -> float:
+    """The mean over the seeds that softmax has too."""
+    of, _ = QUANTITIES[quantity]
+    return fmean(of(measures) for seed, measures in arms[arm].items() if seed in arms[BASELINE])
+
+
+def acceleration(results: list[dict[str, Any]]) -> tuple[float, str]:
+    """Softmax's tokens over head_norm's to softmax's final loss, geometric mean over seeds; 0 where never reached."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare_training([write_run(result, Path(folder)) for result in results]).rows("training_runs")
+    mine = [row for row in rows if row["run"].startswith(NORM)]
+    if any(row["bound"] == ">" for row in mine):
+        return 0.0, "softmax's final loss is not reached on every seed"
+    ratio = float(np.exp(-fmean(np.log(row["tokens_ratio"]) for row in mine)))
+    return ratio, f"{ratio:.3f}x fewer tokens on {len(mine)} seeds"
+
+
+def course_table(results: list[dict[str, Any]]) -> list[str]:
+    """When the losses part, beside when softmax's links are born: by seed, head_norm's loss less softmax's."""
+    chosen = [r for r in results if not r["diverged"] and r["run"]["arm"] in (BASELINE, NORM)]
+    runs = {(r["run"]["arm"], r["run"]["seed"]): r for r in chosen}
+    seeds = sorted(seed for arm, seed in runs if arm == NORM and (BASELINE, seed) in runs)
+    lines = [f"| step | {' | '.join(f'seed {seed}' for seed in seeds)} |", "| ---: |" + " ---: |" * len(seeds)]
+    losses = {key: {row["step"]: row["validation_loss"] for row in run["metrics"]} for key, run in runs.items()}
+    for step in sorted(set.intersection(*(set(steps) for steps in losses.values()))) if seeds else []:
+        cells = [f"{losses[NORM, seed][step] - losses[BASELINE, seed][step]:+.4f}" for seed in seeds]
+        lines.append(f"| {step:,} | {' | '.join(cells)} |")
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = compare_training([write_run(run, Path(folder)) for run in chosen])
+    arm_of = {(row["variant"], row["seed"]): row["run"] for row in comparison.rows("training_runs")}
+    births: dict[str, dict[str, str]] = {}
+    for row in comparison.rows("births", batch="random"):
+        step = "-" if row["step"] is None else f"{row['step']:,}"
+        births.setdefault(row["link"], {})[arm_of[row["variant"], row["seed"]]] = step
+    names = sorted(runs[key]["name"] for key in runs)
+    lines += ["", f"| link, born at step | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
+    lines += [f"| {link} | {' | '.join(by_run.get(name, '') for name in names)} |" for link, by_run in births.items()]
+    return lines
+
+
+def _verdict(holds: bool, claim: str, found: str) -> str:
+    return f"- {'confirmed' if holds else 'not confirmed'}: {claim} ({found})"
+
+
+if __name__ == "__main__":
+    main()
