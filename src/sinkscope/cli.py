@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sinkscope import __version__
+from sinkscope.commands import options
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
 from sinkscope.commands.fingerprint import fingerprint_command
@@ -72,7 +73,8 @@ def main() -> None:
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        app(standalone_mode=True)
+        with options.outputs:
+            app(standalone_mode=True)
     except InputError as error:
         _refuse(error)
     except (RuntimeError, MemoryError) as error:

@@ -129,6 +129,6 @@ def _plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
         return str(value)
-    if isinstance(value, PurePath) or (isinstance(value, str) and Path(value).expanduser().is_absolute()):
+    if isinstance(value, PurePath) or (isinstance(value, str) and value.startswith(("/", "~"))):
         return PurePath(value).name
     return value

@@ -153,13 +153,17 @@ def test_a_folder_without_our_mark_is_never_replaced(tmp_path, make, linked):
     assert names(tmp_path) == {"folder", *(["link"] if linked else [])}
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "model/notes.txt", ".git/HEAD", "model/.sinkscope.bak", "link"])
+@pytest.mark.parametrize(
+    "name",
+    ["notes.txt", "model/notes.txt", ".git/HEAD", "checkpoints/notes.txt", "checkpoints/step-1/notes.txt", "link"],
+)
 def test_a_file_of_the_users_in_a_run_is_named_and_kept(tmp_path, name):
     path = tmp_path / "run"
     for overwrite in (False, True):  # the control: a run of ours alone is replaced
-        with run_folder(path, overwrite, later=["metrics.jsonl"]) as folder:
+        with run_folder(path, overwrite, later=["metrics.jsonl", "checkpoints/step-*"]) as folder:
             (folder.path / "model").mkdir()
             (folder.path / "model" / "config.json").write_text("{}")
+            (folder.path / "odd[1].json").write_text("{}")
         (path / "metrics.jsonl").write_text("")
         with run_folder(path / "checkpoints" / "step-1") as folder:
             folder.write_json("checkpoint.json", {})
@@ -171,12 +175,22 @@ def test_a_file_of_the_users_in_a_run_is_named_and_kept(tmp_path, name):
         mine.symlink_to(tmp_path / "elsewhere")
     else:
         mine.write_text("mine")
-    with pytest.raises(InputError, match=f"found {name} in it.*move that"):
+    with pytest.raises(InputError, match=f"found {name}, which that run did not write"):
         write_run(path, overwrite=True)
     assert mine.is_symlink() or mine.read_text() == "mine"
     mine.unlink()
     write_run(path, "second", overwrite=True)
     assert text_of(path) == "second"
+
+
+def test_runs_in_a_folder_or_in_a_run_are_not_its_own(tmp_path):
+    write_run(tmp_path / "runs" / "a")
+    with pytest.raises(InputError, match=r"no \.sinkscope in it"):
+        write_run(tmp_path / "runs", overwrite=True)
+    write_run(tmp_path / "runs" / "a" / "study")
+    with pytest.raises(InputError, match=r"found study/\.sinkscope"):
+        write_run(tmp_path / "runs" / "a", overwrite=True)
+    assert text_of(tmp_path / "runs" / "a" / "study") == "first"
 
 
 def test_the_folder_one_stands_in_is_not_moved_away(tmp_path, monkeypatch):

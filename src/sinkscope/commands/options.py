@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -43,6 +43,9 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 Out = Annotated[Path | None, typer.Option(help="Run folder to write; default runs/<model>-<time>.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run folder if it is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print summary.json to standard output, and nothing else.")]
+
+outputs = ExitStack()
+"""The locks of the run folders that the command writes; the entry point gives them back."""
 
 
 class ModelOptions(Protocol):
@@ -94,20 +97,23 @@ def run_environment(loaded: LoadedModel, **others: Any) -> dict:
 
 
 def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
-    """Where the run goes; checked before any work."""
+    """Where the run goes; checked before any work, and ours until the command ends."""
     from datetime import datetime
 
     from sinkscope.models.reference import DEFAULT_MODEL
+    from sinkscope.results.atomic import locked
     from sinkscope.results.run_folder import check_output, default_run_path, is_training_run
+    from sinkscope.user_paths import user_path
 
-    path = out or default_run_path(model or DEFAULT_MODEL, datetime.now())
-    check_output(path, overwrite)
+    path = default_run_path(model or DEFAULT_MODEL, datetime.now()) if out is None else user_path(out)
+    outputs.enter_context(locked(path))
     if is_training_run(path):
         raise InputError(
             expected=f"a folder for this run at {path}",
             found="a training run, which cannot be made again in minutes",
-            next_step="Choose another folder with --out, or remove the training run yourself",
+            next_step="Choose another `out`, or remove the training run yourself",
         )
+    check_output(path, overwrite)
     return path
 
 

@@ -32,6 +32,7 @@ from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import check_torch_defaults, resolve_device, resolve_dtype
+from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +118,7 @@ def load(
     if device_map is not None:
         options["device_map"] = device_map
     commit = None
-    path = Path(source).expanduser()
+    path = user_path(source)
     if is_reference(source):
         name, kind = str(source), "reference"
         path = reference_run(name) / "model"

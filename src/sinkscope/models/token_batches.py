@@ -19,6 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
 from sinkscope.runtime import check_torch_defaults
+from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ def token_batch(
         ids = _repeated_id(loaded, argument).expand(num_sequences, length).clone()
     else:
         source = Path(argument).name
-        windows = _text_windows(loaded, Path(argument).expanduser(), length - bos, num_sequences, bos=bos)
+        windows = _text_windows(loaded, user_path(argument), length - bos, num_sequences, bos=bos)
         ids = torch.nn.functional.pad(windows, (int(bos), 0))
     if first is not None:
         ids[:, 0] = first

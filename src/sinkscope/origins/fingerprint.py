@@ -37,6 +37,7 @@ from sinkscope.pretrain.model_specs import INITIAL, draw, load_model
 from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates
+from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from sinkscope.results.run_folder import RunFolder
@@ -312,7 +313,7 @@ def _check_widths(signatures: list[Signature]) -> None:
 
 
 def _read_if_signature(source: Any) -> Any:
-    return load_signature(Path(source).expanduser()) if is_signature_file(source) else source
+    return load_signature(user_path(source)) if is_signature_file(source) else source
 
 
 def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
@@ -332,7 +333,7 @@ def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
         return loaded
     # Run folders are shared, so an absolute path is recorded by its last part.
     prefix = INITIAL if str(source).startswith(INITIAL) else ""
-    path = Path(str(source).removeprefix(prefix)).expanduser()
+    path = user_path(str(source).removeprefix(prefix))
     return replace(loaded, name=f"{prefix}{path.name}" if path.is_absolute() else str(source))
 
 

@@ -33,6 +33,7 @@ from sinkscope.origins.bias_tables import bias_tables
 from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration, load_model
 from sinkscope.results.bias_schemas import BIAS_TABLES
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.user_paths import user_path
 
 NUM_SEEDS = 8
 CALIBRATION_SEQUENCES = 64
@@ -189,7 +190,7 @@ def _place_name(place: Any, loaded: LoadedModel) -> str:
     """The last part of its path, of a run's model or checkpoint with the run's: models of runs are all called model."""
     if not isinstance(place, str | Path) or str(place).startswith(INITIAL):
         return loaded.name
-    parts = [part for part in Path(place).expanduser().resolve().parts if part not in ("snapshots", "checkpoints")]
+    parts = [part for part in user_path(place).resolve().parts if part not in ("snapshots", "checkpoints")]
     return "/".join(parts[-2:]) if parts[-1] == "model" or parts[-1].startswith("step-") else parts[-1]
 
 

@@ -29,6 +29,7 @@ from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import resolve_device, resolve_dtype
+from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,10 +58,10 @@ def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto",
         found = _run_configuration(_run(source.removeprefix(INITIAL)))
         assert found.seed is not None
         return draw(found, found.seed, name=f"{INITIAL}{found.name}", dtype=dtype, device=device)
-    if isinstance(source, str | Path) and (path := Path(source).expanduser() / RECORD).is_file():
+    if isinstance(source, str | Path) and (path := user_path(source) / RECORD).is_file():
         _refuse_options(source, options)
         return _checkpoint(path.parent, dtype=dtype, device=device)
-    if isinstance(source, str) and source in PRESETS and not Path(source).exists():
+    if isinstance(source, str) and source in PRESETS and not user_path(source).exists():
         raise InputError(
             expected="a model with weights",
             found=f"{source}, a preset of pretrain, which has none",
@@ -171,7 +172,7 @@ def _drawn(config: Any, seed: int) -> Any:
 
 def _run(source: str | Path) -> Path:
     """The folder that a name stands for, where it stands for one."""
-    return reference_run(str(source)) if is_reference(source) else Path(source).expanduser()
+    return reference_run(str(source)) if is_reference(source) else user_path(source)
 
 
 def _run_configuration(run: Path) -> Configuration:

@@ -26,10 +26,14 @@ from sinkscope.pretrain.training_run import Say, TrainingRun
 from sinkscope.results.atomic import DISK_FULL, explained
 from sinkscope.results.run_folder import is_training_run, run_folder
 from sinkscope.runtime import environment
+from sinkscope.user_paths import user_path
 
 DEFAULT_PRESET = "tiny"
-WRITTEN_LATER = ("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard")
-"""What training adds to the run folder; checkpoints, snapshots and the model are marked as ours by themselves."""
+WRITTEN_LATER = (
+    *("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard/events.*"),
+    *("checkpoints/step-*", "snapshots/step-*", "model"),
+)
+"""What training adds to the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def resolve(
 def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
     is_file = config.endswith((".yaml", ".yml"))
-    file: dict[str, Any] = read_yaml(Path(config).expanduser(), KEYS_OF_A_RUN) if is_file else {"preset": config}
+    file: dict[str, Any] = read_yaml(user_path(config), KEYS_OF_A_RUN) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)
     model = preset(name)
     vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
@@ -136,6 +140,7 @@ def pretrain(
 
     Blocks are compiled on CUDA unless `compile` says otherwise. Every process of the group calls it.
     """
+    out = user_path(out)
     say = say if group.is_first else lambda text: None
     config.training.rows(group.rank, group.num_processes)
     compile = group.device.type == "cuda" if compile is None else compile
@@ -222,11 +227,11 @@ def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
 
 def _shards(config: PretrainConfig, run: Path) -> TokenShards:
     """The shards that the data are, or that were made of the texts."""
-    return open_shards(Path(config.data[0]).expanduser() if _is_shards(config.data) else run / "tokens")
+    return open_shards(user_path(config.data[0]) if _is_shards(config.data) else run / "tokens")
 
 
 def _is_shards(data: Sequence[str]) -> bool:
-    folders = [source for source in data if (Path(source).expanduser() / MANIFEST).is_file()]
+    folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
     if folders and len(data) > 1:
         raise InputError(
             expected="one folder of token shards, or texts",

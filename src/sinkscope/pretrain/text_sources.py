@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from sinkscope.errors import InputError
+from sinkscope.user_paths import user_path
 
 SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -57,7 +58,7 @@ def _source_documents(source: str) -> Iterator[str]:
 
 
 def _files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -126,7 +127,7 @@ def _json_documents(file: IO[str], path: Path) -> Iterator[str]:
 def _hugging_face_documents(source: str) -> Iterator[str]:
     load_dataset = _datasets_package().load_dataset
     name, _, config = source.removeprefix("hf:").partition(":")
-    path = Path(name).expanduser()
+    path = user_path(name)
     options = {"split": "train", "streaming": True}
     if path.is_file() and path.suffix not in HF_BUILDERS:
         raise InputError(

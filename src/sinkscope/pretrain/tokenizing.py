@@ -17,6 +17,7 @@ from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
 from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
+from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,6 +64,7 @@ class TokenizeConfig:
 def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Progress) -> TokenShards:
     """The shards written to `out`, with the tokenizer and a manifest of hashes; `out` appears whole or not at all."""
     config.check()
+    out = user_path(out)
     with run_folder(out, overwrite) as folder:
         if config.tokenizer is None:
             progress(f"training a byte-level BPE of {config.vocab_size} tokens")
@@ -121,7 +123,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     expected, next_step = "a tokenizer's folder or Hugging Face name", "Give another as `tokenizer`"
-    if not Path(name).is_dir() and not looks_like_hub_name(str(name)):
+    if not user_path(name).is_dir() and not looks_like_hub_name(str(name)):
         raise InputError(expected=expected, found=f"no folder {str(name)!r}", next_step=next_step)
     return ask(expected, next_step, AutoTokenizer.from_pretrained, str(name), trust_remote_code=False)
 

@@ -17,6 +17,7 @@ from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.trace_figures import head_map, sink_rates
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
+from sinkscope.user_paths import user_path
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
@@ -31,8 +32,9 @@ def compare(
     A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
     training runs stand beside the page.
     """
+    destination = user_path(destination)
     references = [name for name in names if is_reference(name)]
-    trained = [*references, *(name for name in names if is_training_run(Path(name)))]
+    trained = [*references, *(name for name in names if is_training_run(user_path(name)))]
     num_read = len(names) - len(trained) + len(references)
     if len(names) < 2 or num_read > MOST_RUNS:
         raise InputError(
@@ -57,7 +59,7 @@ def compare(
     if trained:
         check_output(tables_path(destination), overwrite)
     folders = [reference_run(name) for name in references]
-    folders += [Path(name) if run_of is None or is_run(Path(name)) else run_of(name) for name in names]
+    folders += [user_path(name) if run_of is None or is_run(user_path(name)) else run_of(name) for name in names]
     return write_comparison_page(folders, destination, overwrite=overwrite)
 
 

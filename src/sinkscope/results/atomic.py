@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sinkscope.errors import InputError
+from sinkscope.user_paths import user_path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -29,8 +30,7 @@ def locked(path: Path) -> Iterator[None]:
 
     A thread may take a lock that it holds already. Missing parents are made, and go again if nothing was written.
     """
-    with explained(path):
-        path = Path(path).resolve()
+    path = user_path(path).resolve()
     if _holders.get(path) == threading.get_ident():
         yield
         return

@@ -17,25 +17,31 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sinkscope.results.atomic import hidden_sibling, whole_file
+from sinkscope.results.atomic import DISK_FULL, explained, hidden_sibling, whole_file
+from sinkscope.user_paths import user_path
 
 
 class Parts:
     """A hidden folder of named arrays. Without a path nothing is kept."""
 
     def __init__(self, run_path: Path | None, request: Mapping[str, Any]) -> None:
-        self.path = None if run_path is None else hidden_sibling(run_path.resolve(), "parts")
+        self.path = None if run_path is None else hidden_sibling(user_path(run_path).resolve(), "parts")
         self._request = json.dumps(request, sort_keys=True, default=str)
 
     @cached_property
     def _folder(self) -> Path | None:
         """The folder, made or cleared for this request on first use: a run that is refused must leave all as it was."""
-        if self.path is not None:
+        if self.path is None:
+            return None
+        with explained(self.path, only=DISK_FULL):
             stated = self.path / "request.json"
-            if self.path.exists() and not (stated.is_file() and stated.read_text(encoding="utf-8") == self._request):
+            if stated.is_file() and stated.read_text(encoding="utf-8") == self._request:
+                return self.path
+            if self.path.exists():
                 shutil.rmtree(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
-            stated.write_text(self._request, encoding="utf-8")
+            self.path.mkdir(parents=True)
+            with whole_file(stated) as partial:
+                partial.write_text(self._request, encoding="utf-8")
         return self.path
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
@@ -50,7 +56,7 @@ class Parts:
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         if self._folder is None:
             return
-        with whole_file(self._folder / f"{name}.safetensors") as partial:
+        with explained(self._folder, only=DISK_FULL), whole_file(self._folder / f"{name}.safetensors") as partial:
             save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
 
     def discard(self) -> None:

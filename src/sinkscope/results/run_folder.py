@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import datetime
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -26,6 +27,7 @@ from sinkscope.errors import InputError
 from sinkscope.results import tables
 from sinkscope.results.atomic import DISK_FULL, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
 from sinkscope.results.validated import read_yaml
+from sinkscope.user_paths import user_path
 
 MARK = ".sinkscope"
 PAGE_MARK = '<meta name="generator" content="sinkscope">'
@@ -66,11 +68,11 @@ def run_folder(path: Path, overwrite: bool = False, *, later: Sequence[str] = ()
     """A RunFolder whose files appear at `path`, all at once, when the block ends without an exception.
 
     Any exception, Ctrl-C included, removes what was written and leaves an existing folder as it was. `later` names
-    what the run itself will add to the folder: files, or folders in which all is its own.
+    what the run itself will add to the folder: files, and run folders, with * for any letters.
     """
     with locked(path):
         check_output(path, overwrite)
-        path = Path(path).resolve()
+        path = user_path(path).resolve()
         partial = hidden_sibling(path, "partial")
         try:
             with explained(path):
@@ -95,13 +97,14 @@ def check_output(path: Path, overwrite: bool = False) -> None:
     It also clears what runs to this path left behind when they were killed.
     """
     with locked(path), explained(path):
-        path = Path(path).resolve()
+        path = user_path(path).resolve()
         _clear_leftovers(path)
         _check_existing(path, overwrite)
 
 
 def check_page(path: Path, overwrite: bool = False) -> None:
     """Returns if a page can be written to `path`, else raises InputError; only a page of ours is replaced."""
+    path = user_path(path)
     with explained(path):
         if not path.exists():
             return
@@ -145,7 +148,7 @@ def is_training_run(folder: Path) -> bool:
 
 def default_run_path(model_name: str, now: datetime) -> Path:
     """runs/<model>-<YYYYmmdd-HHMMSS>; a local path is named by its last part, odd characters become dashes."""
-    if Path(model_name).expanduser().is_absolute() or model_name.startswith("."):
+    if model_name.startswith(("/", "~", ".")):
         model_name = Path(model_name).name
     safe_name = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name).strip("-.")[:100] or "model"
     return Path("runs") / f"{safe_name}-{now:%Y%m%d-%H%M%S}"
@@ -164,26 +167,31 @@ def _check_existing(path: Path, overwrite: bool) -> None:
             found=f"{path}, which this command was started in",
             next_step="Change to another folder first, or choose another `out`",
         )
-    if (foreign := next(_foreign(path), None)) is not None:
-        has_mark = bool(_marked(path))
+    if any(path.iterdir()) and not _marked(path):
         raise InputError(
             expected=f"a run in {path}, to overwrite",
-            found=f"{foreign.relative_to(path)} in it, which sinkscope did not write"
-            if has_mark
-            else f"no {MARK} in it that says that sinkscope wrote it",
-            next_step=f"Choose another `out`, or {'move that' if has_mark else 'remove it'} yourself",
+            found=f"no {MARK} in it that says that sinkscope wrote it",
+            next_step="Choose another `out`, or remove it yourself",
+        )
+    if (foreign := next(_foreign(path, path), None)) is not None:
+        raise InputError(
+            expected=f"nothing but a run in {path}, to overwrite",
+            found=f"{foreign.relative_to(path)}, which that run did not write",
+            next_step="Choose another `out`, or move it elsewhere",
         )
 
 
-def _foreign(folder: Path, ours: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """What lies in a folder and is in no mark there or above; a link is never followed."""
-    ours |= _marked(folder)
+def _foreign(run: Path, folder: Path) -> Iterator[Path]:
+    """What lies in a folder of a run and is not in the run's mark; links are not followed."""
+    listed = _marked(run)
     for entry in sorted(folder.iterdir()):
-        if entry in ours or is_hidden_sibling(entry):
+        name = entry.relative_to(run).as_posix()
+        is_ours = name in listed or any(fnmatchcase(name, pattern) for pattern in listed)
+        if is_hidden_sibling(entry):
             continue
         if entry.is_dir() and not entry.is_symlink():
-            yield from _foreign(entry, ours)
-        else:
+            yield from _foreign(entry if is_ours else run, entry)
+        elif not is_ours:
             yield entry
 
 
@@ -193,13 +201,13 @@ def _mark(folder: Path, later: Sequence[str]) -> None:
     (folder / MARK).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
 
 
-def _marked(folder: Path) -> frozenset[Path]:
-    """The files, or whole folders, that the mark in a folder lists; none where there is no mark."""
+def _marked(folder: Path) -> list[str]:
+    """What the mark in a folder lists; nothing where there is no mark."""
     try:
         first, *names = (folder / MARK).read_text(encoding="utf-8").splitlines() or [""]
     except (OSError, UnicodeDecodeError):
-        return frozenset()
-    return frozenset(folder / name for name in names) if first == _FIRST_LINE else frozenset()
+        return []
+    return names if first == _FIRST_LINE else []
 
 
 def _clear_leftovers(path: Path) -> None:

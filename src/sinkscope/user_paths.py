@@ -1,0 +1,32 @@
+"""Paths as users type them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from sinkscope.errors import InputError
+
+
+def user_path(path: str | Path) -> Path:
+    """The path that is meant, with ~ as home; refused where nothing can have this name.
+
+    A path that passes may be asked whether it exists, and what it is, without an error.
+    """
+    try:
+        expanded = Path(path).expanduser()
+        expanded.stat()
+        return expanded
+    except (RuntimeError, ValueError) as error:  # no such user; a NUL in the name
+        found = str(error).rstrip(".")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return expanded
+        found = os.strerror(error.errno or 0)
+    name = str(path)
+    raise InputError(
+        expected="a path that can be opened",
+        found=f"{name if len(name) <= 200 else f'{name[:100]}... of {len(name):,} characters'!r}: {found}",
+        next_step="Check it, or give another",
+    )
