@@ -147,9 +147,6 @@ class TestRandom:
         torch.manual_seed(4)
         assert torch.equal(token_batch(loaded).ids, first)
 
-    def test_seed(self, loaded):
-        refused(lambda: token_batch(loaded, seed=-1), "a seed", "-1", "--seed")
-
     def test_special_tokens_only(self):
         loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
         refused(lambda: token_batch(loaded), "ordinary tokens", "special and unused ones only")
