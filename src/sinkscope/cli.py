@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -74,7 +75,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with options.outputs:
-            app(standalone_mode=True)
+            command_line()()
     except InputError as error:
         _refuse(error)
     except (RuntimeError, MemoryError) as error:
@@ -86,9 +87,15 @@ def main() -> None:
         sys.exit(130)
 
 
+@cache
+def command_line() -> Any:
+    """The application as click has it: `commands` by name, each with its `params`."""
+    return typer.main.get_command(app)
+
+
 def _refuse(error: InputError) -> NoReturn:
     # The group itself has no option that takes a value, so the command's name comes first.
-    command = typer.main.get_command(app).commands.get(sys.argv[1]) if len(sys.argv) > 1 else None  # type: ignore
+    command = command_line().commands.get(next(iter(sys.argv[1:]), ""))
     print(f"sinkscope: {in_options(str(error), command.params if command else ())}", file=sys.stderr)
     sys.exit(2)
 

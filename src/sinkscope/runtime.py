@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -20,37 +21,42 @@ if TYPE_CHECKING:
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
+def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
+    """Refuses names of a dtype or a device that are none, and a device beside a device map; needs no torch."""
+    if dtype not in DTYPE_NAMES:
+        raise InputError(
+            expected=f"a dtype: {', '.join(DTYPE_NAMES)}", found=repr(dtype), next_step="Give one of them as `dtype`"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+        raise InputError(
+            expected="a device: auto, cpu, cuda or cuda:N", found=repr(device), next_step="Give one of them as `device`"
+        )
+    if device_map is not None and device != "auto":
+        raise InputError(expected="either `device` or `device_map`", found="both", next_step="Leave one of the two out")
+
+
 def resolve_device(name: str | None = None) -> torch.device:
     """The device called `name`; a GPU where there is one, else the CPU, for None or "auto"."""
+    check_placement("auto", "auto" if name is None else name)
     import torch
 
     if name is None or name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:  # what torch raises for a name it cannot read
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise InputError(
-            expected="a device: auto, cpu, cuda or cuda:N", found=repr(name), next_step="Choose one with --device"
-        )
+    device = torch.device(name)
     if device.type == "cuda":
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= num_devices:
             raise InputError(
                 expected=f"a CUDA device for {name!r}",
                 found=f"{num_devices} CUDA devices",
-                next_step="Use --device cpu, or --device auto to take what is there",
+                next_step="Give `device='cpu'`, or `device='auto'` to take what is there",
             )
     return device
 
 
 def resolve_dtype(name: str) -> torch.dtype | Literal["auto"]:
     """The torch dtype called `name`, or "auto" itself: the dtype the checkpoint was saved in."""
-    if name not in DTYPE_NAMES:
-        raise InputError(
-            expected=f"a dtype: {', '.join(DTYPE_NAMES)}", found=repr(name), next_step="Choose one with --dtype"
-        )
+    check_placement(name, "auto")
     if name == "auto":
         return "auto"
     import torch

@@ -70,18 +70,12 @@ def test_the_published_method(run, sinkscope):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "at least two models"),
-        (("{run}", "--num-sequences", 12), "at least 64 sequences"),
-        (("{run}", "--method", "guess"), "a method: alignment, seedprint"),
         (("{run}", "--length", 129), "the context of"),
         (("{run}", "--vocabulary", 100_000), "ids, those of the sequences"),
-        (("{run}", "--seed", -1), "a seed from 0"),
-        (("{run}", "--fresh", -1), "fresh initialisations"),
         (("nothing/here.safetensors",), "a signature in nothing/here.safetensors"),
         (("{run}/model/model.safetensors",), "a signature in"),
         (("init:nothing",), "a training run in nothing"),
         (("tiny",), "a preset of pretrain, which has none"),
-        (("{run}", "--method", "seedprint", "--unrelated", "{run}"), "whose null is a formula"),
     ],
 )
 def test_what_is_refused(run, sinkscope, tmp_path, arguments, message):

@@ -193,7 +193,6 @@ REFUSED = {
     "--ablate 1:3 --layers 0": "--layers can choose layers for",
     "--ablate 1:3 --heads 0": "--heads can choose heads for",
     "--transplant 1:3@10:10": "two different positions",
-    "--mask-to-self 10 --num-sequences 0": "at least 1 sequence",
     # two that conflict
     "--amplify 10:4 --scale-norm 10:2": "amplify_variance and scale_norm",
     "--ablate 1:3 --ablate-mean 1:3": "both set the neurons",

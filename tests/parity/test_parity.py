@@ -26,10 +26,10 @@ from planted_models import DECOYS, decoy, planted_chain
 from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
-from sinkscope.studies.study import MIN_SEQUENCES
+from sinkscope.arguments import STUDY_SEQUENCES
 
 KEPT = Path(__file__).parent / "kept"
-SMALL = dict(num_sequences=MIN_SEQUENCES, length=32)
+SMALL = dict(num_sequences=STUDY_SEQUENCES, length=32)
 RELATIVE, OF_LARGEST = 1e-4, 1e-5
 DROPPED: frozenset[str] = frozenset()
 """`table.column` of what was kept and is no longer written."""
@@ -82,7 +82,7 @@ def test_every_number_is_what_it_was(case):
 
 
 def test_a_number_that_changed_is_found():
-    with pytest.raises(AssertionError, match="table.column"):
+    with pytest.raises(AssertionError, match=r"table\.column"):
         compare("table.column", [1.0, 2.0, None], [1.0, 2.001, None])
     with pytest.raises(AssertionError, match="claims"):
         compare("claims", [{"verdict": "holds"}], [{"verdict": "undecided"}])

@@ -2,13 +2,14 @@
 
 import pytest
 
+from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.models.loading import load
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.study import MIN_SEQUENCES, Study, study
+from sinkscope.studies.study import Study, study
 
 pytestmark = pytest.mark.real_weights
-SMALL = dict(num_sequences=MIN_SEQUENCES, length=40)
+SMALL = dict(num_sequences=STUDY_SEQUENCES, length=40)
 """Some hundred passes of each model: minutes on two slow cores."""
 
 

@@ -247,7 +247,7 @@ def test_a_signature_with_other_contents_is_refused(tmp_path, damage):
 
 def test_a_configuration_that_nothing_can_be_drawn_from_is_refused():
     found = dataclasses.replace(sign(draw(SHAPE, 1), INPUTS), config={"model_type": "no such family"})
-    with pytest.raises(InputError, match="--fresh 0"):
+    with pytest.raises(InputError, match="`fresh=0`"):
         found.configuration()
 
 
@@ -285,7 +285,7 @@ def test_models_that_cannot_be_compared_are_refused():
         with pytest.raises(InputError, match="one vocabulary"):
             fingerprint(pair, **few)
         assert fingerprint(pair, vocabulary=97, **few).pairs[0].verdict != "same origin"
-    with pytest.raises(InputError, match="at least 64 sequences"):
+    with pytest.raises(InputError, match="`num_sequences` of at least 64"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], num_sequences=63)
     with pytest.raises(InputError, match="context"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], length=65)

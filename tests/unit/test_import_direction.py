@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 LAYERS = {
     "errors": 0,
     "runtime": 0,
-    "number_lists": 0,
+    "arguments": 0,
     "user_paths": 0,
     "statistics": 0,
     "results": 0,
@@ -35,6 +35,8 @@ LAYERS = {
 }
 # Layer 0 stands on nothing: beside errors, which anyone may import, these are its only inner imports.
 WITHIN_LAYER_0 = {
+    ("arguments", "measures.sink_score"),
+    ("arguments", "user_paths"),
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
     ("results.run_folder", "results.atomic"),

@@ -4,14 +4,15 @@ import pytest
 import torch
 from planted_models import DECOYS, decoy, planted_chain
 
+from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
 from sinkscope.studies import claims, conditions
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.reading_claims import NO_SINK
-from sinkscope.studies.study import MIN_SEQUENCES, UNPLANNED, Study, study
+from sinkscope.studies.study import UNPLANNED, Study, study
 
-SMALL = dict(num_sequences=MIN_SEQUENCES, length=32)
+SMALL = dict(num_sequences=STUDY_SEQUENCES, length=32)
 """The smallest study there is: models this small take about a second each."""
 CAUSAL = {name for name, (link, _) in CLAIMS.items() if link == "causal"}
 NUM_SEEDS = 25
@@ -102,7 +103,7 @@ def test_a_sink_that_is_undecided_among_all_claims_explains_nothing(monkeypatch)
     """Alone its p-value, 0.0019 at best with 16 sequences, would pass this level."""
     monkeypatch.setattr(claims, "FAMILY_LEVEL", 0.002)
     model, _ = decoy("sink_from_norm", 0)
-    sink, *others = study(load(model), num_sequences=MIN_SEQUENCES, length=48).judgements
+    sink, *others = study(load(model), num_sequences=STUDY_SEQUENCES, length=48).judgements
     assert sink.low < sink.effect, "the sink must vary for its interval to matter"
     assert sink.verdict == "undecided"
     assert {(other.verdict, other.claim.note) for other in others} == {(EMPTY, NO_SINK)}

@@ -24,7 +24,7 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch, name, has_gpu):
 
 def test_cuda_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="--device cpu"):
+    with pytest.raises(InputError, match="`device='cpu'`"):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import _text_ids, given_batch, special_ids, token_batch
@@ -121,7 +122,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("seed", [-1, 2**32, 2**63])
     def test_a_seed_that_draws_anothers_tokens_is_refused(self, loaded, seed):
-        refused(lambda: token_batch(loaded, seed=seed), "a seed from 0 to 2^32 - 1", str(seed))
+        refused(lambda: token_batch(loaded, seed=seed), "a seed from 0 to 4294967295", str(seed))
         assert token_batch(loaded, seed=2**32 - 1).seed == 2**32 - 1
 
     def test_several_end_tokens(self):
@@ -160,12 +161,12 @@ class TestRepeat:
         assert batch.shared_first_token
         assert token_batch(loaded, "repeat:7", length=3, num_sequences=1, bos=True).ids.tolist() == [[BOS, 7, 7]]
 
-    @pytest.mark.parametrize("argument", ["96", "99999999999999999999999"])
+    @pytest.mark.parametrize("argument", ["96", "2147483647"])
     def test_outside_the_vocabulary(self, loaded, argument):
         refused(lambda: token_batch(loaded, f"repeat:{argument}"), "token ids from 0 to 95", "vocabulary")
         assert token_batch(loaded, "repeat:95").ids[0, 0] == 95  # the control: the last row
 
-    @pytest.mark.parametrize("argument", ["-1", "x", "1.5"])
+    @pytest.mark.parametrize("argument", ["-1", "x", "1.5", "2147483648"])
     def test_no_id(self, loaded, argument):
         refused(lambda: token_batch(loaded, f"repeat:{argument}"), "repeat:ID", argument, "repeat:42")
 
@@ -202,10 +203,10 @@ class TestText:
             return token_batch(loaded, f"text:{text}", **options)
 
         found = "30 tokens in words.txt"
-        refused(lambda: batch(length=8, num_sequences=4), "32 tokens", found, "--num-sequences 3 or --length 7")
+        refused(lambda: batch(length=8, num_sequences=4), "32 tokens", found, "`num_sequences=3` or `length=7`")
         batch(length=8, num_sequences=3)
         batch(length=7, num_sequences=4)
-        refused(lambda: batch(length=8, num_sequences=5, bos=True), found, "--num-sequences 4 or --length 7")
+        refused(lambda: batch(length=8, num_sequences=5, bos=True), found, "`num_sequences=4` or `length=7`")
         batch(length=8, num_sequences=4, bos=True)
         batch(length=7, num_sequences=5, bos=True)
         refused(lambda: batch(length=64, num_sequences=31), found, "Use a longer text")
@@ -268,7 +269,7 @@ class TestText:
 
     def test_no_tokenizer(self, bare, text):
         refused(
-            lambda: token_batch(bare, f"text:{text}"), "a tokenizer", "none with LlamaForCausalLM", "--tokens random"
+            lambda: token_batch(bare, f"text:{text}"), "a tokenizer", "none with LlamaForCausalLM", "`tokens='random'`"
         )
 
     def test_a_tokenizer_of_another_model(self, text):
@@ -286,15 +287,17 @@ class TestSizes:
         "tokens", ["words", "", "random:", "random:3", "text", "text:", "repeat", "repeat:", "Random"]
     )
     def test_unknown_forms(self, loaded, tokens):
-        refused(lambda: token_batch(loaded, tokens), "random, text:FILE or repeat:ID", repr(tokens), "--tokens")
+        refused(lambda: token_batch(loaded, tokens), "random, text:FILE or repeat:ID", repr(tokens), "`tokens`")
 
     def test_too_small(self, loaded):
-        refused(lambda: token_batch(loaded, length=1), "at least 2", "--length")
-        refused(lambda: token_batch(loaded, num_sequences=0), "at least 1", "--num-sequences")
+        refused(lambda: token_batch(loaded, length=1), "at least 2", "`length`")
+        most = memory_bytes() // 32 // 64
+        refused(lambda: token_batch(loaded, num_sequences=10**11), f"`num_sequences={most}`")
+        refused(lambda: token_batch(loaded, num_sequences=0), "at least 1", "`num_sequences`")
         assert token_batch(loaded, length=2, num_sequences=1).ids.shape == (1, 2)
 
     def test_beyond_the_context(self, loaded):
-        refused(lambda: token_batch(loaded, length=129), "at most 128", "length of 129", "--length 128")
+        refused(lambda: token_batch(loaded, length=129), "at most 128", "`length=129`", "`length=128`")
         assert token_batch(loaded, length=128).length == 128
         gpt2 = load(GPT2LMHeadModel(GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=50)))
         refused(lambda: token_batch(gpt2, length=9), "at most 8")

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.arguments import check_bias
 from sinkscope.commands import options
+from sinkscope.runtime import check_placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,11 @@ class BiasConfig:
     device: str
     device_map: str | None
     trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        check_placement(self.dtype, self.device, self.device_map)
+        seeds = 1 if self.seeds is None else self.seeds
+        check_bias(seeds=seeds, length=self.length, num_sequences=self.num_sequences, seed=self.seed)
 
 
 def bias_command(

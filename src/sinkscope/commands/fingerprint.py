@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.arguments import check_fingerprint, check_inputs
 from sinkscope.commands import options
 from sinkscope.errors import InputError
+from sinkscope.runtime import check_placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,16 @@ class FingerprintConfig:
     dtype: str
     device: str
     trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        check_placement(self.dtype, self.device)
+        check_fingerprint(self.models, method=self.method, unrelated=self.unrelated, fresh=self.fresh)
+        check_inputs(
+            vocabulary=self.vocabulary,
+            length=64 if self.length is None else self.length,
+            num_sequences=512 if self.num_sequences is None else self.num_sequences,
+            seed=0 if self.seed is None else self.seed,
+        )
 
 
 def fingerprint_command(

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.arguments import check_trace_length
 from sinkscope.commands import options
 
 
@@ -30,6 +31,10 @@ class InterveneConfig:
     interventions: dict[str, list[str]]
     layers: str | None
     heads: str | None
+
+    def __post_init__(self) -> None:
+        options.check_model_and_batch(self)
+        check_trace_length(self.length)
 
 
 def intervene_command(
@@ -152,13 +157,13 @@ def intervene_command(
         layers=layers,
         heads=heads,
     )
-    from sinkscope.studies.requests import parsed
-
-    requests = parsed(config.interventions, layers=layers, heads=heads)
     path = options.run_path(out, model, overwrite)
     from sinkscope.report import terminal
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.intervene import intervene
+    from sinkscope.studies.requests import parsed
+
+    requests = parsed(config.interventions, layers=layers, heads=heads)
 
     loaded = options.load_model(config)
     with terminal.working("tracing before, after and under the control"):

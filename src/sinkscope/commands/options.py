@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from sinkscope.arguments import check_batch, whole_numbers
 from sinkscope.errors import InputError
-from sinkscope.number_lists import whole_numbers
+from sinkscope.runtime import check_placement
 
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
@@ -63,6 +64,25 @@ class ModelOptions(Protocol):
     def device_map(self) -> str | None: ...
     @property
     def trust_remote_code(self) -> bool: ...
+
+
+class BatchOptions(ModelOptions, Protocol):
+    """The part that says which tokens a model reads, beside that."""
+
+    @property
+    def tokens(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def check_model_and_batch(options: BatchOptions) -> None:
+    """Refuses what cannot work whatever the model is; needs no torch."""
+    check_placement(options.dtype, options.device, options.device_map)
+    check_batch(options.tokens, length=options.length, num_sequences=options.num_sequences, seed=options.seed)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
@@ -139,11 +159,11 @@ def write_pictures(folder: RunFolder, trace: Trace) -> None:
         write_study_page(folder.path, folder.path / "report.html")
 
 
-def integers(text: str, option: str, example: str) -> list[int]:
+def integers(text: str, name: str, example: list[int]) -> list[int]:
     """Integers separated by commas, with ranges such as 0-3."""
     try:
         return whole_numbers(text)
     except ValueError:
         raise InputError(
-            expected="whole numbers separated by commas", found=f"'{text}'", next_step=f"Give {option} {example}"
+            expected="whole numbers separated by commas", found=f"'{text}'", next_step=f"Give `{name}={example}`"
         ) from None

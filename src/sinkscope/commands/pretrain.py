@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sinkscope.errors import InputError
+from sinkscope.runtime import check_placement
 
 Sources = Annotated[
     list[str],
@@ -102,6 +103,11 @@ def pretrain_command(
     Example: sinkscope pretrain --variant head_norm --config tiny --data text.txt --out runs/tiny
     """
     snapshots = _steps(keep)
+    check_placement("auto", device)
+    from sinkscope.results.run_folder import check_output, is_training_run
+
+    if not is_training_run(out):
+        check_output(out, overwrite)
     from transformers.utils import logging
 
     from sinkscope.pretrain.parallel import processes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sinkscope.arguments import check_study
 from sinkscope.commands import options
 from sinkscope.errors import InputError
 
@@ -34,6 +35,14 @@ class StudyConfig:
     length: int = 64
     num_sequences: int = 32
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bos not in (*BOS, "both"):
+            raise InputError(
+                expected="`bos` as yes, no, both or auto", found=f"'{self.bos}'", next_step="Choose one of them"
+            )
+        options.check_model_and_batch(self)
+        check_study(self.length, self.num_sequences)
 
 
 BOS = {"auto": None, "yes": True, "no": False}
@@ -78,8 +87,6 @@ def study_command(
         num_sequences=num_sequences,
         seed=seed,
     )
-    if bos not in (*BOS, "both"):
-        raise InputError(expected="--bos yes, no, both or auto", found=f"'{bos}'", next_step="Choose one of them")
     path = options.run_path(out, model, overwrite)
     if bos == "both":
         runs, page = _both(config, path, overwrite)

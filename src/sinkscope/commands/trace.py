@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.arguments import check_keys, check_trace_length
 from sinkscope.commands import options
 
 
@@ -27,6 +28,15 @@ class TraceConfig:
     seed: int
     keys: str | None
     effective_rank: bool
+
+    def __post_init__(self) -> None:
+        options.check_model_and_batch(self)
+        check_trace_length(self.length)
+        check_keys(self.key_positions, self.length)
+
+    @property
+    def key_positions(self) -> list[int] | None:
+        return None if self.keys is None else options.integers(self.keys, "keys", [0, 10])
 
 
 def trace_command(
@@ -70,7 +80,6 @@ def trace_command(
         keys=keys,
         effective_rank=effective_rank,
     )
-    key_positions = None if keys is None else options.integers(keys, "--keys", "0,10")
     path = options.run_path(out, model, overwrite)
     from sinkscope.capture.trace import trace
     from sinkscope.models.token_batches import token_batch
@@ -80,7 +89,7 @@ def trace_command(
     loaded = options.load_model(config)
     batch = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     with terminal.progress("forward passes") as progress:
-        result = trace(loaded, batch, keys=key_positions, effective_rank=effective_rank, progress=progress)
+        result = trace(loaded, batch, keys=config.key_positions, effective_rank=effective_rank, progress=progress)
     with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", asdict(config))
         reading = result.reading

@@ -1,11 +1,17 @@
 """Attention received per key, and the sink rate over sequences, layers and heads.
 
-Axes: B sequences, L layers, H heads, T query position, S key position.
+Axes: B sequences, L layers, H heads, T query position, S key position. torch is imported inside the functions: options
+are checked against these constants before it is known whether torch is needed.
 """
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Bool, Float
+    from torch import Tensor
 
 SINK_THRESHOLD = 0.3
 """eps: a head counts a key as its sink when the key's mean attention received exceeds it (Gu et al.)."""
@@ -21,6 +27,8 @@ def mean_received(
 ) -> Tensor:
     """alpha_k = mean over queries i >= k of a_ik, from sums over queries; `positions` says which keys were read, if
     not all."""
+    import torch
+
     if positions is None:
         length = received_sum.shape[-1]
         positions = torch.arange(length, device=received_sum.device)
@@ -30,6 +38,8 @@ def mean_received(
 
 def eligible_positions(length: int, device: torch.device | None = None) -> Bool[Tensor, " S"]:
     """Which keys have enough later queries to be looked at."""
+    import torch
+
     return torch.arange(length, device=device) < length - LATER_QUERIES
 
 

@@ -31,7 +31,7 @@ from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
-from sinkscope.runtime import check_torch_defaults, resolve_device, resolve_dtype
+from sinkscope.runtime import check_placement, check_torch_defaults, resolve_device, resolve_dtype
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def load(
         source = source.module
     if source is None:
         source = DEFAULT_MODEL
-    if device_map is not None and device != "auto":
-        raise InputError(expected="either --device or --device-map", found="both", next_step="Leave one of the two out")
+    check_placement(dtype, device, device_map)
     if revision is not None and not (isinstance(source, str) and looks_like_hub_name(source)):
         raise InputError(
             expected="--revision beside a Hugging Face name only",

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from sinkscope.arguments import check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
@@ -23,8 +24,6 @@ from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-FORMS = "random, text:FILE or repeat:ID"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,13 +82,7 @@ def token_batch(
     changed.
     """
     check_torch_defaults()
-    kind, _, argument = tokens.partition(":")
-    if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
-        raise InputError(expected=f"tokens as {FORMS}", found=repr(tokens), next_step="Choose one with --tokens")
-    if length < 2:
-        raise InputError(expected="at least 2 tokens a sequence", found=str(length), next_step="Raise --length")
-    if num_sequences < 1:
-        raise InputError(expected="at least 1 sequence", found=str(num_sequences), next_step="Raise --num-sequences")
+    kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences, seed=seed)
     _check_length(loaded.model, length)
     if bos is None:
         bos = kind == "text" and _tokenizer_adds_bos(loaded)
@@ -177,9 +170,6 @@ def special_ids(loaded: LoadedModel) -> set[int]:
 
 def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> tuple[Int64[Tensor, "B T"], int]:
     """(ids, how many of the vocabulary were left out beside the special ones)."""
-    # Of a larger seed torch's generator keeps 32 bits: 2^32 would draw the tokens of seed 0.
-    if not 0 <= seed < 2**32:
-        raise InputError(expected="a seed from 0 to 2^32 - 1", found=str(seed), next_step="Choose another `seed`")
     ordinary = torch.ones(num_embeddings(loaded.model), dtype=torch.bool)
     ordinary[[token_id for token_id in special_ids(loaded) if 0 <= token_id < len(ordinary)]] = False
     used = ordinary & _used_ids(loaded)
@@ -188,7 +178,7 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
         raise InputError(
             expected="ordinary tokens in the vocabulary",
             found="special and unused ones only",
-            next_step="Use --tokens repeat:ID",
+            next_step="Give `tokens='repeat:ID'`",
         )
     generator = torch.Generator().manual_seed(seed)
     # Row by row: a row's numbers then never depend on how many rows follow.
@@ -214,11 +204,7 @@ def _used_ids(loaded: LoadedModel) -> Bool[Tensor, " V"]:
 
 
 def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
-    if not argument.isdecimal():
-        raise InputError(
-            expected="repeat:ID with a token id", found=f"'repeat:{argument}'", next_step="Type for example repeat:42"
-        )
-    token = torch.tensor(min(int(argument), 2**62))
+    token = torch.tensor(int(argument))
     _check_vocabulary(token, num_embeddings(loaded.model))
     return token
 
@@ -231,13 +217,13 @@ def _text_windows(
         raise InputError(
             expected="a tokenizer, to read text with",
             found=f"none with {loaded.name}",
-            next_step="Use --tokens random, or a model that has one",
+            next_step="Give `tokens='random'`, or a model that has one",
         )
     ids = torch.tensor(_text_ids(loaded.tokenizer, path, num_sequences * window), dtype=torch.int64)
     _check_vocabulary(ids, num_embeddings(loaded.model))
     if num_sequences * window > len(ids):
         longest, most = len(ids) // num_sequences + bos, len(ids) // window
-        ways = [f"--num-sequences {most}"] * (most > 0) + [f"--length {longest}"] * (longest >= 2)
+        ways = [f"`num_sequences={most}`"] * (most > 0) + [f"`length={longest}`"] * (longest >= 2)
         raise InputError(
             expected=f"{num_sequences * window} tokens for {num_sequences} sequences of {window + bos}",
             found=f"{len(ids)} tokens in {path.name}",
@@ -264,10 +250,7 @@ def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> li
 
 def _read_text(path: Path, num_bytes: int) -> tuple[str, bool]:
     """(the text in the file's first bytes, whether that is all of it)."""
-    next_step = "Name a text file as --tokens text:FILE"
-    if not path.is_file():
-        found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
-        raise InputError(expected="a text file", found=found, next_step=next_step)
+    next_step = "Name a text file as `tokens='text:FILE'`"
     try:
         with path.open("rb") as file:  # bytes, so that line endings stay as they are
             content = file.read(num_bytes + 1)
@@ -306,8 +289,8 @@ def _check_length(model: Any, length: int) -> None:
     if context is not None and length > context:
         raise InputError(
             expected=f"at most {context} tokens, the model's context",
-            found=f"a length of {length}",
-            next_step=f"Use --length {context} or less",
+            found=f"`length={length}`",
+            next_step=f"Give `length={context}` or less",
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope.arguments import BIAS_SEQUENCES
 from sinkscope.capture.overflow import overflow
 from sinkscope.capture.reading import evaluation_mode, input_device
 from sinkscope.errors import InputError
@@ -29,9 +30,8 @@ from sinkscope.origins.contraction import Contraction, ContractionReader
 from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
 
 NUM_PREFERRED = 10
-NUM_GROUPS = 16
+NUM_GROUPS = BIAS_SEQUENCES
 """Groups of sequences, of which pairs are left out in turn to find the error of a rank correlation."""
-LEAST_SEQUENCES = NUM_GROUPS
 CHUNK_TOKENS = 1 << 14
 MOST_PROBABILITIES = 1 << 29
 """Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
@@ -157,11 +157,11 @@ def vocabulary_of(loaded: LoadedModel) -> int:
 
 def _check_size(batch: TokenBatch, vocabulary: int) -> None:
     most = MOST_PROBABILITIES // vocabulary
-    if not LEAST_SEQUENCES <= batch.num_sequences <= most:
+    if not BIAS_SEQUENCES <= batch.num_sequences <= most:
         raise InputError(
-            expected=f"{LEAST_SEQUENCES} to {most} sequences for a vocabulary of {vocabulary} tokens",
-            found=str(batch.num_sequences),
-            next_step=f"Give --num-sequences {min(most, max(LEAST_SEQUENCES, batch.num_sequences))}",
+            expected=f"{BIAS_SEQUENCES} to {most} sequences for a vocabulary of {vocabulary} tokens",
+            found=f"`num_sequences={batch.num_sequences}`",
+            next_step=f"Give `num_sequences={min(most, max(BIAS_SEQUENCES, batch.num_sequences))}`",
         )
 
 

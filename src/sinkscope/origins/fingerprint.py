@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
+from sinkscope.arguments import Method, check_fingerprint
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import num_embeddings
@@ -28,7 +29,7 @@ from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import (
     Inputs,
     Signature,
-    check_inputs,
+    check_made_with,
     is_signature_file,
     load_signature,
     sign,
@@ -42,7 +43,6 @@ from sinkscope.user_paths import user_path
 if TYPE_CHECKING:
     from sinkscope.results.run_folder import RunFolder
 
-Method = Literal["alignment", "seedprint"]
 Verdict = Literal["same origin", "different origin", "can't tell"]
 WEAKEST_RELATION = 0.05
 """Below this alignment nothing of a shared initialisation is left that we would call one: a convention, under the 0.3
@@ -154,7 +154,7 @@ def fingerprint(
     Models are anything that `load_model` takes, signatures, or files of signatures; where one is a signature, its
     inputs are the default. `loading` goes to `load_model`. Models are read one after the other, never two at once.
     """
-    _check_request(models, method, fresh, unrelated)
+    check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
     asked = {key: value for key, value in numbers.items() if value is not None}
     # Signatures are read first: their inputs are the default, and a file that is none is refused before any work.
@@ -172,10 +172,10 @@ def fingerprint(
             raise InputError(
                 expected=f"models with one vocabulary, of {inputs.vocabulary} ids",
                 found=f"{has} in {opened.name}",
-                next_step="If the first ids mean the same tokens in all models, say how many with --vocabulary",
+                next_step="If the first ids mean the same tokens in all models, give their number as `vocabulary`",
             )
         if isinstance(opened, Signature):
-            check_inputs(opened, inputs)
+            check_made_with(opened, inputs)
             return opened
         return sign(opened, inputs, parts=parts, progress=work(opened.name) if work else None)
 
@@ -273,25 +273,6 @@ def _published(base: Signature, suspect: Signature) -> Pair:
         num_unrelated=0,
         unrelated_z=nan,
     )
-
-
-def _check_request(models: Sequence[Any], method: str, fresh: int, unrelated: Sequence[Any]) -> None:
-    if len(models) < 2:
-        raise InputError(
-            expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
-        )
-    if method not in get_args(Method):
-        raise InputError(
-            expected=f"a method: {', '.join(get_args(Method))}", found=repr(method), next_step="Choose it with --method"
-        )
-    if method == "seedprint" and unrelated:
-        raise InputError(
-            expected="no --unrelated models beside --method seedprint, whose null is a formula",
-            found=str(len(unrelated)),
-            next_step="Leave them out, or take the default method",
-        )
-    if fresh < 0:
-        raise InputError(expected="at least 0 fresh initialisations", found=str(fresh), next_step="Raise --fresh")
 
 
 def _check_widths(signatures: list[Signature]) -> None:

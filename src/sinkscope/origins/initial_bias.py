@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sinkscope.arguments import check_bias
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
@@ -91,8 +92,9 @@ def bias(
     names = list(CONTROLS) if controls is None else list(controls)
     if unknown := [name for name in names if name not in CONTROLS]:
         raise InputError(
-            expected=f"controls: {', '.join(CONTROLS)}", found=unknown[0], next_step="Choose some with --controls"
+            expected=f"`controls` among {', '.join(CONTROLS)}", found=unknown[0], next_step="Choose some of them"
         )
+    check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
     options |= {"dtype": dtype, "device": device}
     found = find_configuration(source, trust_remote_code=bool(options.get("trust_remote_code")))
     chosen = _seeds(found, seeds)
@@ -155,14 +157,12 @@ def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, 
     if found is None:
         if seeds is not None:
             raise InputError(
-                expected="--seeds beside a configuration only",
+                expected="`seeds` beside a configuration only",
                 found="a model that has its weights",
-                next_step="Leave --seeds out, or name the model's config.json to draw others of its kind",
+                next_step="Leave `seeds` out, or name the model's config.json to draw others of its kind",
             )
         return (None,)
     count = NUM_SEEDS if seeds is None else seeds
-    if count < 1:
-        raise InputError(expected="at least 1 seed", found=str(count), next_step="Raise --seeds")
     # A training run's own seed comes first: it is where its checkpoints began.
     own = [] if found.seed is None else [found.seed]
     others = (seed for seed in range(count + 1) if seed not in own)

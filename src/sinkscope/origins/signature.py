@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
@@ -36,8 +37,6 @@ from sinkscope.results.parts import Parts
 VERSION = 1
 """Of the file and of how its numbers are made; signatures of different versions are not compared."""
 METADATA = "sinkscope.signature"
-FEWEST_SEQUENCES = 64
-"""Fewer leave a correlation an error above 0.125 in each dimension."""
 TOKENS_AT_ONCE = 16_384
 
 Progress = Callable[[int, int], None]
@@ -53,20 +52,7 @@ class Inputs:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_sequences < FEWEST_SEQUENCES:
-            raise InputError(
-                expected=f"at least {FEWEST_SEQUENCES} sequences, for a decision",
-                found=str(self.num_sequences),
-                next_step=f"Type --num-sequences {Inputs.num_sequences}",
-            )
-        if self.length < 1:
-            raise InputError(expected="at least 1 token a sequence", found=str(self.length), next_step="Raise --length")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(expected="a seed from 0 to 2^63 - 1", found=str(self.seed), next_step="Change --seed")
-        if self.vocabulary < 2:
-            raise InputError(
-                expected="a vocabulary of at least 2 ids", found=str(self.vocabulary), next_step="Raise --vocabulary"
-            )
+        check_inputs(**asdict(self))
 
     @cached_property
     def ids(self) -> Int64[Tensor, "N T"]:
@@ -109,7 +95,7 @@ class Signature:
             raise InputError(
                 expected=f"a configuration that models like {self.name} can be drawn from",
                 found="none",
-                next_step="Type --fresh 0, and give unrelated models with --unrelated",
+                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
             )
         others = {key: value for key, value in self.config.items() if key != "model_type"}
         try:
@@ -118,7 +104,7 @@ class Signature:
             raise InputError(
                 expected=f"a configuration in the signature of {self.name} that models can be drawn from",
                 found=str(error).splitlines()[0],
-                next_step="Type --fresh 0, and give unrelated models with --unrelated",
+                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
             ) from error
 
     def save(self, path: Path) -> None:
@@ -219,14 +205,14 @@ def _check(loaded: LoadedModel, inputs: Inputs) -> None:
         raise InputError(
             expected=f"a model with at least {inputs.vocabulary} ids, those of the sequences",
             found=f"{rows} in {loaded.name}",
-            next_step=f"If the first ids mean the same tokens in all models, type --vocabulary {rows}",
+            next_step=f"If the first ids mean the same tokens in all models, give `vocabulary={rows}`",
         )
     context = context_length(loaded.model)
     if context is not None and inputs.length > context:
         raise InputError(
             expected=f"at most {context} tokens, the context of {loaded.name}",
-            found=f"a length of {inputs.length}",
-            next_step=f"Use --length {context} or less",
+            found=f"`length={inputs.length}`",
+            next_step=f"Give `length={context}` or less",
         )
 
 
@@ -241,7 +227,7 @@ def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
     return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
 
 
-def check_inputs(signature: Signature, inputs: Inputs) -> None:
+def check_made_with(signature: Signature, inputs: Inputs) -> None:
     """Refuses a signature that was made with other sequences."""
     if (signature.inputs, signature.inputs_hash) != (inputs, inputs.hash):
         raise InputError(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
 from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
@@ -121,6 +120,8 @@ def train_bpe(texts: Iterator[str], config: TokenizeConfig) -> PreTrainedTokeniz
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a folder, or of a Hugging Face name; code that comes with it is never run."""
     from transformers import AutoTokenizer
+
+    from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
 
     expected, next_step = "a tokenizer's folder or Hugging Face name", "Give another as `tokenizer`"
     if not user_path(name).is_dir() and not looks_like_hub_name(str(name)):

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from sinkscope.arguments import check_sizes
 from sinkscope.capture.reading import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
@@ -101,8 +102,7 @@ def intervene(
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under what stands in for them as a control."""
     loaded = load(model)
-    if num_sequences < 1:
-        raise InputError(expected="at least 1 sequence", found=str(num_sequences), next_step="Raise --num-sequences")
+    check_sizes(length=length, num_sequences=num_sequences)
     sizes = [num_sequences, MIN_CALIBRATION]
     whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
     batch, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(sizes))
@@ -111,7 +111,7 @@ def intervene(
         raise InputError(
             expected=f"positions from 0 to {length - 1}",
             found=", ".join(map(str, wrong)),
-            next_step="Choose others, or a greater --length",
+            next_step="Choose others, or a greater `length`",
         )
     before = trace(loaded, batch, effective_rank=False)
     plan = make_plan(before.findings)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import AggregationEdit
 from sinkscope.interventions.dimension_edit import clamp, set_dimensions
@@ -20,7 +21,6 @@ from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons,
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.number_lists import whole_numbers
 from sinkscope.studies.minimal_set import matched_units
 
 AGGREGATION = {

@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 from transformers import PreTrainedModel
 
+from sinkscope.arguments import check_study
 from sinkscope.capture.condition_reading import Replay
 from sinkscope.capture.reading import evaluation_mode
 from sinkscope.capture.trace import trace
-from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
 from sinkscope.interventions.intervention import together
 from sinkscope.interventions.neuron_edit import ablate_neurons
@@ -31,7 +31,7 @@ from sinkscope.studies.claims import CLAIMS, QUARTER, Claim, judge
 from sinkscope.studies.conditions import Conditions, Outcome, reduced
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.minimal_set import minimal_set
-from sinkscope.studies.plan import FIRST_TARGET, Plan, candidate_units, make_plan
+from sinkscope.studies.plan import Plan, candidate_units, make_plan
 from sinkscope.studies.reading_claims import NO_SINK, reading_claims
 from sinkscope.studies.study_result import StudyResult
 from sinkscope.studies.study_tables import STUDY_TABLES, study_tables
@@ -40,8 +40,6 @@ from sinkscope.studies.verdict import verdict_sentence
 NUM_CHOOSING = 32
 NUM_SEARCHING = 16
 """Choosing sequences that the search for a minimal set runs on."""
-MIN_SEQUENCES = 16
-"""From here on Holm's first step over all claims is within a bootstrap's reach; with fewer, all would be undecided."""
 SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
 """What the search asks for, and settles for where no set reaches it: one chosen at the very threshold fails it on
 other sequences half of the time."""
@@ -113,29 +111,12 @@ def study(
 ) -> Study:
     """The study of a model on batches of tokens; `parts` keeps finished conditions for a run that is interrupted."""
     loaded = load(model)
-    _check(length, num_sequences)
+    check_study(length, num_sequences)
     sizes = (num_sequences, NUM_CHOOSING, MIN_CALIBRATION)
     whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
     judging, choosing, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(list(sizes)))
     with evaluation_mode(loaded.model):
         return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
-
-
-def _check(length: int, num_sequences: int) -> None:
-    needed = FIRST_TARGET + LATER_QUERIES + 6
-    if length < needed:
-        raise InputError(
-            expected=f"at least {needed} tokens, so that position {FIRST_TARGET} and others have {LATER_QUERIES} later "
-            "queries",
-            found=f"length {length}",
-            next_step="Give --length 64",
-        )
-    if num_sequences < MIN_SEQUENCES:
-        raise InputError(
-            expected=f"at least {MIN_SEQUENCES} sequences: fewer can decide nothing among so many claims",
-            found=str(num_sequences),
-            next_step="Give --num-sequences 32",
-        )
 
 
 class _Run:

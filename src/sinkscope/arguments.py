@@ -1,0 +1,172 @@
+"""Arguments that many functions take, judged before torch is imported and before anything is allocated.
+
+The command line checks what it was given here, and so does each function that makes the thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import LATER_QUERIES
+from sinkscope.user_paths import user_path
+
+Method = Literal["alignment", "seedprint"]
+"""Of a fingerprint."""
+TOKEN_FORMS = "random, text:FILE or repeat:ID"
+LARGEST_TOKEN_ID = 2**31 - 1
+MOST_MODELS = 1000
+"""Models that one call draws from seeds; a thousand say no more than a hundred."""
+MOST_NUMBERS = 2**20
+"""Numbers in a list such as 0-9: more than any model has layers, heads or keys worth choosing."""
+FINGERPRINT_SEQUENCES = 64
+"""Fewer leave a correlation an error above 0.125 in each dimension."""
+BIAS_SEQUENCES = 16
+"""Groups of them are left out in turn to find the error of a rank correlation."""
+STUDY_LENGTH = 32
+"""From here on position 10, where the paper intervenes, and two others have enough later queries."""
+STUDY_SEQUENCES = 16
+"""From here on Holm's first step over all claims is within a bootstrap's reach; with fewer, all would be undecided."""
+
+
+def check_batch(
+    tokens: str = "random", *, length: int, num_sequences: int, seed: int = 0
+) -> tuple[Literal["random", "text", "repeat"], str]:
+    """The kind of tokens, and the file or the id behind its colon; refuses what no model could be given."""
+    kind, _, argument = tokens.partition(":")
+    if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
+        raise InputError(
+            expected=f"tokens as {TOKEN_FORMS}", found=repr(tokens), next_step="Choose one as `tokens`, such as random"
+        )
+    if kind == "repeat" and not (argument.isdecimal() and len(argument) <= 10 and int(argument) <= LARGEST_TOKEN_ID):
+        raise InputError(
+            expected="repeat:ID with a token id",
+            found=f"'repeat:{argument[:40]}'",
+            next_step="Give `tokens='repeat:42'`",
+        )
+    if kind == "text" and not (path := user_path(argument)).is_file():
+        found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
+        raise InputError(expected="a text file", found=found, next_step="Name one as `tokens='text:FILE'`")
+    check_sizes(length=length, num_sequences=num_sequences)
+    check_seed(seed)
+    return kind, argument  # type: ignore[return-value]
+
+
+def check_sizes(*, length: int, num_sequences: int, least_length: int = 2, least_sequences: int = 1) -> None:
+    """Refuses sequences that are too short, too few, or more tokens than a quarter of the memory can hold as ids."""
+    check_count("length", length, least_length)
+    check_count("num_sequences", num_sequences, least_sequences)
+    most = memory_bytes() // 4 // 8
+    if length > most:
+        raise InputError(
+            expected=f"at most {most} tokens, whose ids fill a quarter of this machine's memory",
+            found=f"`length={length}`",
+            next_step="Lower `length`",
+        )
+    if length * num_sequences > most:
+        raise InputError(
+            expected=f"at most {most} tokens in all, whose ids fill a quarter of this machine's memory",
+            found=f"`length={length}` and `num_sequences={num_sequences}`",
+            next_step=f"Give at most `num_sequences={most // length}`",
+        )
+
+
+def check_count(name: str, value: int, least: int, most: int | None = None, *, why: str = "") -> None:
+    """Refuses a number outside what makes sense for the parameter called `name`."""
+    if value < least or (most is not None and value > most):
+        raise InputError(
+            expected=f"`{name}` of at least {least}{'' if most is None else f' and at most {most}'}{why}",
+            found=f"`{name}={value}`",
+            next_step=f"{'Raise' if value < least else 'Lower'} `{name}`",
+        )
+
+
+def check_seed(seed: int, count: int = 1) -> None:
+    """Refuses seeds that torch's generator cannot tell apart: it keeps 32 bits of one. `count` of them are used."""
+    if not 0 <= seed <= 2**32 - count:
+        raise InputError(
+            expected=f"a seed from 0 to {2**32 - count}", found=f"`seed={seed}`", next_step="Choose another `seed`"
+        )
+
+
+def check_trace_length(length: int) -> None:
+    """Refuses sequences too short for any key to have as many later queries as a sink is measured with."""
+    check_count("length", length, LATER_QUERIES + 1, why=f", so that some key has {LATER_QUERIES} later queries")
+
+
+def check_study(length: int, num_sequences: int) -> None:
+    """Refuses a study that could decide nothing."""
+    check_count("length", length, STUDY_LENGTH, why=f", so that interventions have {LATER_QUERIES} later queries")
+    check_count("num_sequences", num_sequences, STUDY_SEQUENCES, why=": fewer decide nothing among so many claims")
+
+
+def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence[Any], fresh: int) -> None:
+    """Refuses a comparison without a pair, by an unknown method, or with a null that the method has no use for."""
+    if len(models) < 2:
+        raise InputError(
+            expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
+        )
+    if method not in get_args(Method):
+        raise InputError(
+            expected=f"a method: {', '.join(get_args(Method))}",
+            found=repr(method),
+            next_step="Give one of them as `method`",
+        )
+    if method == "seedprint" and unrelated:
+        raise InputError(
+            expected="no `unrelated` models beside `method='seedprint'`, whose null is a formula",
+            found=str(len(unrelated)),
+            next_step="Leave them out, or take the default method",
+        )
+    check_count("fresh", fresh, 0, MOST_MODELS)
+
+
+def check_inputs(*, vocabulary: int | None, length: int, num_sequences: int, seed: int) -> None:
+    """Refuses sequences that no fingerprint can be made with."""
+    check_sizes(length=length, num_sequences=num_sequences, least_length=1, least_sequences=FINGERPRINT_SEQUENCES)
+    check_seed(seed)
+    if vocabulary is not None:
+        check_count("vocabulary", vocabulary, 2, LARGEST_TOKEN_ID + 1)
+
+
+def check_bias(*, seeds: int, length: int, num_sequences: int, seed: int) -> None:
+    """Refuses too few sequences or models for an interval, and too many."""
+    check_count("seeds", seeds, 1, MOST_MODELS)
+    check_sizes(length=length, num_sequences=num_sequences, least_sequences=BIAS_SEQUENCES)
+    check_seed(seed, count=2 * seeds)  # of each model's sequences, and of its calibration
+
+
+def check_keys(keys: list[int] | None, length: int) -> None:
+    """Refuses chosen key positions outside the sequence."""
+    wrong = [key for key in keys or () if not 0 <= key < length]
+    if wrong or keys == []:
+        raise InputError(
+            expected=f"key positions from 0 to {length - 1}",
+            found=", ".join(map(str, wrong[:3])) or "none",
+            next_step="Give `keys=[0, 10]` or a greater `length`",
+        )
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The numbers of a list such as 0,3 or 0-2,7; ValueError where it is none, too long, or a range in it is empty."""
+    ranges = []
+    for item in text.split(","):
+        first, dash, last = item.partition("-")
+        ranges.append(range(int(first), int(last) + 1) if dash and first else range(int(item), int(item) + 1))
+    if not all(ranges) or sum(each.stop - each.start for each in ranges) > MOST_NUMBERS:
+        raise ValueError("an empty range, or too many numbers")
+    return [number for numbers in ranges for number in numbers]
+
+
+def memory_bytes() -> int:
+    """What this machine has, or what the control group of the process leaves of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else [2**36]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(file).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return min(limits)
