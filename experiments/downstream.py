@@ -1,4 +1,4 @@
-"""What a model without a sink buys: 8-bit activations, 4-bit weights, and a window that drops the first tokens.
+"""What a sink costs: 8-bit activations, 4-bit weights, and a window that drops the first tokens.
 
     python experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
 
@@ -7,7 +7,7 @@ becomes s round(x / s), s the largest magnitude of what shares a scale over 2^(b
 a text (per tensor) or a token; weights for an output channel, or a group of 128 of its inputs. Sixteen bits are the
 control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
-first. Positions stay as they are. The loss is that of late tokens, behind the window's first fall.
+first. Positions stay as they are. The loss is that of late tokens, after the window has begun to drop keys.
 Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts; and that of
 a later model beside the first one's, by text, where both read the same tokens.
 """
@@ -84,7 +84,7 @@ def all_conditions(options: argparse.Namespace) -> dict[str, tuple[Condition, in
     late = max(length // 2, window + 2 * first)
     if not 0 < first < window or late >= length - 1:
         raise InputError(
-            expected="0 < --first < --window, and a --length that leaves tokens behind the window",
+            expected="0 < --first < --window, and a --length that leaves tokens after the window",
             found=f"first {first}, window {window}, length {length}",
             next_step="Give a shorter --window",
         )
@@ -144,7 +144,7 @@ def texts(loaded: LoadedModel, options: argparse.Namespace) -> Tensor:
 
 @torch.no_grad()
 def token_losses(model: Any, ids_NT: Tensor) -> np.ndarray:
-    """[N, T - 1] the loss of each token behind the first."""
+    """[N, T - 1] the loss of each token after the first."""
     device, losses = next(model.parameters()).device, []
     for ids_BT in ids_NT.split(max(1, BATCH_TOKENS // ids_NT.shape[1])):
         logits = model(ids_BT.to(device), use_cache=False).logits[:, :-1].float()

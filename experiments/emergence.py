@@ -1,4 +1,4 @@
-"""Whether the super neurons and the position of the sink can be told from early checkpoints of a run.
+"""Whether early checkpoints of a run predict its super neurons and the position of its sink.
 
     python experiments/emergence.py runs/softmax --out emergence.json
 

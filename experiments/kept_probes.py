@@ -4,8 +4,8 @@
     python experiments/kept_probes.py docs/lab/results/reference --figure docs/lab/reference-pair.png
 
 Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key that the probe
-told about. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
-their last evaluation and probe. A star behind sequences x tokens: the loss leaves out the first target of each
+describes. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
+their last evaluation and probe. A star after sequences x tokens: the loss leaves out the first target of each
 (`skipped_targets`). The figure needs matplotlib.
 """
 

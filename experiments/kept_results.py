@@ -103,5 +103,5 @@ def write_run(result: dict[str, Any], folder: Path) -> Path:
 
 
 def _compressed(result: dict[str, Any]) -> bytes:
-    """One line as a whole xz stream: streams can be put behind one another."""
+    """One line as a whole xz stream: streams can be appended to one another."""
     return lzma.compress((json.dumps(result, allow_nan=False) + "\n").encode())

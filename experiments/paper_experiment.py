@@ -107,7 +107,7 @@ def show_plan(groups: list[list[Run]], options: argparse.Namespace, base: dict[s
 
 
 def carry_out(options: argparse.Namespace, base: dict[str, Any], trials: list[list[Run]]) -> list[Run]:
-    """The runs that are missing when the budget is spent; those that wait for the tuning are told as such."""
+    """The runs that are missing when the budget is spent; those that wait for the tuning are among them."""
     experiment = pool(options, base)
     best = [Run(stage="judge", variant=variant, seed=0) for variant in ("softmax", "head_norm")]
     if experiment.carry_out(trials):

@@ -44,7 +44,7 @@ def tuning_groups(rates: Sequence[float], decays: Sequence[float], lambdas: Sequ
 
 
 def judging_groups(softmax: Run, norm: Run, seeds: Sequence[int]) -> list[list[Run]]:
-    """The runs behind the tuning, with the settings of its best trials."""
+    """The runs after the tuning, with the settings of its best trials."""
     judged = [[replace(trial, stage="judge", seed=seed) for trial in (softmax, norm)] for seed in seeds]
     others = [
         [replace(norm if variant in WITH_LAMBDA else softmax, stage="others", variant=variant, seed=seeds[0])]
