@@ -39,10 +39,8 @@ from sinkscope.kernels.attention_received import (  # noqa: E402
     attention_received_plain,
     received_by_keys,
 )
-from sinkscope.kernels.pair_agreement import pair_agreement_plain, triton_pair_agreement  # noqa: E402
-from sinkscope.kernels.standout import joined_candidates, point_at, triton_add_received, triton_candidates  # noqa: E402
-from sinkscope.kernels.token_means import triton_means  # noqa: E402
-from sinkscope.kernels.token_statistics import token_statistics, token_statistics_plain  # noqa: E402
+from sinkscope.kernels.token_statistics import _by_kernel  # noqa: E402
+from sinkscope.measures.dimension_disparity import kurtosis, participation_ratio  # noqa: E402
 
 DEVICE = torch.device("cpu" if arguments.dry_run else "cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -85,14 +83,6 @@ STATISTICS_CASES = [
     (300, 2048, "bf16", False),
     (33, 16384, "bf16", True),
 ]
-# samples, columns, dtype, unit of the rounded samples
-PAIR_CASES = [
-    (2, 1, "fp32", 1.0),
-    (33, 5, "bf16", 1.0),
-    (100, 3, "fp32", 1e-44),
-    (2000, 40, "fp32", 1.0),
-    (3001, 7, "fp64", 1.0),
-]
 
 
 def attention_inputs(length, num_heads, num_key_heads, head_size, dtype, window, softcap, sink, transposed):
@@ -127,9 +117,9 @@ def checks() -> Iterator[tuple[str, dict[str, float], float]]:
         plain = attention_received_plain(*qkl, key_weights_BHS=weights, **options)
         if case[3] != 64 or case[4] != "bf16":  # another kernel to compile for each head size and dtype
             weights = None
-        errors = errors_of(launched(attention_received, *qkl, key_weights_BHS=weights, **options), plain)
+        errors = errors_of(attention_received(*qkl, key_weights_BHS=weights, **options), plain)
         positions = torch.tensor([0, length - 1, length // 2], device=DEVICE)
-        chosen = launched(received_by_keys, *qkl, positions, **options)
+        chosen = received_by_keys(*qkl, positions, **options)
         errors["chosen_keys"] = relative_error(chosen, plain.received_sum[..., positions])
         if case[5:] == (None, None, False, True):
             errors["columns_alone"] = errors_of(attention_received(*qkl, rows=False, **options), plain)["received_sum"]
@@ -140,55 +130,21 @@ def checks() -> Iterator[tuple[str, dict[str, float], float]]:
         x = torch.randn(num_tokens, num_channels, device=DEVICE)
         x[1::2, num_channels // 3] *= 1e4
         x = x.to(DTYPES[dtype])
-        weight = torch.randn(num_channels, device=DEVICE) if weighted else None
-        plain = token_statistics_plain(x, weight)
-        for moments in (True, False):
-            errors = errors_of(launched(token_statistics, x, weight, moments=moments, path="triton"), plain)
-            name = f"N{num_tokens} C{num_channels} {dtype} weighted={weighted} moments={moments}"
-            yield name, errors, STATISTICS_TOLERANCE
+        weight = torch.rand(num_channels, device=DEVICE) if weighted else None
+        stats_SN, places_N, channel_C = _by_kernel(x, weight)
+        exact = x.double()
+        weighed = exact if weight is None else exact * weight.double()
+        largest_N, channels = weighed.abs().amax(1), exact.square() if weighted else exact.abs()
+        errors = {
+            "largest": relative_error(stats_SN[0], largest_N),
+            "places": relative_error(weighed.abs().gather(1, places_N[:, None])[:, 0], largest_N),
+            "channels": relative_error(channel_C, channels.sum(0)),
+        }
         if not weighted:
-            ratio, square = (launched(triton_means, x, square=square) for square in (False, True))
-            errors = {"dom_ratio": relative_error(ratio, plain.largest / plain.mean_abs)}
-            errors["mean_square"] = relative_error(square, plain.energy / num_channels)
-            yield f"N{num_tokens} C{num_channels} {dtype} means", errors, STATISTICS_TOLERANCE
-    yield from standout_checks()
-    yield from pair_checks()
-
-
-def pair_checks() -> Iterator[tuple[str, dict[str, float], float]]:
-    """Counts are exact. Subnormal samples too: a device that flushed them would see ties."""
-    for num_samples, num_columns, dtype, unit in PAIR_CASES:
-        if arguments.dry_run and num_samples > 200:
-            continue
-        x, y = (torch.randn(2, num_samples, num_columns, device=DEVICE) * 20).round() * unit
-        x, y = x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
-        errors = {"counts": relative_error(launched(triton_pair_agreement, x, y), pair_agreement_plain(x, y))}
-        yield f"pairs N{num_samples} C{num_columns} {dtype} unit={unit}", errors, 0.0
-
-
-def standout_checks() -> Iterator[tuple[str, dict[str, float], float]]:
-    """Positions must be the same ones; random values have no ties."""
-    for batch, length in ((1, 17), (3, 1000), (1, 20000)):
-        if arguments.dry_run and length > 1000:
-            continue
-        largest, mean_abs = torch.rand(2, length, device=DEVICE) + 0.1
-        received, before = torch.rand(length, device=DEVICE), torch.arange(28, device=DEVICE)
-        ratio = largest / mean_abs
-        found = launched(triton_candidates, largest, mean_abs, received, before)
-        errors = {"candidates": relative_error(found, joined_candidates(point_at(ratio, received), before))}
-        first = launched(triton_candidates, largest, mean_abs, None, None)
-        errors["first_layer"] = relative_error(first, joined_candidates(point_at(ratio, ratio), None))
-        sums, keys = torch.rand(batch, 4, length, device=DEVICE), torch.arange(length, device=DEVICE)
-        so_far = received.clone()
-        launched(triton_add_received, so_far, sums, received, keys)
-        errors["received"] = relative_error(so_far, received + 2 * sums.double().sum((0, 1)) * received)
-        yield f"standing out B{batch} T{length}", errors, STATISTICS_TOLERANCE
-
-
-def launched(function: Callable, *inputs, **options):
-    """The result of the second of two calls: the first binds the kernel, the second takes the kept launcher."""
-    function(*inputs, **options)
-    return function(*inputs, **options)
+            defined = (exact.square().sum(1), exact.abs().mean(1), kurtosis(exact), participation_ratio(exact))
+            names = ("energy", "mean_abs", "kurtosis", "participation_ratio")
+            errors |= {n: relative_error(a, b) for n, a, b in zip(names, stats_SN[1:], defined, strict=True)}
+        yield f"N{num_tokens} C{num_channels} {dtype} weighted={weighted}", errors, STATISTICS_TOLERANCE
 
 
 def controls() -> Iterator[tuple[str, float]]:
@@ -200,9 +156,6 @@ def controls() -> Iterator[tuple[str, float]]:
         yield f"control: {dropped} dropped", relative_error(found, plain)
     flipped = attention_received(qkl[0], qkl[1].flip(1), qkl[2], **options).received_sum
     yield "control: key-value heads exchanged", relative_error(flipped, plain)
-    x, y = torch.randn(2, 100, 3, device=DEVICE)
-    other = pair_agreement_plain(x, y.roll(1, 0))
-    yield "control: samples paired with their neighbours", relative_error(triton_pair_agreement(x, y), other)
 
 
 def errors_of(found, expected) -> dict[str, float]:
@@ -262,24 +215,16 @@ def print_timings() -> None:
         speed = qkl[0].numel() * 2 / ms / 1e6
         print(f"T {length:7,}  floor {floor:7.3f} ms  {row}  two keys {ms:7.3f} ms ({speed:5.0f} GB/s)", flush=True)
     print("\ntoken_statistics, bfloat16")
-    sizes = [(65536, 8192, False, 0.4), (65536, 2048, True, 0.12), (65536, 2048, False, None), (4096, 2048, True, None)]
-    for num_tokens, num_channels, moments, budget in sizes:
+    for num_tokens, num_channels, weighted in ((65536, 8192, True), (65536, 2048, False), (4096, 2048, False)):
         if arguments.dry_run:
             num_tokens, num_channels = 8, 96
         x = torch.randn(num_tokens, num_channels, dtype=torch.bfloat16, device=DEVICE)
-        ms = median_ms(lambda: token_statistics(x, moments=moments, path="triton"))  # noqa: B023
+        weight = torch.rand(num_channels, device=DEVICE) if weighted else None
+        ms = median_ms(lambda: _by_kernel(x, weight))  # noqa: B023
         speed = x.numel() * 2 / ms / 1e6
-        goal = "" if budget is None else f"  budget {budget} ms"
         print(
-            f"[{num_tokens:6,}, {num_channels:5,}] moments={moments!s:5}  {ms:7.3f} ms  {speed:5.0f} GB/s{goal}",
-            flush=True,
+            f"[{num_tokens:6,}, {num_channels:5,}] weighted={weighted!s:5}  {ms:7.3f} ms  {speed:5.0f} GB/s", flush=True
         )
-    print("\npairs of samples compared, float32, all columns at once")
-    for num_samples, num_columns in ((70, 2),) if arguments.dry_run else ((2000, 400), (10000, 400), (100000, 4)):
-        x, y = torch.randn(2, num_samples, num_columns, device=DEVICE)
-        ms = median_ms(lambda: triton_pair_agreement(x, y))  # noqa: B023
-        speed = num_samples * (num_samples - 1) / 2 * num_columns / ms / 1e9
-        print(f"[{num_samples:7,}, {num_columns:3,}]  {ms:9.3f} ms  {speed:7.3f} T pairs/s", flush=True)
 
 
 def print_sweep() -> None:

@@ -111,7 +111,7 @@ def describe(options: argparse.Namespace, loaded: LoadedModel, result: Study) ->
     weights = loaded.name if options.model else "Llama of the shape of SmolLM2-135M, random weights"
     return [
         f"Device: {device}",
-        f"Model: {weights}, {loaded.dtype}, {len(result.trace.reading.anatomy.layers)} layers",
+        f"Model: {weights}, {loaded.dtype}, {len(result.trace.recording.anatomy.layers)} layers",
         f"Versions: Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         f"Batch: {options.num_sequences} x {options.length} random tokens; {len(result.measured.outcomes)} conditions, "

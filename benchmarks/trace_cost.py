@@ -1,20 +1,23 @@
 """What tracing costs beside a plain forward pass: seconds and peak memory, as ratios within one run.
 
     python benchmarks/trace_cost.py --shape 135m                      # CPU
+    python benchmarks/trace_cost.py --shape reference                 # the bundled model, 32 sequences of 64 tokens
     python benchmarks/trace_cost.py --shape 1b --device cuda          # one H200
 
-A model with random weights is built from a configuration. For each length, one sequence of random tokens goes through:
+A model with random weights is built from a configuration, or the bundled one is loaded. For each length, random tokens
+go through:
 
     plain             the decoder with sdpa, no cache and no logits (nothing here needs them, so nobody computes them)
-    trace             sinkscope: every observable but the effective rank
-    trace, 2 keys     sinkscope with keys 0 and 10 only
+    trace             all of sinkscope.trace: the pass, the findings, the effective rank, tables and summary
+    recording alone   the pass of it
+    trace, 2 keys     all of it with keys 0 and 10 only
     eager maps        output_attentions=True, then attention received per key and the sink rate from all the maps
     TransformerLens   run_with_cache of the attention patterns alone, and of everything, reduced likewise
     nnsight           attention maps of every layer, reduced likewise inside its trace
 
 All that read every key must agree on attention received, or the run fails. Contestants take turns, so that what
-disturbs the machine disturbs all; a ratio is taken within one round. The effective rank and the findings are timed
-apart. The other tools are optional: pip install -c constraints.txt -r benchmarks/peers.txt.
+disturbs the machine disturbs all; a ratio is taken within one round. The other tools are optional:
+pip install -c constraints.txt -r benchmarks/peers.txt.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.capture.findings import Findings
-from sinkscope.capture.reading import read_model
+from sinkscope.capture.observables import CHAIN
+from sinkscope.capture.recorder import record
+from sinkscope.capture.trace import trace
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
@@ -55,21 +59,23 @@ SHAPES = {
         "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
     },
+    "reference": {},
 }  # fmt: skip
+SEQUENCES = {"reference": 32}
+"""One where it is not said."""
 LENGTHS = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 16384, 65536, 131072)}
+LENGTHS_OF_SHAPE = {"reference": (64,)}
 TIME_TARGETS = {
-    ("cpu", "135m"): {"trace": {512: 1.25, 2048: 1.35, 4096: 1.6}},
-    ("cuda", "1b"): {
-        "trace": {4096: 1.35, 16384: 1.35, 65536: 1.6, 131072: 1.6},
-        "trace, 2 keys": {4096: 1.25, 65536: 1.05, 131072: 1.05},
-    },
+    ("cpu", "135m"): {"trace": {512: 1.5, 2048: 1.4, 4096: 1.3}},
+    ("cpu", "reference"): {"trace": {64: 1.5}},
+    ("cuda", "1b"): {"trace": {4096: 3.0, 16384: 1.5, 65536: 1.6, 131072: 1.6}},
 }
 MEMORY_TARGET = {("cuda", "1b"): 1.25}
-AHEAD_FROM = {"eager maps": 1024, "TransformerLens, patterns": 0, "TransformerLens, everything": 0, "nnsight": 0}
+AHEAD_FROM = {"eager maps": 1024, "TransformerLens, patterns": 1024, "TransformerLens, everything": 1024}
 """From which length on the trace must take less time than the others."""
 AGREEMENT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Largest difference in attention received, a number up to 1: what rounding one weight to the maps' dtype can do."""
-OURS = ("plain", "trace", "trace, 2 keys", "eager maps")
+OURS = ("plain", "trace", "recording alone", "trace, 2 keys", "eager maps")
 """Contestants that need no other tool."""
 MIN_ROUNDS = 3
 GIB = 2**30
@@ -115,15 +121,14 @@ def main() -> None:
         return
     loaded = load(model)
     contestants, missing = all_contestants(loaded, options.peers)
-    path = read_model(loaded, random_text(model, 64).batch, effective_rank=False).attention_path
+    path = record(loaded, random_text(model, 64).batch, CHAIN).attention_path
     described = describe_run(options, path)
     print("\n".join(f"- {line}" for line in described), flush=True)
 
     rows = []
     for length in options.lengths:
-        text = random_text(model, length)
+        text = random_text(model, length, SEQUENCES.get(options.shape, 1))
         new = time_length(options, contestants, text)
-        new += time_apart(options, loaded, text) if options.apart else []
         new += [Row(length, name, note="not installed") for name in missing]
         progress(table(new))  # a run that is stopped has shown what it had
         rows += new
@@ -132,8 +137,8 @@ def main() -> None:
     print(f"\n{table(rows)}\n")
     print("\n".join(verdicts(options, rows)))
     if options.json:
-        record = {"run": described, "options": vars(options), "rows": [asdict(row) for row in rows]}
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+        kept = {"run": described, "options": vars(options), "rows": [asdict(row) for row in rows]}
+        Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def parsed_options() -> argparse.Namespace:
@@ -153,13 +158,12 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument(
         "--no-memory", action="store_true", help="skip peak memory, which on the CPU needs fresh processes"
     )
-    parser.add_argument("--no-apart", dest="apart", action="store_false", help="leave effective rank and findings out")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave TransformerLens and nnsight out")
     parser.add_argument("--json", metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    given = map(int, options.lengths.split(",")) if options.lengths else LENGTHS[options.device]
-    options.lengths = sorted(given)
+    usual = LENGTHS_OF_SHAPE.get(options.shape, LENGTHS[options.device])
+    options.lengths = sorted(map(int, options.lengths.split(",")) if options.lengths else usual)
     options.dtype = options.dtype or {"cpu": "float32", "cuda": "bfloat16"}[options.device]
     if options.memory_limit is None:
         options.memory_limit = 0.8 * free_bytes(options.device) / GIB
@@ -167,6 +171,8 @@ def parsed_options() -> argparse.Namespace:
 
 
 def build_model(options: argparse.Namespace) -> transformers.PreTrainedModel:
+    if options.shape == "reference":
+        return load("reference:softmax", dtype=options.dtype, device=options.device).model
     shape = SHAPES[options.shape]
     context = max(shape["max_position_embeddings"], *options.lengths)
     config = transformers.LlamaConfig(**{**shape, "max_position_embeddings": context, "tie_word_embeddings": True})
@@ -177,8 +183,9 @@ def build_model(options: argparse.Namespace) -> transformers.PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def random_text(model: transformers.PreTrainedModel, length: int) -> Text:
-    ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+def random_text(model: transformers.PreTrainedModel, length: int, num_sequences: int = 1) -> Text:
+    shape = (num_sequences, length)
+    ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(length))
     return Text(ids.to(model.device), given_batch(ids, model=model))
 
 
@@ -190,8 +197,9 @@ def all_contestants(loaded: LoadedModel, with_peers: bool) -> tuple[dict[str, Co
     model = loaded.model
     contestants = {
         "plain": Contestant(lambda text: plain_forward(model, text)),
-        "trace": Contestant(lambda text: read_model(loaded, text.batch, effective_rank=False).received),
-        "trace, 2 keys": Contestant(lambda text: trace_two_keys(loaded, text)),
+        "trace": Contestant(lambda text: whole_trace(loaded, text)),
+        "recording alone": Contestant(lambda text: record(loaded, text.batch, CHAIN)["received"]),
+        "trace, 2 keys": Contestant(lambda text: whole_trace(loaded, text, [0, 10])),
         "eager maps": eager_maps(model),
     }
     missing = []
@@ -209,13 +217,16 @@ def plain_forward(model: transformers.PreTrainedModel, text: Text) -> None:
     model.get_decoder()(text.ids, use_cache=False)
 
 
-def trace_two_keys(loaded: LoadedModel, text: Text) -> None:
-    read_model(loaded, text.batch, keys=[0, 10], effective_rank=False)
+def whole_trace(loaded: LoadedModel, text: Text, keys: list[int] | None = None) -> Tensor | None:
+    """From a loaded model to a result in hand."""
+    found = trace(loaded, text.batch, keys=keys)
+    _ = found.tables, found.summary
+    return found.recording["received"] if keys is None else None
 
 
 def sink_numbers(maps: list[Tensor]) -> Tensor:
     """[L, H, T] mean attention received, and from it the sink rate by position, which the caller has no use for."""
-    return with_sink_rate(torch.stack([attention.sum(2, dtype=torch.float32)[0] for attention in maps]))
+    return with_sink_rate(torch.stack([attention.sum(2, dtype=torch.float32).mean(0) for attention in maps]))
 
 
 def with_sink_rate(received_LHT: Tensor) -> Tensor:
@@ -353,30 +364,6 @@ def measured(device: str, contestant: Contestant, text: Text) -> tuple[float, in
         gc.enable()
 
 
-def time_apart(options: argparse.Namespace, loaded: LoadedModel, text: Text) -> list[Row]:
-    """What follows a trace: the effective rank of its tokens, and the search for sinks, dimensions and neurons."""
-    length = text.ids.shape[1]
-    progress(f"T = {length}: effective rank and findings")
-    reading = read_model(loaded, text.batch, effective_rank=True)
-
-    def findings(_: Text) -> None:
-        found = Findings(reading.cpu())
-        _ = found.sinks, found.massive, found.super_neurons, found.lock
-
-    def effective_rank(_: Text) -> None:
-        reading.effective_ranks()
-
-    rows = []
-    for name, run in (("apart: findings", findings), ("apart: effective rank", effective_rank)):
-        row = Row(length, name)
-        for _ in range(MIN_ROUNDS):
-            row.seconds.append(measured(options.device, Contestant(run), text)[0])
-            if sum(row.seconds) > options.budget / 5:
-                break
-        rows.append(row)
-    return rows
-
-
 def check_agreement(received: dict[str, Tensor | None], dtype: torch.dtype, length: int) -> None:
     ours = received["trace"]
     assert ours is not None
@@ -430,7 +417,7 @@ def memory_on_cpu(options: argparse.Namespace, model: transformers.PreTrainedMod
     result = []
     contestant.run(random_text(model, 64))  # loads libraries that are loaded on first use
     for length in options.lengths:
-        text = random_text(model, length)
+        text = random_text(model, length, SEQUENCES.get(options.shape, 1))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
@@ -454,15 +441,19 @@ def describe_run(options: argparse.Namespace, attention_path: str) -> list[str]:
     device = torch.cuda.get_device_name() if on_cuda else f"{processor_name()}, {torch.get_num_threads()} threads"
     copy_gb_s, matmul_tflops = machine_speed(options)
     shape = ", ".join(f"{name} {value}" for name, value in SHAPES[options.shape].items())
+    weights = (
+        "the bundled reference:softmax" if options.shape == "reference" else f"Llama {options.shape}, random weights"
+    )
     packages = ["torch", "triton", "transformers", *(("transformer_lens", "nnsight") if options.peers else ())]
     versions = ", ".join(f"{name} {version}" for name in packages if (version := version_of(name)))
     memory = "allocated on the device" if on_cuda else "resident set of a fresh process, libraries included"
     return [
         f"Device: {device}; copies {copy_gb_s:,.0f} GB/s, multiplies {options.dtype} at {matmul_tflops:,.2f} TFLOP/s",
-        f"Model: Llama {options.shape}, random weights, {options.dtype}, {shape}",
+        f"Model: {weights}, {options.dtype}{', ' if shape else ''}{shape}",
         f"Versions: Python {platform.python_version()}, {versions}",
         f"Attention: sdpa in the plain forward, {attention_path} in the trace, eager in the others",
-        f"Batch 1, random tokens; warm-up, then {MIN_ROUNDS} to {options.repeats} rounds in turn",
+        f"Sequences of random tokens: {SEQUENCES.get(options.shape, 1)}",
+        f"Warm-up, then {MIN_ROUNDS} to {options.repeats} rounds in turn",
         "Seconds are medians, ratios are medians over rounds with [smallest, largest]",
         f"Peak memory: {memory}, weights included; 'own' is what was not in use before the call",
     ]

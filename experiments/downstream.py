@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.capture.attention_request import AttentionRule
+from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of

@@ -28,7 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from sinkscope.capture.findings import Findings
-from sinkscope.capture.reading import evaluation_mode, read_model
+from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
@@ -125,14 +126,14 @@ def emergence(run: Path, *, length: int, num_sequences: int) -> dict[str, Any]:
 
 def read_checkpoint(loaded: LoadedModel, batch: TokenBatch) -> Checkpoint:
     """The strengths of all units and the signals of all positions of one model."""
-    findings = Findings(read_model(loaded, batch, effective_rank=False).cpu())
-    reading = findings.reading
+    findings = trace(loaded, batch, effective_rank=False).findings
+    reading = findings.recording
     strength_LFT = unit_strengths(loaded, batch)
     signals = {
-        "attention received": reading.received.mean((0, 1)),
-        "variance of the value aggregation": reading.by_position["value_variance"].mean(0),
-        "DomRatio, largest layer": reading.by_position["dom_ratio"].amax(0),
-        "write of a neuron, largest layer": reading.by_position["largest_write"].amax(0),
+        "attention received": reading["received"].mean((0, 1)),
+        "variance of the value aggregation": reading["value_variance"].mean(0),
+        "DomRatio, largest layer": reading["dom_ratio"].amax(0),
+        "write of a neuron, largest layer": reading["largest_write"].amax(0),
     }
     return Checkpoint(strength_LFT, {name: signal.double().numpy() for name, signal in signals.items()}, findings)
 

@@ -119,11 +119,11 @@ def traced(loaded: LoadedModel, batch: TokenBatch) -> dict[str, Any]:
     result = sinkscope.trace(loaded, batch)
     findings = result.findings
     at_first, elsewhere = findings.dom_ratio_at(0)
-    key = findings.reading.keys.tolist().index(0)
+    key = findings.recording.keys.tolist().index(0)
     return result.summary | {
         "first": {
-            "sink_rate_by_layer": findings.reading.head_sink_rate[:, :, key].float().mean(1).tolist(),
-            "attention_by_layer": findings.reading.received[:, :, key].float().mean(1).tolist(),
+            "sink_rate_by_layer": findings.recording["head_sink_rate"][:, :, key].float().mean(1).tolist(),
+            "attention_by_layer": findings.recording["received"][:, :, key].float().mean(1).tolist(),
             "dom_ratio": at_first.tolist(),
             "dom_ratio_elsewhere": elsewhere.tolist(),
         }

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sinkscope.capture.trace_schemas import TRACE_TABLES
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.results.study_schemas import STUDY_TABLES
-from sinkscope.results.trace_schemas import TRACE_TABLES
 from sinkscope.studies.claims import CLAIMS
 
 NUM_LAYERS, NUM_HEADS, LENGTH, BIRTH = 8, 6, 48, 2

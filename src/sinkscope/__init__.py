@@ -21,6 +21,8 @@ _HOMES = {
     "trace": "sinkscope.capture.trace",
     "Trace": "sinkscope.capture.trace",
     "Findings": "sinkscope.capture.findings",
+    "Observable": "sinkscope.capture.observables",
+    "Recording": "sinkscope.capture.recorder",
     "study": "sinkscope.studies.study",
     "Study": "sinkscope.studies.study",
     "InputError": "sinkscope.errors",
@@ -56,6 +58,8 @@ register_decoder()
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
     from sinkscope.capture.findings import Findings as Findings
+    from sinkscope.capture.observables import Observable as Observable
+    from sinkscope.capture.recorder import Recording as Recording
     from sinkscope.capture.trace import Trace as Trace
     from sinkscope.capture.trace import trace as trace
     from sinkscope.errors import InputError as InputError

@@ -91,13 +91,6 @@ def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray
     return sorted_CR[:, below] + (rank - below) * (sorted_CR[:, above] - sorted_CR[:, below])
 
 
-def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
-    """Kendall's tau-b of two samples of equal length, by comparing all pairs; NaN where one of them is constant."""
-    signs_x, signs_y = (np.sign(values[:, None] - values[None, :]) for values in (np.asarray(x), np.asarray(y)))
-    scale = np.sqrt(np.sum(signs_x**2) * np.sum(signs_y**2))
-    return float(np.sum(signs_x * signs_y) / scale) if scale > 0 else float("nan")
-
-
 def average_ranks(values: ArrayLike) -> np.ndarray:
     """The ranks of a sample from 0 on, equal values sharing the mean of theirs."""
     _, group, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)

@@ -118,10 +118,10 @@ def test_a_combination_equals_its_interventions_together(model_folder, sinkscope
     found = arms(tmp_path / "run")
     for arm, expected in (("before", before), ("after", after)):
         received = torch.tensor([value for key, value in found[arm].items() if key[0] == "received"]).view(3, 40)
-        torch.testing.assert_close(received, expected.reading.received.mean(1), rtol=0, atol=1e-6)
-    other = without_one.reading.received.mean(1)
+        torch.testing.assert_close(received, expected.recording["received"].mean(1), rtol=0, atol=1e-6)
+    other = without_one.recording["received"].mean(1)
     assert (received - other).abs().max() > 1e-3, "the comparison must notice a missing intervention"
-    assert summary["sink_rate_by_position"]["after"] == pytest.approx(after.reading.sink_rate.tolist())
+    assert summary["sink_rate_by_position"]["after"] == pytest.approx(after.recording.sink_rate.tolist())
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["interventions"] == {"mask_to_self": ["10", "20"], "ablate": ["0:3", "2:9"]}
 

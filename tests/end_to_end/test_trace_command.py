@@ -223,14 +223,14 @@ def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
     ],
 )
 def test_a_full_memory_is_explained(sinkscope, monkeypatch, error):
-    monkeypatch.setattr("sinkscope.capture.trace.read_model", raises(error))
+    monkeypatch.setattr("sinkscope.capture.trace.record", raises(error))
     result = sinkscope("trace", "--out", "run")
     assert result.code == 2
     assert "fewer or shorter sequences" in result.err
     assert "Traceback" not in result.err
     assert not Path("run").exists()
     # Control: another failure of the program is not mistaken for it.
-    monkeypatch.setattr("sinkscope.capture.trace.read_model", raises(RuntimeError("shapes")))
+    monkeypatch.setattr("sinkscope.capture.trace.record", raises(RuntimeError("shapes")))
     with pytest.raises(RuntimeError, match="shapes"):
         sinkscope("trace", "--out", "run")
 

@@ -20,9 +20,9 @@ from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
 from sinkscope.capture import attention_tap as tap_module
-from sinkscope.capture import forward_reader as reader_module
-from sinkscope.capture import tile_readers as tiles_module
-from sinkscope.capture.reading import Reading
+from sinkscope.capture import taps as taps_module
+from sinkscope.capture import tiles as tiles_module
+from sinkscope.capture.recorder import Recording
 from sinkscope.capture.trace import trace
 from sinkscope.measures.value_variance import averaging_law
 from sinkscope.models.anatomy import SHARED_EXPERT, anatomy_of
@@ -119,7 +119,7 @@ def traced(family: str, model, ids: Tensor) -> SimpleNamespace:
         ids=ids,
         plain=plain_pass(family, model, ids),
         found=found,
-        reading=found.reading,
+        recording=found.recording,
         positive_queries=positive,
         lock_share=share,
     )
@@ -338,13 +338,13 @@ every_family = pytest.mark.parametrize("variant", VARIANTS)
 
 @every_family
 def test_attention_received_equals_eager(variant):
-    plain, reading = case(variant).plain, case(variant).reading
+    plain, reading = case(variant).plain, case(variant).recording
     alpha = torch.stack([received_BHS(layer) for layer in plain.layers])
-    assert_close(reading.received, alpha.mean(1))
+    assert_close(reading["received"], alpha.mean(1))
     # No key of these models stands on the threshold, so that counts must agree exactly.
     assert float((alpha - 0.3).abs().min()) > 1e-6
     counted = (alpha > 0.3).double()
-    assert_close(reading.head_sink_rate, counted.mean(1), 1e-6)
+    assert_close(reading["head_sink_rate"], counted.mean(1), 1e-6)
     assert_close(reading.sequence_sink_rate, counted.mean((0, 2)), 1e-6)
     assert reading.keys.tolist() == list(range(T))
 
@@ -353,43 +353,46 @@ def test_attention_received_equals_eager(variant):
 def test_sink_counts_at_a_threshold_that_many_heads_pass(variant, monkeypatch):
     """Random models have few sinks at 0.3; at 0.03, about what an even spread gives, every family has some to count."""
     this = case(variant)
-    monkeypatch.setattr(reader_module, "SINK_THRESHOLD", 0.03)
-    reading = trace(this.model, this.ids, effective_rank=False).reading
+    monkeypatch.setattr(taps_module, "SINK_THRESHOLD", 0.03)
+    reading = trace(this.model, this.ids, effective_rank=False).recording
     alpha = torch.stack([received_BHS(layer) for layer in this.plain.layers])
     assert float((alpha - 0.03).abs().min()) > 1e-7
     counted = (alpha > 0.03).double()
     assert 0.1 < float(counted.mean()) < 0.9
-    assert_close(reading.head_sink_rate, counted.mean(1), 1e-6)
+    assert_close(reading["head_sink_rate"], counted.mean(1), 1e-6)
     assert_close(reading.sequence_sink_rate, counted.mean((0, 2)), 1e-6)
     assert_close(reading.sink_rate, counted.mean((0, 1, 2)), 1e-6)
     # Control: counting heads by the mean over sequences gives other rates.
-    assert float((reading.head_sink_rate - (alpha.mean(1) > 0.03).double()).abs().max()) > 0.2
+    assert float((reading["head_sink_rate"] - (alpha.mean(1) > 0.03).double()).abs().max()) > 0.2
 
 
 @every_family
 def test_rows_of_attention_equal_eager(variant):
-    plain, reading = case(variant).plain, case(variant).reading
-    assert_close(reading.by_position["entropy"], plain.stacked(lambda layer: entropy_BHT(layer).mean((0, 1))))
-    assert_close(reading.by_head["entropy"], plain.stacked(lambda layer: entropy_BHT(layer).mean((0, 2))))
-    assert_close(reading.by_position["mixing"], plain.stacked(lambda layer: (layer.attention**2).sum(-1).mean((0, 1))))
-    assert_close(reading.by_head["mixing"], plain.stacked(lambda layer: (layer.attention**2).sum(-1).mean((0, 2))))
+    plain, reading = case(variant).plain, case(variant).recording
+    assert_close(reading["entropy"], plain.stacked(lambda layer: entropy_BHT(layer).mean((0, 1))))
+    assert_close(reading["entropy_by_head"], plain.stacked(lambda layer: entropy_BHT(layer).mean((0, 2))))
+    assert_close(reading["mixing"], plain.stacked(lambda layer: (layer.attention**2).sum(-1).mean((0, 1))))
+    assert_close(reading["mixing_by_head"], plain.stacked(lambda layer: (layer.attention**2).sum(-1).mean((0, 2))))
     assert reading.distances == (0, 1, 2, 3, 4, 8, 16, 32, 64)
     for index, d in enumerate(reading.distances):
         expected = plain.stacked(
             lambda layer, d=d: layer.attention.diagonal(offset=-d, dim1=-2, dim2=-1).mean(-1).mean(0)
         )
-        assert_close(reading.by_distance[..., index], expected, name=f"distance {d}")
+        assert_close(reading["by_distance"][..., index], expected, name=f"distance {d}")
 
 
 @every_family
 def test_value_aggregation_equals_eager(variant):
-    plain, positions = case(variant).plain, case(variant).reading.by_position
+    plain, positions = case(variant).plain, case(variant).recording
     assert_close(positions["value_variance"], plain.stacked(lambda layer: variance_T(layer.aggregation)))
     assert_close(positions["projected_variance"], plain.stacked(lambda layer: variance_T(layer.projected)))
     assert_close(positions["second_moment"], plain.stacked(lambda layer: (layer.aggregation**2).mean((0, 2))))
     law = plain.stacked(lambda layer: averaging_law(layer.attention, layer.value))
     assert_close(positions["averaging_law"], law)
-    assert_close(case(variant).reading.channel_variance, plain.stacked(lambda layer: layer.aggregation.var(0).mean(0)))
+    assert_close(
+        case(variant).recording["value_variance_by_channel"],
+        plain.stacked(lambda layer: layer.aggregation.var(0).mean(0)),
+    )
     # The values that were noted down are the ones that attention averages.
     for layer in plain.layers:
         assert_close(layer.aggregation, (layer.attention @ layer.value).transpose(1, 2).flatten(2), 1e-5)
@@ -397,8 +400,8 @@ def test_value_aggregation_equals_eager(variant):
 
 @every_family
 def test_residual_stream_equals_eager(variant):
-    plain, reading = case(variant).plain, case(variant).reading
-    positions = reading.by_position
+    plain, reading = case(variant).plain, case(variant).recording
+    positions = reading
 
     def by_position(measure, name="leaving"):
         return plain.stacked(lambda layer: measure(getattr(layer, name)).mean(0))
@@ -417,7 +420,7 @@ def test_residual_stream_equals_eager(variant):
 
 @every_family
 def test_neuron_writes_equal_eager(variant):
-    plain, positions = case(variant).plain, case(variant).reading.by_position
+    plain, positions = case(variant).plain, case(variant).recording
     for index, layer in enumerate(plain.layers):
         write_TU = (layer.written.abs() * layer.output_EU.norm(dim=0)).amax(0)
         assert_close(positions["largest_write"][index], write_TU.amax(-1))
@@ -434,47 +437,44 @@ def test_neuron_writes_equal_eager(variant):
 
 @every_family
 def test_statistics_at_the_candidates_equal_eager(variant):
-    plain, reading = case(variant).plain, case(variant).reading
-    assert len(reading.residual) == len(plain.layers) + 1
-    for row, statistics in enumerate(reading.residual):
+    plain, reading = case(variant).plain, case(variant).recording
+    lock_positions = case(variant).found.findings.lock_positions
+    for row in range(len(plain.layers) + 1):
         hidden = plain.layers[0].entering if row == 0 else plain.layers[row - 1].leaving
-        at = statistics.candidates
+        kept = {name: by_layer[row - 1] for name, by_layer in reading.by_layer.items() if row - 1 in by_layer}
+        at = kept["standing_out"][0]
         dom_ratio_T = (hidden.abs().amax(-1) / hidden.abs().mean(-1)).mean(0)
         assert set(dom_ratio_T.topk(4).indices.tolist()) <= set(at.tolist())
         if row < len(plain.layers):
-            assert torch.equal(reading.lock_positions[row], dom_ratio_T.topk(4).indices)
-        assert_close(statistics.sums["dimension"], hidden[:, at].sum(0))
-        assert_close(statistics.sums["dimension_abs"], hidden[:, at].abs().sum(0))
-        assert_close(statistics.sums["dimension_total"], hidden.abs().sum((0, 1)))
-        assert_close(statistics.mean("dimension"), hidden[:, at].mean(0))
+            assert torch.equal(lock_positions[row], dom_ratio_T.topk(4).indices)
+        assert_close(kept["dimension"], hidden[:, at].mean(0))
+        assert_close(kept["dimension_abs"], hidden[:, at].abs().mean(0))
+        assert_close(kept["dimension_total"], hidden.abs().sum((0, 1)))
         if row == 0:
-            assert "unit_activation" not in statistics.sums
+            assert "unit_activation" not in kept
             continue
         layer = plain.layers[row - 1]
-        assert_close(statistics.sums["unit_activation"], layer.units[:, at].sum(0))
-        assert_close(statistics.sums["unit_square"], (layer.units[:, at] ** 2).sum(0))
-        assert_close(statistics.sums["unit_energy"], (layer.written**2).sum((0, 1)))
-        has_post_norm = case(variant).family in POST_NORMS
-        assert ("unit_written" in statistics.sums) == has_post_norm
-        if has_post_norm:
-            assert_close(statistics.sums["unit_written"], layer.written[:, at].sum(0))
-            assert_close(statistics.sums["unit_written_square"], (layer.written[:, at] ** 2).sum(0))
+        assert_close(kept["unit_activation"], layer.units[:, at].mean(0))
+        assert_close(kept["unit_written"], layer.written[:, at].mean(0))
+        assert_close(kept["unit_square"], (layer.written[:, at] ** 2).mean(0))
+        assert_close(kept["unit_energy"], (layer.written**2).sum((0, 1)))
+        if case(variant).family in POST_NORMS:  # control: the norm counts
+            assert not torch.allclose(kept["unit_written"], kept["unit_activation"], rtol=1e-2)
 
 
 @every_family
 def test_effective_rank_equals_eager(variant):
-    plain, reading = case(variant).plain, case(variant).reading
+    plain = case(variant).plain
 
     def rank(tokens_NE: Tensor) -> float:
         values = np.linalg.svd(tokens_NE.numpy(), compute_uv=False)
         weights = values / values.sum()
         return float(np.exp(-(weights * np.log(weights)).sum()))
 
-    assert_close(reading.effective_ranks(), plain.stacked(lambda layer: rank(layer.leaving.flatten(0, 1))))
+    ranks = case(variant).found.findings.effective_ranks_without
+    assert_close(ranks([]), plain.stacked(lambda layer: rank(layer.leaving.flatten(0, 1))))
     without = [t for t in range(T) if t not in (0, 3)]
-    assert_close(
-        reading.effective_ranks([0, 3]), plain.stacked(lambda layer: rank(layer.leaving[:, without].flatten(0, 1)))
-    )
+    assert_close(ranks([0, 3]), plain.stacked(lambda layer: rank(layer.leaving[:, without].flatten(0, 1))))
 
 
 # The lock
@@ -486,7 +486,7 @@ def test_lock_equals_keys_made_again_at_full_length(family):
     this = planted_case(family)
     num_read = 0
     for index, layer in enumerate(this.plain.layers):
-        at = this.reading.lock_positions[index]
+        at = this.found.findings.lock_positions[index]
         assert len(set(at.tolist())) == 4
         magnitude = layer.entering.abs()
         massive = magnitude >= 10 * magnitude.mean(-1, keepdim=True)
@@ -517,7 +517,7 @@ def test_lock_share_equals_the_massive_part_of_the_keys(family):
         keys = functools.partial(key_by_weights, family, block.get_submodule(PARTS[family]["attention"]), index)
         whole, part = keys(layer.state), keys(layer.state * massive, bias=False)
         assert_close(layer.key, whole)
-        at = this.reading.lock_positions[index]
+        at = this.found.findings.lock_positions[index]
         if family == "gemma3":  # the key norm makes the key not linear: take the rest, normalised anew
             _, share = lock_readings(layer, keys(layer.state * ~massive), at)
         else:
@@ -586,7 +586,7 @@ def test_lock_of_many_sequences_is_that_of_the_first_eight(family):
     model, ids = planted(family, ids)
     readings = []
     for found in (trace(model, ids), trace(model, ids, chunk_tokens=3 * T), trace(model, ids[:8])):
-        at = found.reading.lock_positions[0].tolist()
+        at = found.findings.lock_positions[0].tolist()
         positive, share = found.findings.lock
         readings.append((positive[0, :, at.index(3)], share[0, :, at.index(3)]))
     for positive, share in readings[:2]:
@@ -613,12 +613,12 @@ def test_the_lock_of_a_model_in_training_mode():
 
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_a_planted_massive_dimension_is_read(family):
-    reading, plain = planted_case(family).reading, planted_case(family).plain
-    assert int(reading.by_position["largest_residual_dimension"][0, 3]) in (7, 19)
-    assert_close(reading.by_position["largest_residual"], plain.stacked(lambda x: x.leaving.abs().amax((0, 2))))
-    assert_close(reading.by_position["kurtosis"], plain.stacked(lambda x: kurtosis_BT(x.leaving).mean(0)))
-    assert 3 in reading.residual[0].candidates.tolist()
-    assert 3 in reading.lock_positions[0].tolist()
+    reading, plain = planted_case(family).recording, planted_case(family).plain
+    assert int(reading["largest_residual_dimension"][0, 3]) in (7, 19)
+    assert_close(reading["largest_residual"], plain.stacked(lambda x: x.leaving.abs().amax((0, 2))))
+    assert_close(reading["kurtosis"], plain.stacked(lambda x: kurtosis_BT(x.leaving).mean(0)))
+    assert 3 in reading.rows("standing_out")[0, 0].tolist()
+    assert 3 in planted_case(family).found.findings.lock_positions[0].tolist()
 
 
 # The model is left alone
@@ -685,7 +685,7 @@ def test_the_model_is_as_it_was_after_an_exception(family, where):
     assert tap_module._active.get() is None
     handle.remove()
     assert torch.equal(logits_of(model, ids), before)
-    assert trace(model, ids).reading.received.isfinite().all()
+    assert trace(model, ids).recording["received"].isfinite().all()
 
 
 @every_family
@@ -709,19 +709,19 @@ def test_hidden_states_while_tracing(variant):
 # Controls
 
 
-def mismatch(reading: Reading, plain: Plain) -> float:
+def mismatch(reading: Recording, plain: Plain) -> float:
     """The largest difference of attention received from the plain pass."""
     alpha = torch.stack([received_BHS(layer).mean(0) for layer in plain.layers])
-    return float((reading.received.double() - alpha).abs().max())
+    return float((reading["received"].double() - alpha).abs().max())
 
 
 @every_family
 def test_control_without_the_causal_mask_the_trace_is_wrong(variant, monkeypatch):
     this = case(variant)
-    assert mismatch(this.reading, this.plain) < 1e-4
-    monkeypatch.setattr(tiles_module.TilesInC, "takes", lambda *_: False)
-    monkeypatch.setattr(tiles_module, "_mask", lambda *_: None)
-    assert mismatch(trace(this.model, this.ids, effective_rank=False).reading, this.plain) > 1e-2
+    assert mismatch(this.recording, this.plain) < 1e-4
+    for name in ("_mask", "_clear_hidden"):
+        monkeypatch.setattr(tiles_module, name, lambda *_: None)
+    assert mismatch(trace(this.model, this.ids, effective_rank=False).recording, this.plain) > 1e-2
 
 
 RULE_CONTROLS = {
@@ -743,7 +743,7 @@ def test_control_with_a_part_of_the_rule_dropped_the_trace_is_wrong(control, mon
     this = case(family)
     rule = tap_module.AttentionRule
     monkeypatch.setattr(tap_module, "AttentionRule", lambda **options: replace(rule(**options), **change))
-    assert mismatch(trace(this.model, this.ids, effective_rank=False).reading, this.plain) > 1e-2
+    assert mismatch(trace(this.model, this.ids, effective_rank=False).recording, this.plain) > 1e-2
 
 
 def test_control_a_window_off_by_one_shows(monkeypatch):
@@ -754,7 +754,7 @@ def test_control_a_window_off_by_one_shows(monkeypatch):
         return rule(window=None if window is None else window + 1, **options)
 
     monkeypatch.setattr(tap_module, "AttentionRule", longer)
-    assert mismatch(trace(this.model, this.ids, effective_rank=False).reading, this.plain) > 1e-3
+    assert mismatch(trace(this.model, this.ids, effective_rank=False).recording, this.plain) > 1e-3
 
 
 def with_anatomy(model, change):
@@ -807,7 +807,7 @@ def test_units_of_experts_are_numbered_expert_by_expert(family):
     num_units = {"mixtral": 80, "qwen3_moe": 24, "gpt_oss": 80, "deepseek_v3": 24}[family]
     dense = {"qwen3_moe": [1], "deepseek_v3": [0]}.get(family, [])
     for index, (layer, plain) in enumerate(zip(anatomy_of(this.model).layers, this.plain.layers, strict=True)):
-        top = this.reading.by_position["largest_write_unit"][index].long()
+        top = this.recording["largest_write_unit"][index].long()
         experts, neurons = layer.unit_places(top)
         if index in dense:
             assert layer.locate_unit(79) == (None, 79)
@@ -834,7 +834,7 @@ def test_a_shared_expert_is_among_the_strongest_somewhere():
     """Otherwise the numbering of its units would go unchecked."""
     this = case("deepseek_v3")
     layer = anatomy_of(this.model).layers[2]
-    experts, _ = layer.unit_places(this.reading.by_position["largest_write_unit"][2].long())
+    experts, _ = layer.unit_places(this.recording["largest_write_unit"][2].long())
     assert SHARED_EXPERT in experts.tolist()
     assert set(experts.tolist()) - {SHARED_EXPERT}
 
@@ -842,27 +842,14 @@ def test_a_shared_expert_is_among_the_strongest_somewhere():
 # Chunks, chosen keys, one sequence
 
 
-def assert_same_reading(found: Reading, expected: Reading, tolerance=1e-5) -> None:
-    for name in ("received", "head_sink_rate", "sequence_sink_rate", "by_distance", "channel_variance"):
-        assert_close(getattr(found, name), getattr(expected, name), tolerance, name)
-    for name in ("by_position", "by_head"):
-        values, others = getattr(found, name), getattr(expected, name)
-        assert values.keys() == others.keys()
-        for key in values:
-            if values[key].is_floating_point():
-                assert_close(values[key], others[key], tolerance, key)
+def assert_same_recording(found: Recording, expected: Recording, tolerance=1e-5) -> None:
+    assert found.by_layer.keys() == expected.by_layer.keys()
+    for name, by_layer in expected.by_layer.items():
+        for layer, values in by_layer.items() if name != "lock" else ():
+            if values.is_floating_point():
+                assert_close(found.by_layer[name][layer], values, tolerance, name)
             else:
-                assert torch.equal(values[key], others[key]), key
-    assert torch.equal(found.lock_positions, expected.lock_positions)
-    for row, (a, b) in enumerate(zip(found.residual, expected.residual, strict=True)):
-        assert a.num_sequences == b.num_sequences
-        assert torch.equal(a.candidates, b.candidates), row
-        assert a.sums.keys() == b.sums.keys()
-        for key in ("dimension", "dimension_abs", "dimension_total", "unit_activation", "unit_square", "unit_energy"):
-            if key in a.sums:
-                assert_close(a.sums[key], b.sums[key], tolerance, key)
-    for a, b in zip(found.rank_tokens, expected.rank_tokens, strict=True):
-        assert_close(a, b, tolerance)
+                assert torch.equal(found.by_layer[name][layer], values), name
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, T, 2 * T, 3 * T + 5])
@@ -872,7 +859,7 @@ def test_chunks_merge_exactly(family, chunk_tokens):
     passes = []
     found = trace(this.model, this.ids, chunk_tokens=chunk_tokens, progress=lambda *done: passes.append(done))
     assert passes[-1][0] == passes[-1][1] == 2 * -(-B // max(1, chunk_tokens // T))
-    assert_same_reading(found.reading, this.reading)
+    assert_same_recording(found.recording, this.recording)
     assert_close(found.findings.lock[0], this.positive_queries, 1e-6)
     assert_close(found.findings.lock[1], this.lock_share)
 
@@ -880,7 +867,7 @@ def test_chunks_merge_exactly(family, chunk_tokens):
 def test_chunks_with_a_massive_dimension_merge_exactly():
     this = planted_case("gemma3")
     found = trace(this.model, this.ids, chunk_tokens=T)
-    assert_same_reading(found.reading, this.reading)
+    assert_same_recording(found.recording, this.recording)
     assert_close(found.findings.lock[0], this.positive_queries, 1e-6)
     assert_close(found.findings.lock[1], this.lock_share)
 
@@ -888,8 +875,8 @@ def test_chunks_with_a_massive_dimension_merge_exactly():
 def test_control_the_mean_of_chunks_is_not_their_merger():
     """Variance within chunks, averaged, misses what lies between them."""
     this = case("llama")
-    parts = [trace(this.model, this.ids[part]).reading.by_position["value_variance"] for part in ([0, 1], [2, 3])]
-    apart = torch.stack(parts).mean(0) / this.reading.by_position["value_variance"]
+    parts = [trace(this.model, this.ids[part]).recording["value_variance"] for part in ([0, 1], [2, 3])]
+    apart = torch.stack(parts).mean(0) / this.recording["value_variance"]
     assert float((apart - 1).abs().max()) > 0.1
 
 
@@ -897,13 +884,13 @@ def test_control_the_mean_of_chunks_is_not_their_merger():
 @pytest.mark.parametrize("chunk_tokens", [T, 1 << 17])
 def test_chosen_keys_equal_the_whole_reading(family, chunk_tokens):
     this = case(family)
-    found = trace(this.model, this.ids, keys=[10, 0, 70], chunk_tokens=chunk_tokens).reading
+    found = trace(this.model, this.ids, keys=[10, 0, 70], chunk_tokens=chunk_tokens).recording
     assert found.keys.tolist() == [0, 10, 70]
-    for name in ("received", "head_sink_rate", "sequence_sink_rate"):
-        assert_close(getattr(found, name), getattr(this.reading, name)[..., found.keys], 1e-5, name)
-    assert_close(found.by_distance, this.reading.by_distance, 1e-5)
+    for name in ("received", "head_sink_rate", "sink_heads"):
+        assert_close(found[name], this.recording[name][..., found.keys], 1e-5, name)
+    assert_close(found["by_distance"], this.recording["by_distance"], 1e-5)
     for name, values in found.by_position.items():
-        assert_close(values, this.reading.by_position[name], 1e-5, name)
+        assert_close(values, this.recording[name], 1e-5, name)
     # Rows of attention need every key.
     assert not {"entropy", "mixing", "averaging_law"} & found.by_position.keys()
 
@@ -921,19 +908,19 @@ def test_chosen_keys_give_tables_and_a_summary():
 def test_one_sequence(family):
     this = case(family)
     found = trace(this.model, this.ids[:1])
-    reading = found.reading
+    reading = found.recording
     assert not {"value_variance", "projected_variance", "cosine", "averaging_law"} & reading.by_position.keys()
-    assert reading.channel_variance is None
+    assert "value_variance_by_channel" not in reading
     assert found.findings.variance_ratio is None
     assert found.findings.averaging_law_r_squared is None
-    for name in ("received", "head_sink_rate", "sequence_sink_rate", "by_distance"):
-        assert getattr(reading, name).isfinite().all(), name
+    for name in ("received", "head_sink_rate", "sink_heads", "by_distance"):
+        assert reading[name].isfinite().all(), name
     for name, values in reading.by_position.items():
         assert values.isfinite().all(), name
     alpha = this.plain.stacked(lambda layer: received_BHS(layer)[0])
-    assert_close(reading.received, alpha)
+    assert_close(reading["received"], alpha)
     second = this.plain.stacked(lambda layer: (layer.aggregation[0] ** 2).mean(-1))
-    assert_close(reading.by_position["second_moment"], second)
+    assert_close(reading["second_moment"], second)
     assert found.summary["variance_ratio"] is None
     assert found.tables.keys() >= {"sinks", "positions", "neurons", "dimensions", "heads"}
 
@@ -944,11 +931,11 @@ def test_a_shared_first_token_has_no_variance_ratio():
     ids[:, 0] = 1
     found = trace(this.model, ids)
     assert found.findings.variance_ratio is None
-    assert float(found.reading.by_position["value_variance"][0, 0]) == 0
-    assert (found.reading.by_position["second_moment"][:, 0] > 0).all()
-    assert found.reading.batch.bos
+    assert float(found.recording["value_variance"][0, 0]) == 0
+    assert (found.recording["second_moment"][:, 0] > 0).all()
+    assert found.recording.batch.bos
     # Control: with different first tokens it is there.
-    assert case("llama").reading.by_position["value_variance"][0, 0] > 0
+    assert case("llama").recording["value_variance"][0, 0] > 0
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 1 << 17])
@@ -957,51 +944,50 @@ def test_a_long_text_is_sampled(chunk_tokens):
     length = 1100
     model = tiny_model("llama", max_position_embeddings=2048, num_hidden_layers=2)
     ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
-    reading = trace(model, ids, chunk_tokens=chunk_tokens).reading
+    found = trace(model, ids, chunk_tokens=chunk_tokens)
+    reading = found.recording
     model.set_attn_implementation("eager")
     with torch.no_grad():
         outputs = model(ids, use_cache=False, output_attentions=True, output_hidden_states=True)
     index, queries = (torch.linspace(0, length - 1, number).long() for number in (1024, 256))
     assert len(set(index.tolist())) == 1024
-    assert_close(reading.rank_tokens[0], outputs.hidden_states[1][0, index])
+    assert_close(reading["rank_tokens"][0], outputs.hidden_states[1][0, index])
     assert reading.distances[-1] == 1024
     for layer, attention in enumerate(outputs.attentions):
         sampled = torch.stack([attention[:, :, t, t - 8] for t in queries.tolist() if t >= 8]).double().mean((0, 1))
-        assert_close(reading.by_distance[layer, :, reading.distances.index(8)], sampled)
+        assert_close(reading["by_distance"][layer, :, reading.distances.index(8)], sampled)
     # Without the sink's tokens: only position 1,099 is dropped, and it is among the tokens taken.
     values = np.linalg.svd(outputs.hidden_states[1][0, index[:-1]].double().numpy(), compute_uv=False)
     weights = values / values.sum()
-    assert_close(reading.effective_ranks([1099])[0], np.exp(-(weights * np.log(weights)).sum()))
+    assert_close(found.findings.effective_ranks_without([1099])[0], np.exp(-(weights * np.log(weights)).sum()))
 
 
 def test_two_traces_do_not_disturb_one_another():
     """A model that shares modules with another, traced after it: nothing is kept between calls."""
     this = case("llama")
-    again = trace(copy.deepcopy(this.model), this.ids).reading
-    assert torch.equal(again.received, this.reading.received)
-    assert torch.equal(again.by_position["kurtosis"], this.reading.by_position["kurtosis"])
+    again = trace(copy.deepcopy(this.model), this.ids).recording
+    assert torch.equal(again["received"], this.recording["received"])
+    assert torch.equal(again["kurtosis"], this.recording["kurtosis"])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon"])
 def test_float64_models_are_read_in_float64(family):
     """In double precision only what is kept in float32 on the way limits agreement."""
     model, ids = tiny_model(family, dtype=torch.float64), tokens()
-    plain, reading = plain_pass(family, model, ids), trace(model, ids).reading
+    plain, reading = plain_pass(family, model, ids), trace(model, ids).recording
     # The softmax of eager attention is in float32 in most families.
-    assert_close(reading.received, plain.stacked(lambda layer: received_BHS(layer).mean(0)), 1e-5)
-    assert_close(
-        reading.by_position["value_variance"], plain.stacked(lambda layer: variance_T(layer.aggregation)), 1e-5
-    )
+    assert_close(reading["received"], plain.stacked(lambda layer: received_BHS(layer).mean(0)), 1e-5)
+    assert_close(reading["value_variance"], plain.stacked(lambda layer: variance_T(layer.aggregation)), 1e-5)
 
 
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_bfloat16_models_are_read(family):
     """Against the same model in float32: 8 bits leave a few percent, and everything stays finite."""
     model, ids = tiny_model(family, dtype=torch.bfloat16, scale=4.0), tokens()
-    reading = trace(model, ids).reading
-    single = trace(tiny_model(family, scale=4.0), ids).reading
-    assert reading.received.dtype == torch.float32
-    assert float((reading.received - single.received).abs().mean()) < 0.02
+    reading = trace(model, ids).recording
+    single = trace(tiny_model(family, scale=4.0), ids).recording
+    assert reading["received"].dtype == torch.float32
+    assert float((reading["received"] - single["received"]).abs().mean()) < 0.02
     for name, values in reading.by_position.items():
         assert values.isfinite().all(), name
         assert values.dtype in (torch.float32, torch.int64), name
@@ -1019,7 +1005,7 @@ def test_statistics_of_bfloat16_states_are_as_exact_as_float32():
             )
         )
         handles.append(block.register_forward_hook(lambda _, args, out: leaving.append(out.double())))
-    found = trace(model, ids).reading.by_position
+    found = trace(model, ids).recording
     for handle in handles:
         handle.remove()
     for layer, (state, hidden) in enumerate(zip(states, leaving, strict=True)):
@@ -1028,7 +1014,7 @@ def test_statistics_of_bfloat16_states_are_as_exact_as_float32():
         assert_close(found["kurtosis"][layer], kurtosis_BT(hidden).mean(0), 1e-5)
 
 
-def test_names_of_the_reader_module_are_those_the_controls_patch():
+def test_names_of_the_taps_are_those_the_controls_patch():
     """The controls above replace these names; were they renamed, the controls would prove nothing."""
     assert tap_module.AttentionRule is tiles_module.AttentionRule
-    assert reader_module.attention_tap is tap_module.attention_tap
+    assert taps_module.attention_tap is tap_module.attention_tap

@@ -94,10 +94,10 @@ def test_can_be_traced(family):
     model = tiny_model(family)
     insert_head_norm(model)
     trace = sinkscope.trace(model, tokens(), effective_rank=False)
-    second_LT = trace.reading.by_position["second_moment"]
+    second_LT = trace.recording["second_moment"]
     torch.testing.assert_close(second_LT, torch.ones_like(second_LT), rtol=1e-2, atol=0)
     remove_head_norm(model)
-    control_LT = sinkscope.trace(model, tokens(), effective_rank=False).reading.by_position["second_moment"]
+    control_LT = sinkscope.trace(model, tokens(), effective_rank=False).recording["second_moment"]
     assert (control_LT - 1).abs().max() > 0.1
 
 

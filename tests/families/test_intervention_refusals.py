@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import CONFIGURATIONS, tiny_model
 
-from sinkscope.capture.condition_reading import Replay
+from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import (

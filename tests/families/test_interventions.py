@@ -18,7 +18,7 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
-from sinkscope.capture.condition_reading import read_condition
+from sinkscope.capture.replay import read_condition
 from sinkscope.capture.trace import trace
 from sinkscope.interventions.aggregation_edit import FORMULAS, AggregationEdit, amplify_variance
 from sinkscope.interventions.dimension_edit import clamp, set_dimensions
@@ -227,7 +227,7 @@ def assert_another_pass(found: EagerPass, control: EagerPass) -> None:
 
 def assert_traced(this: SimpleNamespace, expected: EagerPass) -> None:
     """A trace under whatever is on reads what the eager pass has."""
-    reading = trace(this.model, this.ids, effective_rank=False).reading
+    reading = trace(this.model, this.ids, effective_rank=False).recording
 
     def by_layer(measure, values):
         return np.stack([np.asarray(measure(x.double())) for x in values])
@@ -235,24 +235,25 @@ def assert_traced(this: SimpleNamespace, expected: EagerPass) -> None:
     def alpha(a_BHTS):  # mean over the queries from each key on
         return torch.stack([a_BHTS[:, :, k:, k].mean((0, 2)) for k in range(T)], dim=-1)
 
-    assert_close(reading.received, by_layer(alpha, expected.attention), name="received")
+    assert_close(reading["received"], by_layer(alpha, expected.attention), name="received")
     for name, row in (("entropy", lambda a: torch.special.entr(a).sum(-1)), ("mixing", lambda a: (a**2).sum(-1))):
         by_position = by_layer(lambda a, row=row: row(a).mean((0, 1)), expected.attention)
-        assert_close(reading.by_position[name], by_position, name=name)
+        assert_close(reading[name], by_position, name=name)
         assert_close(
-            reading.by_head[name], by_layer(lambda a, row=row: row(a).mean((0, 2)), expected.attention), name=name
+            reading[f"{name}_by_head"], by_layer(lambda a, row=row: row(a).mean((0, 2)), expected.attention), name=name
         )
     for index, d in enumerate(reading.distances):
         at = by_layer(lambda a, d=d: a.diagonal(-d, -2, -1).mean((0, 2)), expected.attention)
-        assert_close(reading.by_distance[..., index], at, name=f"distance {d}")
+        assert_close(reading["by_distance"][..., index], at, name=f"distance {d}")
     second_moment = by_layer(lambda o: (o**2).mean((0, 2)), expected.aggregation)
-    assert_close(reading.by_position["second_moment"], second_moment)
+    assert_close(reading["second_moment"], second_moment)
     dom_ratio = by_layer(lambda h: (h.abs().amax(-1) / h.abs().mean(-1)).mean(0), expected.leaving)
-    assert_close(reading.by_position["dom_ratio"], dom_ratio)
+    assert_close(reading["dom_ratio"], dom_ratio)
     for layer, groups in enumerate(expected.units):
-        row = reading.residual[layer + 1]
         units_BTU = torch.cat([groups[expert].double() for expert in sorted(groups, key=_as_listed)], dim=-1)
-        assert_close(row.sums["unit_activation"], units_BTU[:, row.candidates].sum(0), name=f"units of layer {layer}")
+        at = reading.by_layer["standing_out"][layer][0]
+        found = reading.by_layer["unit_activation"][layer]
+        assert_close(found, units_BTU[:, at].mean(0), name=f"units of layer {layer}")
 
 
 def _as_listed(expert: int | None) -> float:

@@ -11,9 +11,9 @@ import torch
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkscope.capture import forward_reader as reader_module
-from sinkscope.capture.neuron_tap import LayerUnits
+from sinkscope.capture import taps
 from sinkscope.capture.trace import trace
+from sinkscope.capture.units import LayerUnits
 from sinkscope.models.anatomy import anatomy_of
 
 LENGTH = 2048
@@ -113,13 +113,13 @@ def test_control_eager_attention_makes_squares(family):
 
 
 def test_control_a_square_made_by_the_reader_would_show(monkeypatch):
-    read = reader_module.read_attention
+    read = taps.read_attention
 
     def read_with_square(query, key, *rest):
         torch.matmul(query, key.repeat_interleave(2, dim=1).transpose(2, 3))
         return read(query, key, *rest)
 
-    monkeypatch.setattr(reader_module, "read_attention", read_with_square)
+    monkeypatch.setattr(taps, "read_attention", read_with_square)
     assert watched_trace(long_model("llama"), tokens()).squares
 
 
@@ -139,7 +139,7 @@ class WatchedUnits(LayerUnits):
 @pytest.mark.parametrize("family", [*KINDS, "olmo2", "gpt2"])
 def test_units_hold_nothing_once_their_layer_has_ended(family, monkeypatch):
     monkeypatch.setattr(WatchedUnits, "made", weakref.WeakSet(), raising=False)
-    monkeypatch.setattr(reader_module, "LayerUnits", WatchedUnits)
+    monkeypatch.setattr(taps, "LayerUnits", WatchedUnits)
     model, ids = long_model(family, 3), tokens(64, 2)
     anatomy = anatomy_of(model)
     held_inside, held_between = [], []

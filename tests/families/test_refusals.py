@@ -6,9 +6,9 @@ from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM
 
 from sinkscope.capture import attention_tap as tap_module
-from sinkscope.capture.attention_request import ReadingRequest
+from sinkscope.capture.attention_rule import ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.tiled_attention import tiled_attention
+from sinkscope.capture.tiles import tiled_attention
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
@@ -182,20 +182,20 @@ def test_an_adapter_elsewhere_counts_as_the_merged_one_does():
     wrapped.model.layers[0].self_attn.q_proj = adapted
     with torch.no_grad():
         merged.model.layers[0].self_attn.q_proj.weight += adapted.lora_B.weight @ adapted.lora_A.weight
-    found, expected = (trace(model, tokens()).reading.received for model in (wrapped, merged))
+    found, expected = (trace(model, tokens()).recording["received"] for model in (wrapped, merged))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert (found - trace(tiny_model("llama"), tokens()).reading.received).abs().max() > 1e-3
+    assert (found - trace(tiny_model("llama"), tokens()).recording["received"]).abs().max() > 1e-3
 
 
 def test_wrappers_are_looked_through():
-    plain = trace(tiny_model("llama"), tokens()).reading.received
+    plain = trace(tiny_model("llama"), tokens()).recording["received"]
     compiled_blocks = tiny_model("llama")
     for block in compiled_blocks.model.layers:
         block.compile(backend="eager")
     compiled_blocks(tokens())
     model = tiny_model("llama")
     for wrapper in (torch.nn.DataParallel(model), torch.compile(model, backend="eager"), compiled_blocks):
-        assert torch.equal(trace(wrapper, tokens()).reading.received, plain)
+        assert torch.equal(trace(wrapper, tokens()).recording["received"], plain)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
@@ -250,7 +250,7 @@ def test_keys_outside_the_text_are_refused(keys):
 
 
 def test_the_last_key_goes_through():
-    assert trace(tiny_model("llama"), tokens(), keys=[T - 1]).reading.keys.tolist() == [T - 1]
+    assert trace(tiny_model("llama"), tokens(), keys=[T - 1]).recording.keys.tolist() == [T - 1]
 
 
 def test_ids_outside_the_vocabulary_are_refused():
@@ -281,7 +281,7 @@ def test_a_model_in_training_mode_is_traced_without_dropout_and_put_back(family,
     assert False in modes
     found = trace(model, ids)
     assert [module.training for module in model.modules()] == modes
-    assert torch.equal(found.reading.received, quiet.reading.received)
+    assert torch.equal(found.recording["received"], quiet.recording["received"])
     # Control: dropout would have shown.
     model.train()
     with torch.no_grad():

@@ -46,7 +46,7 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
     assert findings.sinks[0].low > 0.5
     assert findings.birth_layers
     strongest = findings.massive_dimensions[0]
-    birth = max(findings.birth_layers, key=lambda layer: result.reading.by_position["dom_ratio"][layer, 0])
+    birth = max(findings.birth_layers, key=lambda layer: result.recording["dom_ratio"][layer, 0])
     writers = [unit for unit in findings.super_neurons if unit.layer == birth and unit.role == "writes"]
     assert sum(unit.write_share for unit in writers) > 0.5
     assert writers[0].dimension == strongest
@@ -71,9 +71,7 @@ def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):
             for layer, weight in saved.items():
                 layers[layer].mlp.down_proj.weight.copy_(weight)
     intact = trace(smollm2_model, batch, effective_rank=False)
-    assert (
-        without.reading.by_position["dom_ratio"][:, 0].max() < 0.5 * intact.reading.by_position["dom_ratio"][:, 0].max()
-    )
+    assert without.recording["dom_ratio"][:, 0].max() < 0.5 * intact.recording["dom_ratio"][:, 0].max()
 
 
 @pytest.mark.parametrize("name", ["gemma3_model", "stories15m_model"])
@@ -101,12 +99,12 @@ def test_stories15m_tells_a_story(stories15m_model):
 def test_fast_path_equals_eager(name, request):
     loaded = request.getfixturevalue(name)
     batch = token_batch(loaded, num_sequences=2, bos=True)
-    reading = trace(loaded, batch, effective_rank=False).reading
+    reading = trace(loaded, batch, effective_rank=False).recording
     expected = eager_received(loaded, batch.ids)
-    torch.testing.assert_close(reading.received, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(reading["received"], expected, atol=1e-4, rtol=0)
     # The control: another batch's maps are not within the tolerance.
     other = eager_received(loaded, token_batch(loaded, num_sequences=2, bos=True, seed=1).ids)
-    assert (reading.received - other).abs().max() > 1e-3
+    assert (reading["received"] - other).abs().max() > 1e-3
 
 
 def test_command_on_a_gguf_file(smollm2, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
-from sinkscope.capture import condition_reading as reading_module
-from sinkscope.capture import forward_reader as trace_module
-from sinkscope.capture.condition_reading import LAYER_FIELDS, ConditionReading, Replay, next_token_loss, read_condition
+from sinkscope.capture import replay as replay_module
+from sinkscope.capture import taps
+from sinkscope.capture.replay import BY_SEQUENCE, ConditionReading, Replay, next_token_loss, read_condition
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import amplify_variance
@@ -66,7 +66,7 @@ def conditions(family: str) -> list:
 
 
 def assert_same_bits(found: ConditionReading, expected: ConditionReading) -> None:
-    for name in LAYER_FIELDS:
+    for name in (*BY_SEQUENCE, "dimensions_LBTM"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.units.keys() == expected.units.keys()
     for group, values in found.units.items():
@@ -136,25 +136,24 @@ def test_without_a_kept_layer_the_pass_begins_at_the_one_before():
 def test_readings_equal_a_trace(family, condition, monkeypatch):
     """At a threshold that many heads pass: random models have few sinks at 0.3."""
     model, replay = model_of(family), replay_of(family)
-    for module in (reading_module, trace_module):
-        monkeypatch.setattr(module, "SINK_THRESHOLD", 0.05)
+    monkeypatch.setattr(taps, "SINK_THRESHOLD", 0.05)
     interventions = {"untouched": [], "masked": [mask_to_self(model, 10)], "all": conditions(family)}[condition]
     with together(interventions):
         found = replay._read(None, loss=False)
-        reading = trace(model, IDS, effective_rank=False).reading
+        reading = trace(model, IDS, effective_rank=False).recording
     np.testing.assert_allclose(found.rate_BS, reading.sequence_sink_rate, rtol=1e-6)
     assert found.rate_BS.shape == (B, T)
     assert 0.05 < float(found.rate_BS.mean()) < 0.95
     for name, values in (
-        ("received", (found.received_LBS.mean(1), reading.received.mean(1))),
-        ("entropy", (found.entropy_LBT.mean(1), reading.by_position["entropy"])),
-        ("mixing", (found.mixing_LBT.mean(1), reading.by_position["mixing"])),
-        ("dom_ratio", (found.dom_ratio_LBT.mean(1), reading.by_position["dom_ratio"])),
+        ("received", (found.received_LBS.mean(1), reading["received"].mean(1))),
+        ("entropy", (found.entropy_LBT.mean(1), reading["entropy"])),
+        ("mixing", (found.mixing_LBT.mean(1), reading["mixing"])),
+        ("dom_ratio", (found.dom_ratio_LBT.mean(1), reading["dom_ratio"])),
     ):
         np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6, err_msg=name)
     channels = anatomy_of(model).layers[0].aggregation_channel_norms().shape[0]
     energy = found.aggregation_norm_LBT.square().mean(1) / channels
-    np.testing.assert_allclose(energy, reading.by_position["second_moment"], rtol=1e-4)
+    np.testing.assert_allclose(energy, reading["second_moment"], rtol=1e-4)
     if condition != "untouched":  # control
         assert float((found.received_LBS - replay.untouched.received_LBS).abs().max()) > 1e-3
 
@@ -239,7 +238,7 @@ def test_loss_of_heads_out_of_the_ordinary(family, overrides):
 @pytest.mark.parametrize("tokens", [1, 2 * T, 3 * T])
 def test_loss_in_portions_is_the_same(tokens, monkeypatch):
     replay = replay_of("llama")
-    monkeypatch.setattr(reading_module, "LOSS_TOKENS", tokens)
+    monkeypatch.setattr(replay_module, "LOSS_TOKENS", tokens)
     hidden = []
     hook = replay.anatomy.layers[-1].block.register_forward_hook(
         lambda _, args, out: hidden.append(out[0] if isinstance(out, tuple) else out)

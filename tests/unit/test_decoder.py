@@ -144,15 +144,15 @@ def test_no_token_sees_a_later_one(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traces_equal_the_written_out_attention(variant, feed_forward):
     model = decoder(variant, feed_forward_variant=feed_forward)
-    reading = sinkscope.trace(model, tokens()).reading
+    reading = sinkscope.trace(model, tokens()).recording
     model.set_attn_implementation("eager")
     weights = {}
     for layer, block in enumerate(model.blocks):
         block.self_attn.register_forward_hook(lambda _, args, output, i=layer: weights.update({i: output[1]}))
     logits(model)
     received = torch.stack([weights[i].sum(2).mean(0) / torch.arange(33, 0, -1) for i in range(3)])
-    torch.testing.assert_close(reading.received, received, rtol=1e-4, atol=1e-5)
-    assert len(set(reading.received[0, :, 0].tolist())) == 4
+    torch.testing.assert_close(reading["received"], received, rtol=1e-4, atol=1e-5)
+    assert len(set(reading["received"][0, :, 0].tolist())) == 4
 
 
 def test_anatomy_reads_the_weights_that_act():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sinkscope.capture import edited_rows as rows_module
-from sinkscope.capture.attention_readers import read_attention
-from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
+from sinkscope.capture.attention import read_attention
+from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.edits import RowEdit
 from sinkscope.errors import InputError
 

@@ -221,7 +221,7 @@ def test_control_a_dimension_large_in_every_token_marks_none():
     with torch.no_grad():
         model.get_input_embeddings().weight[:, MASSIVE] = VALUE
     found = trace(model, tokens(0))
-    assert float(found.reading.by_position["dom_ratio"].min()) > 10
+    assert float(found.recording["dom_ratio"].min()) > 10
     assert found.findings.massive == []
 
 
@@ -298,7 +298,7 @@ def test_a_planted_sink_is_found_with_its_layer_and_head(position):
     # One head of sixteen attends to it alone, the others spread evenly over what they see.
     even = sum(1 / (t + 1) for t in range(position, T)) / (T - position)
     assert sink.mean_attention == pytest.approx((1 + 15 * even) / 16, rel=1e-4)
-    rate = found.reading.head_sink_rate[:, :, position]
+    rate = found.recording["head_sink_rate"][:, :, position]
     assert rate.nonzero().tolist() == [[2, 1]]
     assert found.findings.strongest == (position, 1 / 16)
     assert f"Position {position} is a sink" in found.story
@@ -314,7 +314,7 @@ def test_a_sink_in_some_sequences_has_an_interval():
     assert sink.layers == [1, 2]
     assert sink.rate == pytest.approx(1 / 16)  # 2 of 16 heads in half of the sequences
     assert sink.low < sink.rate < sink.high
-    assert found.reading.sequence_sink_rate[:, 10].tolist() == [0.125, 0.0, 0.125, 0.0]
+    assert found.recording.sequence_sink_rate[:, 10].tolist() == [0.125, 0.0, 0.125, 0.0]
 
 
 def test_two_sinks_are_found():

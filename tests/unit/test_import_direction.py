@@ -16,6 +16,7 @@ LAYERS = {
     "runtime": 0,
     "arguments": 0,
     "user_paths": 0,
+    "processes": 0,
     "statistics": 0,
     "results": 0,
     "measures": 0,
@@ -48,22 +49,12 @@ WITHIN_LAYER_0 = {
     ("results.fingerprint_schemas", "results.tables"),
     ("results.study_schemas", "results.tables"),
     ("results.bias_schemas", "results.tables"),
-    ("results.trace_schemas", "results.tables"),
     ("measures.super_neurons", "measures.dimension_disparity"),
     ("measures.super_neurons", "measures"),
     ("measures.dimension_disparity", "measures.spectrum"),
     ("measures.contraction", "measures.spectrum"),
-    ("kernels.token_means", "kernels.compiled"),
-    ("kernels.token_statistics", "kernels.compiled"),
-    ("kernels.token_statistics", "kernels.channel_sums"),
-    ("kernels.channel_sums", "kernels.compiled"),
-    *(
-        (f"kernels.{name}", "kernels.launch")
-        for name in (
-            *("attention_by_distance", "attention_received", "channel_sums", "head_rms_norm"),
-            *("pair_agreement", "standout", "token_means", "token_statistics"),
-        )
-    ),
+    ("kernels.token_statistics", "measures.dimension_disparity"),
+    *((f"kernels.{name}", "kernels.jit") for name in ("attention_received", "head_rms_norm", "token_statistics")),
 }
 # Measures must work for someone who has activations and torch, and nothing else of ours.
 MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}

@@ -359,7 +359,7 @@ def test_the_chain_reads_as_the_paper_says():
     assert law is not None
     assert (variance[BORN] > 20).all()
     assert (law[BORN] > 0.9).all()
-    cosine_LT = findings.reading.by_position["cosine"]
+    cosine_LT = findings.recording["cosine"]
     assert (cosine_LT[3:, 0] > 0.95).all()
     assert (cosine_LT[3:, 1:] < 0.7).all()
     assert not (cosine_LT[BORN, 0] > 0.9).any()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sinkscope.capture.reading import evaluation_mode, read_model, without_autograd
+from sinkscope.capture.observables import CHAIN
+from sinkscope.capture.recorder import evaluation_mode, record, without_autograd
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch
 
@@ -31,7 +32,7 @@ def model_that_keeps():
 
 def read(loaded):
     ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
-    return read_model(loaded, given_batch(ids, model=loaded.model), effective_rank=False), ids
+    return record(loaded, given_batch(ids, model=loaded.model), CHAIN), ids
 
 
 def test_a_model_can_be_trained_after_it_was_read():
@@ -58,8 +59,8 @@ def test_both_modes_read_the_same():
             assert torch.is_inference_mode_enabled() is not trained
             assert not torch.is_grad_enabled()
         found[trained] = read(load(model))[0]
-    assert torch.equal(found[True].received, found[False].received)
-    assert found[False].received.is_inference()
+    assert torch.equal(found[True]["received"], found[False]["received"])
+    assert found[False].by_layer["received"][0].is_inference()
 
 
 def test_the_reference_model_is_read_in_inference_mode():

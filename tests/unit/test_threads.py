@@ -56,7 +56,7 @@ def test_a_plain_pass_while_another_thread_reads(family, implementation):
     handle = layer.register_forward_hook(meanwhile)
     reading = trace(model, IDS)
     torch.testing.assert_close(found[0], expected)
-    assert torch.equal(reading.reading.received, before.reading.received)
+    assert torch.equal(reading.recording["received"], before.recording["received"])
     assert torch.equal(logits(model), expected)
 
 
@@ -102,7 +102,7 @@ def test_a_second_reader_is_refused_and_the_model_restored():
     assert torch.equal(logits(model), expected)
     # The control: when the first is done, the other thread may read, and reads the same.
     again = in_a_thread(lambda: trace(loaded, IDS))
-    assert torch.equal(again.reading.received, first.reading.received)
+    assert torch.equal(again.recording["received"], first.recording["received"])
 
 
 def test_two_models_are_read_at_once():
@@ -114,4 +114,4 @@ def test_two_models_are_read_at_once():
 
     handle = model.model.layers[1].register_forward_hook(meanwhile)
     trace(model, IDS)
-    assert torch.equal(found[0].reading.received, trace(other, IDS).reading.received)
+    assert torch.equal(found[0].recording["received"], trace(other, IDS).recording["received"])

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sinkscope.capture import tile_readers
-from sinkscope.capture import tiled_attention as module
-from sinkscope.capture.attention_request import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
-from sinkscope.capture.tiled_attention import tiled_attention
-from sinkscope.kernels.compiled import runs_in_c
+from sinkscope.capture import tiles as module
+from sinkscope.capture.attention_rule import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.capture.tiles import tiled_attention
 
 # float64 differs from the definition by the order of its sums only. float32 has 24 bits: scores up to about 10 are good
 # to 1e-6, the exponential passes that on as a relative error, and sums over 130 keys add little to it.
@@ -152,16 +150,6 @@ def test_pairs_in_several_tiles(monkeypatch, tile_elements):
     assert_equal(tiled_attention(q, k, v, rule, request), expected_readings(q, k, v, rule, request), EXACT)
 
 
-@pytest.fixture(params=["c", "torch"])
-def way(request, monkeypatch):
-    """float32 is read by the kernel in C where it can be built, and by torch where not."""
-    if request.param == "torch":
-        monkeypatch.setattr(tile_readers.TilesInC, "takes", lambda *_: False)
-    elif not runs_in_c(torch.zeros(1)):
-        pytest.skip("THE KERNEL IN C NOT CHECKED: no compiler")
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("length", [1, 15, 64, 130])
 @pytest.mark.parametrize("name", RULES)
 def test_float32(name, length):
@@ -172,7 +160,6 @@ def test_float32(name, length):
     assert {found.output.dtype, found.received.dtype, found.entropy.dtype} == {torch.float32}
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2), (6, 1)])
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_float32_of_every_grouping_in_several_tiles(monkeypatch, name, num_heads, num_kv_heads):
@@ -183,7 +170,6 @@ def test_float32_of_every_grouping_in_several_tiles(monkeypatch, name, num_heads
     assert_equal(tiled_attention(q, k, v, rule, request), expected_readings(q, k, v, rule, request), SINGLE)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["plain", "window_7", "all"])
 @pytest.mark.parametrize("keys", [[], [0], [3, 64, 129], [128, 63, 65]])
 def test_float32_of_chosen_keys(name, keys):
@@ -194,7 +180,6 @@ def test_float32_of_chosen_keys(name, keys):
     assert_equal(tiled_attention(q, k, v, RULES[name], request), read, SINGLE)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("keys", [torch.tensor([0, 10], dtype=torch.int32), torch.arange(16)[::4]])
 def test_keys_of_another_type_or_that_lie_apart(keys):
     q, k, v = make_inputs(40, dtype=torch.float32)
@@ -203,7 +188,6 @@ def test_keys_of_another_type_or_that_lie_apart(keys):
     assert_equal(found, {"received": expected["received"]}, SINGLE)
 
 
-@pytest.mark.usefixtures("way")
 def test_key_weights_of_another_shape():
     q, k, v = make_inputs(40, dtype=torch.float32)
     one_for_all = torch.rand(1, 40, generator=torch.Generator().manual_seed(0))
@@ -214,7 +198,6 @@ def test_key_weights_of_another_shape():
         tiled_attention(q, k, v, RULES["plain"], ReadingRequest(key_weights=torch.rand(2, 10)))
 
 
-@pytest.mark.usefixtures("way")
 def test_float32_of_a_long_text():
     """Rows longer than what is added up at once, and queries of which some are sampled."""
     length = 1300
@@ -234,7 +217,6 @@ def test_float32_of_a_long_text():
     assert_equal(found, {name: values.numpy() for name, values in expected.items()}, SINGLE)
 
 
-@pytest.mark.usefixtures("way")
 def test_faint_attention_is_none():
     """e^-60 of a row's largest weight is 0 or next to it, and what is left of the row is not disturbed."""
     q, k, v = torch.ones(1, 1, 40, 1), torch.zeros(1, 1, 40, 1), torch.ones(1, 1, 40, 1)
@@ -246,7 +228,6 @@ def test_faint_attention_is_none():
     np.testing.assert_allclose(found.received[0, 0, 7:], [33.0, *[0] * 32], atol=1e-6)
 
 
-@pytest.mark.usefixtures("way")
 def test_nan_reaches_the_reader():
     q, k, v = make_inputs(40, dtype=torch.float32)
     k[0, 0, 20] = torch.nan
@@ -377,7 +358,6 @@ CONTROLS = {
 }
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("control", CONTROLS)
 def test_control_another_rule_differs_in_float32(control):
     right, change = CONTROLS[control]
@@ -405,7 +385,8 @@ def test_control_without_the_causal_mask_every_reading_differs(monkeypatch):
     rule, request = RULES["plain"], make_request(66)
     expected = expected_readings(q, k, v, rule, request)
     bidirectional = expected_readings(q, k, v, rule, request, causal=False)
-    monkeypatch.setattr(tile_readers, "_mask", lambda *_: None)
+    for name in ("_mask", "_clear_hidden"):
+        monkeypatch.setattr(module, name, lambda *_: None)
     found = tiled_attention(q, k, v, rule, request)
     for name in ("output", "received", "entropy", "mixing", "weighted_mixing", "by_distance"):
         assert furthest(found, expected, name) > 1e-2, name

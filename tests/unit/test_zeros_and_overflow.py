@@ -46,8 +46,8 @@ def tokens(num_sequences=6, length=40):
 def test_a_zero_token_is_left_out_of_every_mean(position, chunk_tokens):
     model, ids = model_with_a_zero_row(), tokens()
     ids[1, position] = NULL
-    found = trace(model, ids, chunk_tokens=chunk_tokens).reading.by_position
-    without = trace(model, torch.cat([ids[:1], ids[2:]]), chunk_tokens=chunk_tokens).reading.by_position
+    found = trace(model, ids, chunk_tokens=chunk_tokens).recording.by_position
+    without = trace(model, torch.cat([ids[:1], ids[2:]]), chunk_tokens=chunk_tokens).recording.by_position
     # At position 0 nothing can fill a state of zeros; at any other it attends to others, and is zero on entering only.
     names, layers = (RATIOS, slice(None)) if position == 0 else (("dom_ratio_normed",), slice(0, 1))
     for name in (*names, "cosine"):
@@ -60,7 +60,7 @@ def test_a_zero_token_is_left_out_of_every_mean(position, chunk_tokens):
 def test_one_sequence_and_many_point_at_the_same_positions():
     model, ids = model_with_a_zero_row(), tokens(1)
     ids[0, 9] = NULL
-    one, three = (trace(model, x).reading.residual[0].candidates for x in (ids, ids.repeat(3, 1)))
+    one, three = (trace(model, x).recording.rows("standing_out")[0, 0] for x in (ids, ids.repeat(3, 1)))
     assert torch.equal(one, three)
     assert 9 not in one[:8]
 
@@ -112,7 +112,7 @@ def test_a_study_and_its_page_survive_zero_tokens(monkeypatch, tmp_path):
     by_id = {judgement.id: judgement for judgement in found.judgements}
     assert all(np.isfinite(judgement.effect) for judgement in by_id.values() if judgement.effect is not None)
     # DomRatio at the sink is that of the sequences that have one.
-    ratio = found.trace.reading.by_position["dom_ratio"][list(found.plan.alive), 0].mean()
+    ratio = found.trace.recording["dom_ratio"][list(found.plan.alive), 0].mean()
     assert f"{ratio:.3g} at the sink" in by_id["dimension_disparity"].claim.note
     assert by_id["dimension_disparity"].verdict == by_id["directional_collapse"].verdict == "holds"
     effects = found.tables["effects"]
@@ -167,7 +167,7 @@ def test_overflow_is_refused_and_a_wider_type_is_named(family, name):
 @pytest.mark.parametrize("family", LOUD)
 def test_control_the_wider_type_is_read(family):
     found = trace(overflowing(family, torch.float32), tokens())
-    assert all(values.isfinite().all() for values in found.reading.by_position.values())
+    assert all(values.isfinite().all() for values in found.recording.by_position.values())
 
 
 def test_a_model_that_turns_to_nan_is_refused_with_the_type_beyond_its_own():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sinkscope.capture.attention_request import AttentionRule
+from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.edits import row_edits
 from sinkscope.capture.sole_reader import in_this_thread, sole_reader
 from sinkscope.errors import InputError

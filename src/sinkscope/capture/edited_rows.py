@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sinkscope.capture.attention_request import (
+from sinkscope.capture.attention_rule import (
     AttentionReading,
     AttentionRule,
     ReadingRequest,
@@ -21,7 +21,7 @@ from sinkscope.capture.attention_request import (
     sampled_queries,
 )
 from sinkscope.capture.edits import RowEdit
-from sinkscope.capture.tiled_attention import TILE_ELEMENTS
+from sinkscope.capture.tiles import TILE_ELEMENTS
 from sinkscope.errors import InputError
 
 

@@ -7,6 +7,7 @@ reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,18 +15,29 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.lock import read_lock
-from sinkscope.capture.reading import Reading, ResidualRow
+from sinkscope.capture.recorder import Recording
+from sinkscope.capture.taps import rank_index
 from sinkscope.measures.dimension_disparity import (
     MASSIVE_CONTRAST,
     MASSIVE_RATIO,
+    effective_rank,
     massive_dimensions,
     num_massive_activations,
 )
 from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
 from sinkscope.measures.super_neurons import ChannelSparsity, channel_sparsity, write_share
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
+from sinkscope.models.anatomy import Layer
 from sinkscope.statistics import bootstrap_mean_interval
 
+NEEDED = frozenset(
+    {
+        *("received", "head_sink_rate", "sink_heads", "dom_ratio", "standing_out", "lock", "largest_write"),
+        *("dimension", "dimension_abs", "dimension_total"),
+        *("unit_activation", "unit_written", "unit_square", "unit_energy"),
+    }
+)
+"""What must be recorded for anything to be found."""
 SIGNIFICANT_WRITE = 0.1
 """A layer's units are listed when together they move a dimension that is massive before or behind the layer by this
 part of the largest value it has had up to there: what starts it counts, however large it grows later."""
@@ -87,29 +99,29 @@ class SuperNeuron:
 class Findings:
     """Everything found in one trace, computed when it is first asked for."""
 
-    reading: Reading
+    recording: Recording
     fallbacks: list[str] = field(default_factory=list)
     """What had to be computed another way than usual, layer by layer."""
 
     @cached_property
     def sinks(self) -> list[Sink]:
         """Every sink, strongest first."""
-        reading = self.reading
-        rates = reading.sequence_sink_rate.double()
-        eligible = eligible_positions(reading.batch.length)[reading.keys]
+        recording = self.recording
+        rates = recording.sequence_sink_rate.double()
+        eligible = eligible_positions(recording.batch.length)[recording.keys]
         found = ((rates.mean(0) >= SINK_RATE) & eligible).nonzero().flatten()
         low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
         sinks = []
         for number, index in enumerate(found.tolist()):
-            by_layer = reading.head_sink_rate[:, :, index].mean(1)
+            by_layer = recording["head_sink_rate"][:, :, index].mean(1)
             sinks.append(
                 Sink(
-                    position=int(reading.keys[index]),
+                    position=int(recording.keys[index]),
                     rate=float(rates[:, index].mean()),
                     low=float(low[number]),
                     high=float(high[number]),
                     layers=(by_layer >= SINK_RATE).nonzero().flatten().tolist(),
-                    mean_attention=float(reading.received[:, :, index].mean()),
+                    mean_attention=float(recording["received"][:, :, index].mean()),
                 )
             )
         return sorted(sinks, key=lambda sink: -sink.rate)
@@ -117,42 +129,42 @@ class Findings:
     @cached_property
     def strongest(self) -> tuple[int, float]:
         """(position, sink rate) of the key with the largest rate among those with enough later queries, sink or not."""
-        return self._foremost(self.reading.sink_rate)
+        return self._foremost(self.recording.sink_rate)
 
     @cached_property
     def most_attended(self) -> tuple[int, float]:
         """(position, sink rate) of the key among them that receives most attention, over all layers and heads."""
-        return self._foremost(self.reading.received.mean((0, 1)))
+        return self._foremost(self.recording["received"].mean((0, 1)))
 
     def _foremost(self, weight_S: Tensor) -> tuple[int, float]:
-        eligible_S = eligible_positions(self.reading.batch.length)[self.reading.keys]
+        eligible_S = eligible_positions(self.recording.batch.length)[self.recording.keys]
         if not bool(eligible_S.any()):
-            return int(self.reading.keys[0]), float("nan")
+            return int(self.recording.keys[0]), float("nan")
         key = int(torch.where(eligible_S, weight_S, -1.0).argmax())
-        return int(self.reading.keys[key]), float(self.reading.sink_rate[key])
+        return int(self.recording.keys[key]), float(self.recording.sink_rate[key])
 
     @cached_property
     def massive(self) -> list[MassiveDimension]:
-        """Every massive dimension at every position that was kept, layer by layer."""
+        """Every massive dimension at every position that was recorded in full, layer by layer."""
+        massive, ratio, contrast = self._disparity
+        value, magnitude = self.recording.rows("dimension"), self.recording.rows("dimension_abs")
         found = []
-        for row, statistics in enumerate(self.reading.residual):
-            massive, ratio, contrast = self._disparity(row)
-            value, magnitude = statistics.mean("dimension").cpu(), statistics.mean("dimension_abs").cpu()
-            positions = statistics.candidates.tolist()
-            for slot, dimension in massive.nonzero().tolist():
-                if positions.index(positions[slot]) < slot:  # several signals may have pointed at one position
-                    continue
-                found.append(
-                    MassiveDimension(
-                        layer=row - 1,
-                        position=positions[slot],
-                        dimension=dimension,
-                        value=float(value[slot, dimension]),
-                        magnitude=float(magnitude[slot, dimension]),
-                        ratio=float(ratio[slot, dimension]),
-                        contrast=float(contrast[slot, dimension]),
-                    )
+        for row, slot, dimension in massive.nonzero().tolist():
+            positions = self._positions[row]
+            if positions.index(positions[slot]) < slot:  # several signals may have pointed at one position
+                continue
+            at = row, slot, dimension
+            found.append(
+                MassiveDimension(
+                    layer=row - 1,
+                    position=positions[slot],
+                    dimension=dimension,
+                    value=float(value[at]),
+                    magnitude=float(magnitude[at]),
+                    ratio=float(ratio[at]),
+                    contrast=float(contrast[at]),
                 )
+            )
         return found
 
     @cached_property
@@ -177,7 +189,7 @@ class Findings:
             births: list[int] = []
             erasures: list[int] = []
             members: set[int] = set()
-            for row in range(len(self.reading.residual)):
+            for row in range(len(self._positions)):
                 massive, still = self._disparity_at(row, position)
                 # Between rows that were kept in full and rows that were not, dimensions cannot be matched.
                 matched = still if UNKNOWN in members | still else members & still
@@ -227,95 +239,117 @@ class Findings:
     @cached_property
     def variance_ratio(self) -> Tensor | None:
         """[L] position 0 over the later half; None where position 0 has no variance across sequences to speak of."""
-        if self.reading.batch.num_sequences < 2 or self.reading.batch.shared_first_token:
+        if self.recording.batch.num_sequences < 2 or self.recording.batch.shared_first_token:
             return None
-        return variance_ratio(self.reading.by_position["value_variance"])
+        return variance_ratio(self.recording["value_variance"])
 
     @cached_property
     def averaging_law_r_squared(self) -> Tensor | None:
         """[L] how much of log variance by position the averaging law explains; None as for `variance_ratio`."""
-        if self.variance_ratio is None or "averaging_law" not in self.reading.by_position:
+        if self.variance_ratio is None or "averaging_law" not in self.recording:
             return None
-        return log_r_squared(self.reading.by_position["value_variance"], self.reading.by_position["averaging_law"])
+        return log_r_squared(self.recording["value_variance"], self.recording["averaging_law"])
 
     @cached_property
     def effective_ranks(self) -> tuple[list[float] | None, list[float] | None]:
         """([L] effective rank, [L] without the tokens at sinks); None where it was not asked for, or there is no
         sink."""
-        if not self.reading.rank_tokens:
+        if "rank_tokens" not in self.recording:
             return None, None
-        sinks, tell = [sink.position for sink in self.sinks], self.fallbacks.append
-        return self.reading.effective_ranks((), tell), self.reading.effective_ranks(sinks, tell) if sinks else None
+        sinks = [sink.position for sink in self.sinks]
+        return self.effective_ranks_without([]), self.effective_ranks_without(sinks) if sinks else None
+
+    def effective_ranks_without(self, positions: Sequence[int]) -> list[float]:
+        """[L] the effective rank of each layer's tokens, without those at some positions."""
+        batch = self.recording.batch
+        kept = ~torch.isin(rank_index(batch.num_sequences, batch.length) % batch.length, torch.tensor(list(positions)))
+
+        def rank(layer: int, tokens_NE: Tensor) -> float:
+            return effective_rank(
+                tokens_NE[kept.to(tokens_NE.device)], lambda note: self.fallbacks.append(f"layer {layer}: {note}")
+            )
+
+        layers = sorted(self.recording.at_layers("rank_tokens").items())
+        return [rank(layer, tokens_NE) for layer, tokens_NE in layers if layer >= 0]
 
     @cached_property
     def lock(self) -> tuple[Tensor, Tensor]:
-        """([L, H, Q] positive queries, [L, H, Q] lock share) at `reading.lock_positions`; see `read_lock`."""
-        return read_lock(self.reading.anatomy, self.reading.lock_inputs)
+        """([L, H, Q] positive queries, [L, H, Q] lock share) at `lock_positions`; see `read_lock`."""
+        return read_lock(self.recording.anatomy, list(self.recording.at_layers("lock").values()))
+
+    @cached_property
+    def lock_positions(self) -> Tensor:
+        """[L, Q] positions that the lock was read at."""
+        return torch.stack([rows.positions_Q.cpu() for rows in self.recording.at_layers("lock").values()])
 
     def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:
         """([L] DomRatio at a position, [L] its mean over positions that are no sink)."""
-        ratio_LT = self.reading.by_position["dom_ratio"]
+        ratio_LT = self.recording["dom_ratio"]
         elsewhere = torch.ones(ratio_LT.shape[1], dtype=torch.bool)
         elsewhere[[position, *(sink.position for sink in self.sinks)]] = False
         return ratio_LT[:, position], ratio_LT[:, elsewhere].nanmean(1)
 
     def massive_activations(self, layer: int) -> tuple[float, Tensor]:
-        """(median magnitude of a layer's tokens, [P] massive activations at the candidates), from mean magnitudes
-        over sequences."""
-        statistics = self.reading.residual[layer + 1]
-        median = (
-            self.reading.rank_tokens[layer].abs().float().median()
-            if self.reading.rank_tokens
-            else torch.tensor(float("nan"))
-        )
-        return float(median), num_massive_activations(statistics.mean("dimension_abs").cpu(), median.cpu())
+        """(median magnitude of a layer's tokens, [P] massive activations at the positions recorded in full), from mean
+        magnitudes over sequences."""
+        median = torch.tensor(float("nan"))
+        if "rank_tokens" in self.recording:
+            median = self.recording.at_layers("rank_tokens")[layer].abs().float().median().cpu()
+        return float(median), num_massive_activations(self.recording.rows("dimension_abs")[layer + 1], median)
 
-    def _disparity(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        statistics, batch = self.reading.residual[row], self.reading.batch
-        here = statistics.mean("dimension_abs").cpu()
-        elsewhere = _rest(statistics.mean("dimension_total").cpu(), here) / (batch.length - 1)
-        return massive_dimensions(here, elsewhere)
+    def slot(self, layer: int, position: int) -> int | None:
+        """Where among the positions of a layer that were recorded in full one stands; None where it was not."""
+        positions = self._positions[layer + 1]
+        return positions.index(position) if position in positions else None
+
+    @cached_property
+    def _positions(self) -> list[list[int]]:
+        """Those positions, by row of the residual stream: the first enters layer 0."""
+        return self.recording.rows("standing_out")[:, 0].tolist()
+
+    @cached_property
+    def _disparity(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(massive or not, ratio, contrast) of every row, position and dimension recorded in full."""
+        batch = self.recording.batch
+        here = self.recording.rows("dimension_abs")
+        total = self.recording.rows("dimension_total")[:, None] / batch.num_sequences
+        return massive_dimensions(here, _rest(total, here) / (batch.length - 1))
 
     def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
         """(massive dimensions, dimensions large enough to count as still there) of a position behind a layer.
 
         Where the position was not kept in full, its DomRatio stands for an unknown dimension, by the same bounds.
         """
-        slot = (self.reading.residual[row].candidates == position).nonzero().flatten()
-        if len(slot):
-            massive, ratio, contrast = (value[int(slot[0])] for value in self._disparity(row))
+        slot = self.slot(row - 1, position)
+        if slot is not None:
+            massive, ratio, contrast = (values[row, slot] for values in self._disparity)
         else:
-            ratio_T = self.reading.by_position["dom_ratio"][row - 1] if row else torch.ones(position + 1)
+            ratio_T = self.recording["dom_ratio"][row - 1] if row else torch.ones(position + 1)
             ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.nanmedian())[None]
             massive = (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST)
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
         found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
-        return tuple(found) if len(slot) else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
+        return tuple(found) if slot is not None else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
 
     def _writers(self, position: int, dimensions_M: Tensor) -> list[SuperNeuron]:
-        reading = self.reading
-        nothing = torch.zeros(reading.anatomy.width)
-        values = [
-            _at_position(statistics, "dimension", position, reading)
-            if bool((statistics.candidates == position).any())
-            else nothing
-            for statistics in reading.residual
-        ]
+        recording = self.recording
+        slots = [self.slot(row - 1, position) for row in range(len(self._positions))]
+        nothing = torch.zeros(recording.anatomy.width)
+        rows = recording.rows("dimension")
+        values = [nothing if slot is None else rows[row, slot] for row, slot in enumerate(slots)]
         peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
         massive = {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position}
         massive_LM = torch.tensor(
             [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
         )
         found = []
-        for layer in reading.anatomy.layers:
-            statistics = reading.residual[layer.index + 1]
-            if not bool((statistics.candidates == position).any()):
+        for layer in recording.anatomy.layers:
+            if (slot := slots[layer.index + 1]) is None:
                 continue
-            written, square = ("unit_activation", "unit_square")
-            if layer.post_norm is not None:
-                written, square = ("unit_written", "unit_written_square")
-            written_U, square_U = (_at_position(statistics, name, position, reading) for name in (written, square))
-            activation_U = _at_position(statistics, "unit_activation", position, reading)
+            activation_U, written_U, square_U = (
+                recording.at_layers(name)[layer.index][slot].cpu()
+                for name in ("unit_activation", "unit_written", "unit_square")
+            )
             output_MU = layer.written_rows(dimensions_M).cpu()
             write_MU = output_MU * written_U
             moved_M = write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]
@@ -328,11 +362,9 @@ class Findings:
             if not len(listed):
                 continue
             sparsity = channel_sparsity(layer.output_vectors(listed).cpu())
-            everyone = torch.cat(
-                [_top_shares(weight * layer.write_gain()[:, None].to(weight)) for _, weight in layer.down_weights()]
-            )
             before, after = values[layer.index], values[layer.index + 1]
-            elsewhere_U = _rest(statistics.mean("unit_energy").cpu(), square_U) / (reading.batch.length - 1)
+            energy_U = recording.at_layers("unit_energy")[layer.index].cpu() / recording.batch.num_sequences
+            elsewhere_U = _rest(energy_U, square_U) / (recording.batch.length - 1)
             contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
             for number, unit in enumerate(listed.tolist()):
                 strongest = int(write_MU[:, unit].abs().argmax())
@@ -356,16 +388,22 @@ class Findings:
                         role="writes" if writes else "erases",
                         stands=bool((moved_M & stands_M).any()),
                         sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
-                        layer_top_share=float(everyone.nanmedian()),  # units that write nothing have none
+                        layer_top_share=self._layer_top_share(layer),
                     )
                 )
         return found
 
+    def _layer_top_share(self, layer: Layer) -> float:
+        """The median over a layer's units of the top dimension's share; units that write nothing have none."""
+        if layer.index not in self._layer_top_shares:
+            gain_E = layer.write_gain()[:, None]
+            shares = [_top_shares(weight_EF * gain_E.to(weight_EF)) for _, weight_EF in layer.down_weights()]
+            self._layer_top_shares[layer.index] = float(torch.cat(shares).nanmedian())
+        return self._layer_top_shares[layer.index]
 
-def _at_position(statistics: ResidualRow, name: str, position: int, reading: Reading) -> Tensor:
-    """A candidate statistic's mean over sequences at one of the candidate positions."""
-    slot = int((statistics.candidates == position).nonzero()[0])
-    return statistics.sums[name][slot].cpu() / reading.batch.num_sequences
+    @cached_property
+    def _layer_top_shares(self) -> dict[int, float]:
+        return {}
 
 
 def _rest(total: Tensor, here: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from sinkscope.models.anatomy import Anatomy
 
 LOCK_SEQUENCES = 8
 """Sequences that the lock is read on."""
+NUM_LOCK_POSITIONS = 4
+"""Positions of the largest DomRatio before a layer at which its lock is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,8 @@ class LockInput:
     call: tuple[tuple, dict[str, Any]]
     """The arguments of the attention call, without the state."""
 
-    def merged(self, other: LockInput) -> LockInput:
-        """Both chunks' sequences, as far as the lock is read on them."""
+    def joined(self, other: LockInput) -> LockInput:
+        """Both parts' sequences, as far as the lock is read on them."""
         names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
         rows = {name: torch.cat([getattr(self, name), getattr(other, name)])[:LOCK_SEQUENCES] for name in names}
         return replace(self, **rows)

@@ -9,15 +9,15 @@ from sinkscope.capture.findings import Findings
 
 def trace_summary(findings: Findings) -> dict:
     """The object written as summary.json and printed with --json. Unknown or not applicable is null."""
-    reading = findings.reading
+    recording = findings.recording
     position, rate = findings.strongest
     at_sink, elsewhere = findings.dom_ratio_at(position)
     ranks, ranks_without_sink = findings.effective_ranks
     return {
-        "model": reading.model_name,
-        "family": reading.anatomy.family.name,
-        "num_layers": reading.num_layers,
-        "tokens": reading.batch.describe(),
+        "model": recording.model_name,
+        "family": recording.anatomy.family.name,
+        "num_layers": recording.num_layers,
+        "tokens": recording.batch.describe(),
         "keys": _chosen_keys(findings),
         "sink_rate": rate,
         "sinks": [
@@ -108,8 +108,8 @@ def story(findings: Findings) -> str:
 
 def _chosen_keys(findings: Findings) -> list[int] | None:
     """The keys that were read; None where all were."""
-    keys = findings.reading.keys.tolist()
-    return keys if len(keys) < findings.reading.batch.length else None
+    keys = findings.recording.keys.tolist()
+    return keys if len(keys) < findings.recording.batch.length else None
 
 
 def _list(values: Tensor | None) -> list | None:

@@ -1,38 +1,45 @@
-"""trace(model, batch): the whole sink chain of a causal language model, read in one pass, with what was found in it."""
+"""trace(model, batch): the whole sink chain of a causal language model in one pass, and what was found in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sinkscope.capture.findings import Findings
-from sinkscope.capture.reading import CHUNK_TOKENS, Progress, Reading, evaluation_mode, read_model
+from sinkscope.capture.findings import NEEDED, Findings
+from sinkscope.capture.observables import EFFECTIVE_RANK, Observable, resolved
+from sinkscope.capture.recorder import CHUNK_TOKENS, Progress, Recording, evaluation_mode, record
 from sinkscope.capture.summary import story, trace_summary
-from sinkscope.capture.trace_tables import trace_tables
+from sinkscope.capture.tables import recorded_tables, trace_tables
+from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.results.trace_schemas import TRACE_TABLES
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A reading, what was found in it, and both as tables."""
+    """A recording, what was found in it, and both as tables."""
 
-    reading: Reading
+    recording: Recording
 
     @cached_property
     def findings(self) -> Findings:
-        return Findings(self.reading.cpu())
+        return Findings(self.recording)
 
     @cached_property
-    def tables(self) -> dict[str, Mapping]:
-        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances."""
-        return trace_tables(self.findings)
+    def tables(self) -> Mapping[str, Mapping]:
+        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances. Without what the findings
+        need, only those that the observables fill."""
+        return trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
+
+    @property
+    def has_findings(self) -> bool:
+        """Whether all that the findings need was recorded."""
+        return self.recording.by_layer.keys() >= NEEDED
 
     @cached_property
     def summary(self) -> dict:
@@ -43,16 +50,21 @@ class Trace:
         return story(self.findings)
 
     def write(self, folder: RunFolder) -> None:
-        """Writes the summary and every table into an open run folder."""
-        folder.write_json("summary.json", self.summary)
+        """Writes every table, and the summary where there are findings, into an open run folder."""
+        if self.has_findings:
+            folder.write_json("summary.json", self.summary)
         for schema in TRACE_TABLES:
-            folder.write_table(schema, self.tables[schema.name])
+            if schema.name in self.tables:
+                declared = schema_with(schema, self.recording.observables)
+                kept = [column for column in declared.columns if column.name in self.tables[schema.name]]
+                folder.write_table(replace(declared, columns=tuple(kept)), self.tables[schema.name])
 
 
 def trace(
     model: LoadedModel | PreTrainedModel | str,
     batch: TokenBatch | Tensor,
     *,
+    observables: Iterable[Observable | str] | None = None,
     keys: Sequence[int] | None = None,
     effective_rank: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -60,17 +72,16 @@ def trace(
 ) -> Trace:
     """The sink chain of a model on a batch of tokens.
 
-    `keys` reads chosen key positions only, `effective_rank=False` leaves out the one part that needs a decomposition,
-    and batches of more than `chunk_tokens` tokens are read in chunks whose statistics merge exactly.
+    `observables` says what to record, by name or as records of your own; left out, it is all of CHAIN. `keys` reads
+    chosen key positions only, `effective_rank=False` leaves out the one part that needs a decomposition, and batches of
+    more than `chunk_tokens` tokens are run in chunks whose statistics join exactly.
     """
     loaded = load(model)
     batch = batch if isinstance(batch, TokenBatch) else given_batch(batch, model=loaded.model)
-    result = Trace(
-        read_model(
-            loaded, batch, keys=keys, effective_rank=effective_rank, chunk_tokens=chunk_tokens, progress=progress
-        )
-    )
-    # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
-    with evaluation_mode(loaded.model):
-        _ = result.findings.lock, result.findings.movers
+    wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
+    result = Trace(record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress))
+    if result.has_findings:
+        # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
+        with evaluation_mode(loaded.model):
+            _ = result.findings.lock, result.findings.movers
     return result

@@ -172,7 +172,7 @@ def intervene_command(
         )
     with run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", {**asdict(config), "command": shlex.join(["sinkscope", *sys.argv[1:]])})
-        path_of_attention = result.after.reading.attention_path
+        path_of_attention = result.after.recording.attention_path
         folder.write_json("environment.json", options.run_environment(loaded, attention_path=path_of_attention))
         result.write(folder)
     if as_json:

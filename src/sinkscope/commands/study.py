@@ -167,7 +167,7 @@ def _write(path: Path, config: StudyConfig, result: Study, overwrite: bool) -> N
 
     with run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", {**asdict(config), "command": shlex.join(["sinkscope", *sys.argv[1:]])})
-        path_of_attention = result.trace.reading.attention_path
+        path_of_attention = result.trace.recording.attention_path
         folder.write_json("environment.json", options.run_environment(result.loaded, attention_path=path_of_attention))
         result.write(folder)
         options.write_pictures(folder, result.trace)

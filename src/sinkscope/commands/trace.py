@@ -92,9 +92,9 @@ def trace_command(
         result = trace(loaded, batch, keys=config.key_positions, effective_rank=effective_rank, progress=progress)
     with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, overwrite) as folder:
         folder.write_yaml("config.yaml", asdict(config))
-        reading = result.reading
+        recording = result.recording
         environment = options.run_environment(
-            loaded, attention_path=reading.attention_path, elapsed_s=reading.elapsed_s
+            loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s
         )
         folder.write_json("environment.json", environment)
         result.write(folder)

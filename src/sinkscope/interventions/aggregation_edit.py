@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_statistics import wide
-from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.recorder import evaluation_mode, input_device
+from sinkscope.capture.taps import wide
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
     BatchShape,
@@ -59,7 +59,7 @@ class LayerCalibration:
 
     @classmethod
     def of(cls, aggregation_BTC: Tensor, position: int, later: Callable[[Tensor], Tensor] | None) -> LayerCalibration:
-        chosen_BC = aggregation_BTC[:, position].to(wide(aggregation_BTC))
+        chosen_BC = wide(aggregation_BTC[:, position])
         half_BTC = aggregation_BTC[:, aggregation_BTC.shape[1] - aggregation_BTC.shape[1] // 2 :]
         mean_C = chosen_BC.mean(0)
         return cls(
@@ -217,7 +217,7 @@ class AggregationEdit(Intervention):
             if calibrating:
                 seen_BTC = aggregation_BTC[..., chosen]
                 self.calibrated[layer.index] = LayerCalibration.of(seen_BTC, self.position, LATER.get(self.name))
-            old_BC = aggregation_BTC[:, self.position, chosen].to(wide(aggregation_BTC))
+            old_BC = wide(aggregation_BTC[:, self.position, chosen])
             new_BC = self.formula(old_BC, self.calibrated[layer.index], self.factor, layer.index)
             if not calibrating and self.place.sequences is not None:
                 acts = torch.isin(torch.arange(len(old_BC)), torch.tensor(self.place.sequences)).to(old_BC.device)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope.capture.block_calls import leaving
-from sinkscope.capture.condition_reading import ConditionReading, read_condition
+from sinkscope.capture.replay import ConditionReading, read_condition
+from sinkscope.capture.taps import leaving
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
     Indices,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.block_calls import entering
 from sinkscope.capture.edits import going_by_sequence, suspended
+from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import bare_model

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sinkscope.capture.attention_readers import read_attention
-from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
+from sinkscope.capture.attention import read_attention
+from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError

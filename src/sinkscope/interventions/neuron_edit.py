@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope.capture.condition_reading import ConditionReading, read_condition
 from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
-from sinkscope.capture.neuron_tap import LayerUnits
+from sinkscope.capture.replay import ConditionReading, read_condition
+from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
     BatchShape,

@@ -12,16 +12,15 @@ A query t sees the keys t - window < s <= t. A learned sink is already inside ls
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.kernels.launch import HAS_TRITON, is_interpreted, launch
+from sinkscope.kernels.jit import HAS_TRITON, is_interpreted, jit
 
 if TYPE_CHECKING or HAS_TRITON:
-    import triton
     import triton.language as tl
 
 LOG2_E = math.log2(math.e)
@@ -83,15 +82,16 @@ def attention_received(
     weights = received_BHS if key_weights_BHS is None else key_weights_BHS
     weight_strides = (0, 0, 0) if key_weights_BHS is None else key_weights_BHS.stride()
     entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
-    launch(
-        _received_kernel, (num_key_blocks * batch * num_heads, 1, 1),
-        (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted),
-        (*query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides, num_heads, num_heads // key_BKSD.shape[1],
-         length, min(window or length, length), num_key_blocks, *_scales(scaling, softcap)),
-        (head_size, _padded(head_size), blocks.block_t, blocks.block_s, softcap is not None, rows,
-         key_weights_BHS is not None, is_interpreted(_received_kernel)),
-        num_warps=blocks.num_warps, num_stages=blocks.num_stages, maxnreg=blocks.max_registers,
-    )  # fmt: skip
+    with torch.cuda.device_of(query_BHTD):
+        _received_kernel[(num_key_blocks * batch * num_heads,)](
+            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted,
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides, num_heads,
+            num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
+            *_scales(scaling, softcap),
+            head_size, _padded(head_size), blocks.block_t, blocks.block_s, softcap is not None, rows,
+            key_weights_BHS is not None, is_interpreted(_received_kernel),
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages, maxnreg=blocks.max_registers,
+        )  # fmt: skip
     return results
 
 
@@ -124,15 +124,15 @@ def received_by_keys(
     # tl.dot wants at least 16 columns; the idle ones cost nothing because reading q is the bottleneck.
     block_p = min(64, _padded(num_keys))
     wide = query_BHTD.element_size() == 4 or head_size > 128
-    launch(
-        _by_keys_kernel, (num_strips * batch * num_heads, -(-num_keys // block_p), 1),
-        (query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN),
-        (*query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1], length,
-         min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap)),
-        (head_size, _padded(head_size), 64 if wide else 128, block_p, QUERIES_PER_STRIP, softcap is not None,
-         is_interpreted(_by_keys_kernel)),
-        num_warps=4, num_stages=2 if wide else 3,
-    )  # fmt: skip
+    with torch.cuda.device_of(query_BHTD):
+        _by_keys_kernel[(num_strips * batch * num_heads, -(-num_keys // block_p))](
+            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN,
+            *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1], length,
+            min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap),
+            head_size, _padded(head_size), 64 if wide else 128, block_p, QUERIES_PER_STRIP, softcap is not None,
+            is_interpreted(_by_keys_kernel),
+            num_warps=4, num_stages=2 if wide else 3,
+        )  # fmt: skip
     return partial_BHPN.sum(-1)
 
 
@@ -219,6 +219,13 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, windo
     return query.shape
 
 
+# What Triton would specialise on these buys nothing here.
+_once_for_all_sizes = jit(
+    *("num_heads", "group_size", "length", "window", "num_key_blocks", "num_keys", "num_strips"),
+    *("stride_wb", "stride_wh"),
+)
+
+
 def _padded(size: int) -> int:
     """The next power of two, at least 16: what Triton can index and tl.dot can multiply."""
     return max(16, 1 << (size - 1).bit_length())
@@ -251,14 +258,7 @@ def _scales(scaling: float, softcap: float | None) -> tuple[float, float]:
     return 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
 
 
-def _jit(function: Any) -> Any:
-    """Compiles once for all lengths and head counts: what Triton would specialise on them buys nothing here."""
-    counts = ["num_heads", "group_size", "length", "window", "num_key_blocks", "num_keys", "num_strips"]
-    counts += ["stride_wb", "stride_wh"]
-    return triton.jit(do_not_specialize=counts)(function) if HAS_TRITON else function
-
-
-@_jit
+@_once_for_all_sizes
 def _log2_attention(product, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr):
     """log2 of the attention, from q.k. The hardware's tanh has 11 good bits, too few at a cap of 50."""
     if SOFTCAP:
@@ -267,7 +267,7 @@ def _log2_attention(product, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constex
     return product * scale_log2 - lse_log2[:, None]
 
 
-@_jit
+@_once_for_all_sizes
 def _product(query_TD, key_DS, INTERPRETED: tl.constexpr):
     if INTERPRETED:  # Triton's interpreter multiplies bfloat16 as if its bits were integers
         query_TD = query_TD.to(tl.float32)
@@ -277,7 +277,7 @@ def _product(query_TD, key_DS, INTERPRETED: tl.constexpr):
     return tl.dot(query_TD, key_DS, input_precision="tf32x3")
 
 
-@_jit
+@_once_for_all_sizes
 def _received_kernel(
     query, key, lse, weights, received, entropy, mixing, weighted,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_wb, stride_wh, stride_ws,
@@ -360,7 +360,7 @@ def _received_kernel(
     tl.store(received + bh * length + s, tl.sum(tl.sum(sums, 0), 0), mask=key_exists)
 
 
-@_jit
+@_once_for_all_sizes
 def _by_keys_kernel(
     query, key, lse, positions, partial,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks,

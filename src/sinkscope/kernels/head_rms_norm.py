@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.kernels.launch import HAS_TRITON, is_interpreted
+from sinkscope.kernels.jit import HAS_TRITON, is_interpreted, jit
 
 if TYPE_CHECKING or HAS_TRITON:
-    import triton
     import triton.language as tl
 
 EPS = 1e-6
@@ -183,13 +182,10 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _jit(function: Any) -> Any:
-    """Compiles once for all numbers of tokens."""
-    counts = [name for name in ("length", "num_tokens", "tiles_each") if name in function.__code__.co_varnames]
-    return triton.jit(do_not_specialize=counts)(function) if HAS_TRITON else function
+_once_for_all_lengths = jit("length", "num_tokens", "tiles_each")
 
 
-@_jit
+@_once_for_all_lengths
 def _forward_kernel(
     x, weight, offset, y, stride_b, stride_t, stride_h, length, num_tokens, eps,
     D: tl.constexpr, PER_HEAD: tl.constexpr, OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -211,7 +207,7 @@ def _forward_kernel(
     tl.store(y + out[:, None] + d[None, :], y_ND.to(y.dtype.element_ty), mask=inside)
 
 
-@_jit
+@_once_for_all_lengths
 def _backward_kernel(
     dy, x, weight, dx, sums, stride_b, stride_t, stride_h, out_stride_b, out_stride_t, out_stride_h,
     length, num_tokens, tiles_each, eps,
@@ -252,5 +248,5 @@ def _backward_kernel(
         tl.store(sums + num_heads * D * tl.num_programs(1) + place, tl.sum(doffset_ND, 0), mask=d < D)
 
 
-INTERPRETED = HAS_TRITON and is_interpreted(_forward_kernel)
+INTERPRETED = is_interpreted(_forward_kernel)
 """Whether Triton runs kernels on the CPU (TRITON_INTERPRET=1 at import)."""

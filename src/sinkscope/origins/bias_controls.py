@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.block_calls import entering, leaving
-from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.recorder import evaluation_mode, input_device
+from sinkscope.capture.taps import between_parts, entering, leaving
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import Anatomy, Layer, Part, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.origins.contraction import between_parts
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,11 @@ def _odd_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Exit
 
 def _no_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitStack) -> None:
     for layer in anatomy_of(loaded.model).layers:
-        _end_behind_attention(layer, stack)
+        _end_after_attention(layer, stack)
 
 
-def _end_behind_attention(layer: Layer, stack: contextlib.ExitStack) -> None:
-    """The block gives back the stream as it is behind its attention: no family's feed-forward need be taken apart."""
+def _end_after_attention(layer: Layer, stack: contextlib.ExitStack) -> None:
+    """The block gives back the stream as it is after its attention: no family's feed-forward need be taken apart."""
     held: list[Tensor] = []
     between_parts(layer, stack, held.append)
     stack.callback(

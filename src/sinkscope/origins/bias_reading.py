@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.arguments import BIAS_SEQUENCES
 from sinkscope.capture.overflow import overflow
-from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.errors import InputError
 from sinkscope.measures.token_preference import (
     prediction_ratio,
@@ -26,7 +26,7 @@ from sinkscope.measures.token_preference import (
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.origins.contraction import Contraction, ContractionReader
+from sinkscope.origins.contraction import Contraction, contraction, contraction_observables
 from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
 
 NUM_PREFERRED = 10
@@ -117,17 +117,17 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
     """The preference and the contraction of a model on a batch of random tokens."""
     anatomy = anatomy_of(loaded.model)
     _check_size(batch, vocabulary_of(loaded))
-    reader = ContractionReader(anatomy, batch.length)
+    recorder = Recorder(anatomy, contraction_observables(batch.length), mergeable=True)
     parts = []
-    with evaluation_mode(loaded.model), torch.no_grad(), reader.reading():
-        for ids_BT in batch.ids.split(max(1, CHUNK_TOKENS // batch.length)):
+    for ids_BT in batch.ids.split(max(1, CHUNK_TOKENS // batch.length)):
+        with evaluation_mode(loaded.model), torch.no_grad(), recorder.listening(tuple(ids_BT.shape)):
             logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
-            parts.append(logits[:, -1].float().softmax(-1).cpu())
+        parts.append(logits[:, -1].float().softmax(-1).cpu())
     probability_NV = torch.cat(parts)
-    contraction = reader.result()
+    contracted = contraction(recorder, batch.length)
     if not torch.isfinite(probability_NV).all():
         raise overflow(loaded.model, "in the logits at the last position")
-    if not np.isfinite(contraction.top_share_S).all():
+    if not np.isfinite(contracted.top_share_S).all():
         raise InputError(
             expected="states that are not all 0, which have no direction",
             found=f"such states in {loaded.name}",
@@ -135,8 +135,8 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
         )
     predicted_N = probability_NV.argmax(-1)
     values = _preference(probability_NV, predicted_N) | {
-        "inter_cosine": contraction.inter_SN[-1],
-        "intra_cosine": contraction.intra_SN[-1],
+        "inter_cosine": contracted.inter_SN[-1],
+        "intra_cosine": contracted.intra_SN[-1],
     }
     preferred_K = probability_NV.mean(0).topk(min(NUM_PREFERRED, probability_NV.shape[1])).indices
     return BiasReading(
@@ -145,7 +145,7 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
         group_probability_GV=np.stack([group.mean(0).numpy() for group in probability_NV.tensor_split(NUM_GROUPS)]),
         preferred_K=preferred_K.numpy(),
         predicted_share_K=(predicted_N[:, None] == preferred_K).double().mean(0).numpy(),
-        contraction=contraction,
+        contraction=contracted,
     )
 
 

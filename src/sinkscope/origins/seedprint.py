@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from jaxtyping import Float
+from scipy.stats import kendalltau
 from torch import Tensor
-
-from sinkscope.origins.kendall import kendall_tau_columns
 
 SHARE = 0.1
 TEMPERATURE = 10.0
@@ -43,13 +42,20 @@ def identity_dimensions(states_NE: Float[Tensor, "N E"]) -> set[int]:
     return set(states_NE.double().mean(0).argsort(stable=True)[:count].tolist())
 
 
+def _mean_tau(taus: list[float]) -> float:
+    """Their mean without those of constant dimensions, which have none."""
+    found = [tau for tau in taus if not math.isnan(tau)]
+    return sum(found) / len(found) if found else math.nan
+
+
 def seedprint(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -> SeedPrint:
     """The published test of two models' states on the same sequences."""
     shared = sorted(identity_dimensions(base_NE) & identity_dimensions(suspect_NE))
     if len(shared) < 2:  # a softmax over one dimension is 1 whatever the model does
         return SeedPrint(tau=math.nan, z=math.nan, p=math.nan, num_dimensions=len(shared))
     outputs = [(states[:, shared].double() / TEMPERATURE).softmax(1) for states in (base_NE, suspect_NE)]
-    tau = float(kendall_tau_columns(*outputs).nanmean())
+    columns = zip(*(values.cpu().numpy().T for values in outputs), strict=True)
+    tau = _mean_tau([float(kendalltau(base_N, suspect_N).statistic) for base_N, suspect_N in columns])
     n = len(base_NE)
     sigma = math.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
     z = tau / (sigma / math.sqrt(len(shared)))

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import Findings
-from sinkscope.capture.reading import evaluation_mode, read_model
+from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.trace import trace
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, token_batch
@@ -53,7 +54,7 @@ def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = T
     """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights."""
     loaded = loaded_model(model)
     with _eager():
-        findings = Findings(read_model(loaded, batch, effective_rank=effective_rank).cpu())
+        findings = trace(loaded, batch, effective_rank=effective_rank).findings
         with evaluation_mode(model):
             # Not the key of the largest rate where none is a sink's: late keys, which few queries see, pass its
             # threshold by chance.
@@ -99,23 +100,23 @@ def _eager() -> Iterator[None]:
 
 
 def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]]:
-    reading = findings.reading
-    write_LT = reading.by_position["largest_write"]
+    recording = findings.recording
+    write_LT = recording["largest_write"]
     others = torch.arange(write_LT.shape[1]) != position
-    key = int((reading.keys == position).nonzero()[0])
+    key = int((recording.keys == position).nonzero()[0])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
-        "top_share": _top_shares(findings, reading.by_position["largest_write_unit"][:, position]),
-        "sink_rate": reading.head_sink_rate[:, :, key].float().mean(1),
-        "attention": reading.received[:, :, key].mean(1),
+        "top_share": _top_shares(findings, recording["largest_write_unit"][:, position]),
+        "sink_rate": recording["head_sink_rate"][:, :, key].float().mean(1),
+        "attention": recording["received"][:, :, key].mean(1),
         "positive_queries": _at_lock(findings, position),
     }
     layers["dom_ratio"], layers["dom_ratio_elsewhere"] = findings.dom_ratio_at(position)
-    layers["largest_residual"] = reading.by_position["largest_residual"].amax(1)
+    layers["largest_residual"] = recording["largest_residual"].amax(1)
     if findings.variance_ratio is not None:
         layers["variance_ratio"] = findings.variance_ratio
-    if "cosine" in reading.by_position:
-        layers["cosine"] = reading.by_position["cosine"][:, position]
+    if "cosine" in recording:
+        layers["cosine"] = recording["cosine"][:, position]
     if (ranks := findings.effective_ranks[0]) is not None:
         layers["effective_rank"] = ranks
     return {name: layers[name] for name in QUANTITIES if name in layers}
@@ -123,7 +124,7 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
 
 def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
     """[L] how channel-sparse the output vector of each layer's strongest writer is."""
-    layers = findings.reading.anatomy.layers
+    layers = findings.recording.anatomy.layers
     vectors = [layer.output_vectors(unit[None].cpu()) for layer, unit in zip(layers, units_L, strict=True)]
     return [float(channel_sparsity(vector.cpu()).top_share) for vector in vectors]
 
@@ -131,7 +132,7 @@ def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
 def _at_lock(findings: Findings, position: int) -> list[float]:
     """[L] the share of later queries with q . k > 0, where the lock was read at the position; NaN elsewhere."""
     positive_LHQ, _ = findings.lock
-    at_LQ = findings.reading.lock_positions == position
+    at_LQ = findings.lock_positions == position
     return [
         float(positive_HQ[:, at_Q].mean()) if bool(at_Q.any()) else float("nan")
         for positive_HQ, at_Q in zip(positive_LHQ, at_LQ, strict=True)

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from sinkscope.capture.trace_schemas import TRACE_TABLES
 from sinkscope.errors import InputError
 from sinkscope.results.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 from sinkscope.results.tables import read_table, rows_where
-from sinkscope.results.trace_schemas import TRACE_TABLES
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, checked, read_json, read_yaml, refused
 
 Table = dict[str, list]

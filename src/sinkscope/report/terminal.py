@@ -68,15 +68,15 @@ def _bar() -> Progress:
 
 
 def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
-    console, findings, reading = Console(soft_wrap=True), trace.findings, trace.reading
-    tokens = reading.batch.describe()
+    console, findings, recording = Console(soft_wrap=True), trace.findings, trace.recording
+    tokens = recording.batch.describe()
     kind = {"repeat": "repeated"}.get(tokens["kind"], tokens["kind"])
     console.print(
         Text(
-            f"{loaded.name} ({reading.anatomy.family.name}, {reading.num_layers} layers, {loaded.dtype}), "
+            f"{loaded.name} ({recording.anatomy.family.name}, {recording.num_layers} layers, {loaded.dtype}), "
             f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {tokens['length']} {kind} tokens"
             f"{', BOS first' if tokens['bos'] else ''}; "
-            f"attention read by {reading.attention_path}, {reading.elapsed_s:.1f} s"
+            f"attention read by {recording.attention_path}, {recording.elapsed_s:.1f} s"
         )
     )
     if findings.sinks:

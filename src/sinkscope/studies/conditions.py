@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.capture.condition_reading import ConditionReading, Replay
+from sinkscope.capture.replay import ConditionReading, Replay
 from sinkscope.interventions.aggregation_edit import AggregationEdit
 from sinkscope.interventions.dimension_edit import ClampDimensions, set_dimensions
 from sinkscope.interventions.intervention import Intervention, together

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from sinkscope.arguments import check_sizes
-from sinkscope.capture.reading import evaluation_mode
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
@@ -51,9 +51,13 @@ class Intervened:
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
         """[L, T] by name, of each arm."""
-        readings = [getattr(self, arm).reading.cpu() for arm in ARMS]
         return [
-            {"sink_rate": r.head_sink_rate.mean(1), "received": r.received.mean(1), **r.by_position} for r in readings
+            {
+                "sink_rate": recording["head_sink_rate"].mean(1),
+                "received": recording["received"].mean(1),
+                **recording.by_position,
+            }
+            for recording in (getattr(self, arm).recording for arm in ARMS)
         ]
 
     def at(self, positions: Sequence[int]) -> list[tuple[str, int, list[float]]]:
@@ -82,7 +86,7 @@ class Intervened:
     @property
     def summary(self) -> dict:
         arms = {arm: getattr(self, arm).summary for arm in ARMS}
-        rates = {arm: getattr(self, arm).reading.sink_rate.tolist() for arm in ARMS}
+        rates = {arm: getattr(self, arm).recording.sink_rate.tolist() for arm in ARMS}
         return {"positions": self.positions, "control_is": self.control_is, **arms, "sink_rate_by_position": rates}
 
     def write(self, folder: RunFolder) -> None:

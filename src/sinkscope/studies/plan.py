@@ -59,15 +59,15 @@ class Plan:
 def make_plan(findings: Findings) -> Plan:
     """The plan that a trace of the choosing sequences leads to."""
     sink, _ = findings.strongest
-    reading = findings.reading
-    anatomy = reading.anatomy
+    recording = findings.recording
+    anatomy = recording.anatomy
     births, erasures = findings.births.get(sink, ([], []))
-    sink_layers = (reading.head_sink_rate[:, :, sink].mean(1) >= SINK_RATE).nonzero().flatten().tolist()
+    sink_layers = (recording["head_sink_rate"][:, :, sink].mean(1) >= SINK_RATE).nonzero().flatten().tolist()
     first = next((layer for layer in births if layer >= 0), None)
     if first is not None and anatomy.parallel:
         first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
     last_layer = first if first is not None else next(iter(sink_layers), 0)
-    alive = _alive(births, erasures, reading.num_layers)
+    alive = _alive(births, erasures, recording.num_layers)
     peak: dict[int, float] = {}
     for entry in findings.massive:
         if entry.position == sink:
@@ -84,10 +84,10 @@ def make_plan(findings: Findings) -> Plan:
     chosen.sort(key=lambda unit: -abs(unit.write))
     return Plan(
         sink=sink,
-        targets=_targets(reading.sink_rate, sink, reading.batch.length),
+        targets=_targets(recording.sink_rate, sink, recording.batch.length),
         last_layer=max(0, last_layer),
         births=tuple(births),
-        alive=tuple(alive or sink_layers or range(reading.num_layers)),
+        alive=tuple(alive or sink_layers or range(recording.num_layers)),
         dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
         super_neurons=tuple(Unit(unit.layer, unit.expert, unit.neuron) for unit in chosen),
         candidates=tuple(candidate_units(findings, sink)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from sinkscope.capture.condition_reading import ConditionReading
+from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.models.anatomy import Anatomy, Unit

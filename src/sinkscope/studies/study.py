@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from sinkscope.arguments import check_study
-from sinkscope.capture.condition_reading import Replay
-from sinkscope.capture.reading import evaluation_mode
+from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
 from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
 from sinkscope.interventions.intervention import together

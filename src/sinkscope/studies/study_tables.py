@@ -224,7 +224,7 @@ def _histograms(study: StudyResult) -> _Rows:
 
 def _output_energy(study: StudyResult) -> _Rows:
     rows = _Rows()
-    anatomy = study.trace.reading.anatomy
+    anatomy = study.trace.recording.anatomy
     for unit in study.plan.super_neurons[:SHOWN_UNITS]:
         layer = anatomy.layers[unit.layer]
         weight_EF = layer.written_vectors(unit.expert).cpu()
@@ -249,7 +249,7 @@ def _output_energy(study: StudyResult) -> _Rows:
 
 def _tokens(study: StudyResult) -> _Rows:
     rows, tokenizer = _Rows(), study.loaded.tokenizer
-    for sequence, ids in enumerate(study.trace.reading.batch.ids[:SHOWN_SEQUENCES].tolist()):
+    for sequence, ids in enumerate(study.trace.recording.batch.ids[:SHOWN_SEQUENCES].tolist()):
         texts = [str(index) for index in ids] if tokenizer is None else [tokenizer.decode([index]) for index in ids]
         for position, (index, text) in enumerate(zip(ids, texts, strict=True)):
             rows.add(sequence=sequence, position=position, id=index, text=str(text))

@@ -1,12 +1,43 @@
-"""The tables that a trace writes; every column is declared with its meaning."""
+"""The tables that a trace writes; every column is declared with its meaning, most of them by an observable."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sinkscope.capture.merges import Largest
+from sinkscope.capture.observables import CHAIN, Observable
 from sinkscope.results.tables import Column, Schema
 
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _POSITION = Column("position", "int", "Position in the sequence, counted from 0")
 _EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
+
+TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
+"""Which table an observable fills."""
+
+
+def columns(observable: Observable) -> list[Column]:
+    """The columns that an observable fills."""
+    found = [Column(observable.column or observable.name, "float", observable.meaning, observable.nullable)]
+    place = observable.merge.place if isinstance(observable.merge, Largest) else None
+    if place == "unit":
+        meaning = "Expert of that unit; -1 is the shared expert; null in a dense layer"
+        found.append(Column(f"{observable.name}_expert", "int", meaning, True))
+        found.append(Column(f"{observable.name}_neuron", "int", "Number of that unit"))
+    elif place is not None:
+        found.append(Column(f"{observable.name}_{place}", "int", f"Its {place}"))
+    return found
+
+
+def schema_with(schema: Schema, observables: Iterable[Observable]) -> Schema:
+    """The schema with the columns of those observables that fill this table."""
+    declared = {column.name: column for column in schema.columns}
+    for observable in observables:
+        if TABLE_OF_AXES.get(observable.axes) == schema.name:
+            declared |= {column.name: column for column in columns(observable)}
+    return replace(schema, columns=tuple(declared.values()))
+
 
 SINKS = Schema(
     "sinks",
@@ -24,56 +55,27 @@ SINKS = Schema(
         Column("mean_attention", "float", "Attention received, mean over sequences, layers and heads"),
     ),
 )
-POSITIONS = Schema(
-    "positions",
-    (
-        _LAYER,
-        _POSITION,
-        Column(
-            "attention_received",
-            "float",
-            "Mean attention received, over heads and sequences; null if the key was not read",
-            True,
+POSITIONS = schema_with(
+    Schema(
+        "positions",
+        (
+            _LAYER,
+            _POSITION,
+            Column(
+                "attention_received",
+                "float",
+                "Mean attention received, over heads and sequences; null if the key was not read",
+                True,
+            ),
+            Column(
+                "sink_rate",
+                "float",
+                "Share of heads and sequences that count the key as a sink; null if the key was not read",
+                True,
+            ),
         ),
-        Column(
-            "sink_rate",
-            "float",
-            "Share of heads and sequences that count the key as a sink; null if the key was not read",
-            True,
-        ),
-        Column("entropy", "float", "Entropy of the query's attention, mean over heads and sequences", True),
-        Column("mixing", "float", "sum a^2 of the query's attention, mean over heads and sequences", True),
-        Column(
-            "value_variance", "float", "Variance of the value aggregation across sequences, mean over channels", True
-        ),
-        Column("averaging_law", "float", "sum_j E[a_tj^2] Var(v_j), mean over heads", True),
-        Column(
-            "projected_variance",
-            "float",
-            "Variance across sequences behind the output projection, mean over dimensions",
-            True,
-        ),
-        Column("second_moment", "float", "E[o^2] of the value aggregation, over sequences and channels"),
-        Column("cosine", "float", "Mean cosine of the state that enters attention over pairs of sequences", True),
-        Column(
-            "dom_ratio",
-            "float",
-            "max |h| / mean |h| of the residual that leaves the layer, mean over sequences; like every ratio, null "
-            "where all their states are zeros",
-            True,
-        ),
-        Column("dom_ratio_normed", "float", "The same of the state that enters attention", True),
-        Column("participation_ratio", "float", "(sum h^2)^2 / sum h^4, mean over sequences", True),
-        Column("top_energy_share", "float", "Energy share of the largest dimension, mean over sequences", True),
-        Column("kurtosis", "float", "Kurtosis over dimensions, mean over sequences", True),
-        Column("largest_residual", "float", "Largest |h| of any sequence"),
-        Column("largest_residual_dimension", "int", "Its dimension"),
-        Column("largest_write", "float", "Largest |n_j| ||W_down[:, j]|| of any unit in any sequence"),
-        Column(
-            "largest_write_expert", "int", "Expert of that unit; -1 is the shared expert; null in a dense layer", True
-        ),
-        Column("largest_write_neuron", "int", "Number of that unit"),
     ),
+    CHAIN,
 )
 NEURONS = Schema(
     "neurons",
@@ -112,26 +114,30 @@ DIMENSIONS = Schema(
         Column("contrast", "float", "Magnitude over that of the same dimension at the other positions"),
     ),
 )
-HEADS = Schema(
-    "heads",
-    (
-        _LAYER,
-        Column("head", "int", "Query head"),
-        Column("position", "int", "Key position: every sink, or the strongest key where there is none"),
-        Column("attention_received", "float", "Mean attention received by the key from this head"),
-        Column("sink_rate", "float", "Share of sequences in which the head counts the key as a sink"),
-        Column(
-            "positive_queries",
-            "float",
-            "Share of later queries with q . k > 0; null where the lock was not read there",
-            True,
+HEADS = schema_with(
+    Schema(
+        "heads",
+        (
+            _LAYER,
+            Column("head", "int", "Query head"),
+            Column("position", "int", "Key position: every sink, or the strongest key where there is none"),
+            Column("attention_received", "float", "Mean attention received by the key from this head"),
+            Column("sink_rate", "float", "Share of sequences in which the head counts the key as a sink"),
+            Column(
+                "positive_queries",
+                "float",
+                "Share of later queries with q . k > 0; null where the lock was not read there",
+                True,
+            ),
+            Column(
+                "lock_share",
+                "float",
+                "Share of q . k gone without the massive dimensions; null where there are none",
+                True,
+            ),
         ),
-        Column(
-            "lock_share", "float", "Share of q . k gone without the massive dimensions; null where there are none", True
-        ),
-        Column("entropy", "float", "Entropy of the head's attention, mean over queries and sequences", True),
-        Column("mixing", "float", "sum a^2 of the head's attention, mean over queries and sequences", True),
     ),
+    CHAIN,
 )
 LAYERS = Schema(
     "layers",
@@ -152,7 +158,7 @@ LAYERS = Schema(
         Column(
             "kendall_positions",
             "float",
-            "Kendall's tau of the standard deviations by position before and behind W_O",
+            "Kendall's tau of the standard deviations by position before and after W_O",
             True,
         ),
         Column(

@@ -16,17 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.attention_readers import read_attention
-from sinkscope.capture.attention_request import AttentionRule, ReadingRequest
-from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.block_calls import entering, leaving
 from sinkscope.capture.edits import suspend
-from sinkscope.capture.neuron_tap import LayerUnits
-from sinkscope.capture.overflow import check_finite
-from sinkscope.capture.reading import evaluation_mode, input_device
+from sinkscope.capture.merges import Merge, Own, Rows
+from sinkscope.capture.observables import Observable, Tap
+from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.sole_reader import in_this_thread
+from sinkscope.capture.taps import LayerCall, entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
-from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 
@@ -76,10 +72,42 @@ class ConditionReading:
         return self.dimensions_LBTM[..., [self.dimensions.index(dimension) for dimension in dimensions]]
 
 
-LAYER_FIELDS = (
-    *("sink_heads_LBS", "received_LBS", "entropy_LBT", "mixing_LBT", "aggregation_norm_LBT"),
-    *("residual_norm_LBT", "dom_ratio_LBT", "dimensions_LBTM"),
-)
+BY_SEQUENCE = {
+    "sink_heads_LBS": (Tap.ATTENTION, lambda call: call.is_sink.sum(1)),
+    "received_LBS": (Tap.ATTENTION, lambda call: call.alpha.mean(1)),
+    "entropy_LBT": (Tap.ATTENTION, lambda call: call.attention.entropy.mean(1)),
+    "mixing_LBT": (Tap.ATTENTION, lambda call: call.attention.mixing.mean(1)),
+    "aggregation_norm_LBT": (Tap.AGGREGATION, lambda call: call.aggregation.float().norm(dim=-1)),
+    "residual_norm_LBT": (Tap.RESIDUAL_OUT, lambda call: call.residual.float().norm(dim=-1)),
+    "dom_ratio_LBT": (Tap.RESIDUAL_OUT, lambda call: dom_ratio(call.residual.float())),
+}
+"""Where each is recorded, and what a layer's call leaves of it."""
+
+
+def _observables(
+    anatomy: Anatomy, units: dict[tuple[int, int | None], tuple[int, ...]], dimensions: tuple[int, ...]
+) -> list[Observable]:
+    layers = range(len(anatomy.layers))
+
+    def by_sequence(name: str, tap: Tap, reduce, merge: Merge, layers: Collection[int] = layers) -> Observable:
+        return Observable(name=name, tap=tap, reduce=reduce, merge=merge, axes="LB", meaning=name, layers=layers)
+
+    def activations(call: LayerCall) -> dict[tuple[int, int | None], Tensor]:
+        groups = {group: neurons for group, neurons in units.items() if group[0] == call.index}
+        values = {
+            group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
+            for group, neurons in groups.items()
+        }
+        return {group: x.view(*call.passing.shape, -1).cpu() for group, x in values.items()}
+
+    return [
+        *(by_sequence(name, tap, reduce, Rows()) for name, (tap, reduce) in BY_SEQUENCE.items()),
+        by_sequence(
+            "dimensions_LBTM", Tap.RESIDUAL_OUT, lambda call: call.residual.float()[..., list(dimensions)], Rows()
+        ),
+        by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
+        by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
+    ]
 
 
 @dataclass
@@ -127,101 +155,35 @@ class Replay:
         return hook
 
     def _read(self, start: int | None, *, loss: bool) -> ConditionReading:
-        reader = _LayerReader(self.anatomy, self._groups, self.dimensions)
+        recorder = Recorder(self.anatomy, _observables(self.anatomy, self._groups, self.dimensions))
         layers = self.anatomy.layers[start or 0 :]
-        with torch.no_grad(), evaluation_mode(self.model), reader.reading(layers):
+        shape = (self.ids_BT.shape[0], self.ids_BT.shape[1])
+        with torch.no_grad(), evaluation_mode(self.model), recorder.listening(shape, layers):
             if start is None:
                 self.anatomy.decoder(input_ids=self.ids_BT.to(input_device(self.anatomy)), use_cache=False)
             else:
                 hidden_BTE = self._entering[start]
                 for layer in layers:
                     args, kwargs = self._calls[layer.index]
-                    output = layer.block(hidden_BTE, *args, **kwargs)
-                    hidden_BTE = leaving(output)
+                    hidden_BTE = leaving(layer.block(hidden_BTE, *args, **kwargs))
         self.num_layer_passes += len(layers)
-        loss_B = next_token_loss(self.anatomy, self.model, reader.hidden_BTE, self.ids_BT) if loss else None
-        prefix = None if start is None else self.untouched
-        return reader.reading_after(prefix, start or 0, loss_B)
-
-
-class _LayerReader:
-    """Reduces each layer as it runs."""
-
-    def __init__(self, anatomy: Anatomy, groups: dict, dimensions: tuple[int, ...]) -> None:
-        self.anatomy, self.groups, self.dimensions = anatomy, groups, dimensions
-        self.rows: dict[str, dict[int, Tensor]] = {name: {} for name in LAYER_FIELDS}
-        self.units: dict[tuple[int, int | None], Tensor] = {}
-        self.hidden_BTE = torch.empty(0)
-
-    @contextlib.contextmanager
-    def reading(self, layers):
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                units = LayerUnits(layer)
-                experts = [expert for index, expert in self.groups if index == layer.index]
-                handles = units.hooks() if experts else []
-                aggregate = in_this_thread(self._aggregation(layer.index))
-                leave = in_this_thread(self._block(layer.index, units, experts))
-                handles.append(layer.output_projection.register_forward_pre_hook(aggregate))
-                handles.append(layer.block.register_forward_hook(leave))
-                for handle in handles:
-                    stack.callback(handle.remove)
-            stack.enter_context(attention_tap(self.anatomy, self._attention))
-            yield
-
-    def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        reading, _ = read_attention(query, key, value, rule, ReadingRequest())
-        assert reading.entropy is not None
-        assert reading.mixing is not None
-        alpha_BHS = mean_received(reading.received)
-        self.rows["sink_heads_LBS"][layer] = (alpha_BHS > SINK_THRESHOLD).sum(1)
-        self.rows["received_LBS"][layer] = alpha_BHS.mean(1)
-        self.rows["entropy_LBT"][layer] = reading.entropy.mean(1)
-        self.rows["mixing_LBT"][layer] = reading.mixing.mean(1)
-        return reading.output
-
-    def _aggregation(self, layer: int):
-        def hook(module, args) -> None:
-            shape = self.rows["received_LBS"][layer].shape
-            aggregation_BTC = args[0].reshape(*shape, -1)
-            self.rows["aggregation_norm_LBT"][layer] = torch.linalg.vector_norm(aggregation_BTC.float(), dim=-1)
-
-        return hook
-
-    def _block(self, layer: int, units: LayerUnits, experts: list[int | None]):
-        def hook(module, args, output) -> None:
-            self.hidden_BTE = leaving(output)
-            hidden_BTE = self.hidden_BTE.float()
-            self.rows["residual_norm_LBT"][layer] = torch.linalg.vector_norm(hidden_BTE, dim=-1)
-            self.rows["dom_ratio_LBT"][layer] = dom_ratio(hidden_BTE)
-            self.rows["dimensions_LBTM"][layer] = hidden_BTE[..., list(self.dimensions)]
-            for expert in experts:
-                neurons = torch.tensor(self.groups[layer, expert], device=hidden_BTE.device)
-                values = units.values(expert, neurons)
-                self.units[layer, expert] = values.view(*hidden_BTE.shape[:2], -1).cpu()
-            units.clear()
-
-        return hook
-
-    def reading_after(self, prefix: ConditionReading | None, start: int, loss_B: Tensor | None) -> ConditionReading:
-        """The whole model's reading, the layers before `start` as they were."""
-        num_layers = len(self.anatomy.layers)
-        for name, rows in self.rows.items():
-            if silent := sorted(set(range(start, num_layers)) - rows.keys()):
-                raise RuntimeError(f"layer {silent[0]} reported no {name}")
-        stacked = {name: torch.stack([rows[layer].cpu() for layer in sorted(rows)]) for name, rows in self.rows.items()}
-        check_finite(self.anatomy.decoder, stacked["residual_norm_LBT"].amax(1), first_layer=start)
-        if prefix is not None:
-            stacked = {name: torch.cat([getattr(prefix, name)[:start], rows]) for name, rows in stacked.items()}
-            return replace(prefix, **stacked, units=prefix.units | self.units, loss_B=loss_B)
-        return ConditionReading(
-            **stacked,
-            dimensions=self.dimensions,
-            units=self.units,
-            neurons=self.groups,
-            num_heads=self.anatomy.num_heads,
-            loss_B=loss_B,
-        )
+        found = recorder.results()
+        (last_BTE,) = found.pop("last").values()
+        units = {group: x for by_group in found.pop("units", {}).values() for group, x in by_group.items()}
+        stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in found.items()}
+        loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
+        if start is None:
+            return ConditionReading(
+                **stacked,
+                dimensions=self.dimensions,
+                units=units,
+                neurons=self._groups,
+                num_heads=self.anatomy.num_heads,
+                loss_B=loss_B,
+            )
+        before = self.untouched
+        stacked = {name: torch.cat([getattr(before, name)[:start], rows]) for name, rows in stacked.items()}
+        return replace(before, **stacked, units=before.units | units, loss_B=loss_B)
 
 
 def read_condition(

@@ -2,7 +2,7 @@
 
 On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel reads the rest in
 one more pass over q k^T. Everywhere else, and for scores that the fused attention cannot make (soft-capping), tiles
-of matrix products do both at once, on a CPU with a kernel in C between them.
+of matrix products do both at once.
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
 head size, P chosen keys, R distances, n queries at which distances are read.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from sinkscope.capture.attention_request import (
+from sinkscope.capture.attention_rule import (
     AttentionReading,
     AttentionRule,
     ReadingRequest,
@@ -21,13 +21,13 @@ from sinkscope.capture.attention_request import (
     sampled_queries,
 )
 from sinkscope.capture.edited_rows import with_edited_rows
-from sinkscope.capture.tile_readers import TilesInC
-from sinkscope.capture.tiled_attention import tiled_attention
-from sinkscope.kernels.attention_by_distance import attention_by_distance
+from sinkscope.capture.tiles import tiled_attention
 from sinkscope.kernels.attention_received import attention_received, received_by_keys
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE = 256
+DISTANCE_ELEMENTS = 1 << 26
+"""Entries of keys at all distances that are held at once."""
 
 
 def read_attention(
@@ -38,8 +38,7 @@ def read_attention(
     if reason is None:
         path, read = "flash attention and a Triton kernel", _fused_attention
     else:
-        path, read = "tiles in C" if TilesInC.takes(query_BHTD, rule) else "tiles", tiled_attention
-        path = f"{path} ({reason})" if reason else path
+        path, read = f"tiles ({reason})" if reason else "tiles", tiled_attention
     reading = read(query_BHTD, key_BKSD, value_BKSD, rule, request)
     if rule.edits:
         reading = with_edited_rows(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
@@ -62,7 +61,6 @@ def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
 def _fused_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> AttentionReading:
-    length = query_BHTD.shape[2]
     output_BTHD, lse_BHT = _attention_and_log_sum_exp(query_BHTD, key_BKSD, value_BKSD, rule)
     if rule.sink_logits is not None:
         # A learned sink only adds to each row's total: the aggregation shrinks by the share that it takes.
@@ -70,30 +68,46 @@ def _fused_attention(
         output_BTHD = output_BTHD * torch.exp(lse_BHT - whole_BHT).transpose(1, 2).unsqueeze(-1).to(output_BTHD.dtype)
         lse_BHT = whole_BHT
     options = {"scaling": rule.scaling, "window": rule.window}
-    device = query_BHTD.device
-    queries_n, distances_R = sampled_queries(length, device), distance_tensor(request.distances, device)
     entropy = mixing = weighted_mixing = None
-    with request.beside(query_BHTD, key_BKSD, lse_BHT):
-        by_distance = attention_by_distance(query_BHTD, key_BKSD, lse_BHT, queries_n, distances_R, **options)
-        if request.keys is not None:
-            received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(device), **options)
-        else:
-            weights_BHS = None
-            if request.key_weights is not None:
-                groups = query_BHTD.shape[1] // key_BKSD.shape[1]
-                weights_HS = request.key_weights.float().repeat_interleave(groups, dim=0)
-                weights_BHS = weights_HS.expand(query_BHTD.shape[0], -1, -1)
-            received, entropy, mixing, weighted_mixing = attention_received(
-                query_BHTD, key_BKSD, lse_BHT, key_weights_BHS=weights_BHS, **options
-            )
+    if request.keys is not None:
+        received = received_by_keys(query_BHTD, key_BKSD, lse_BHT, request.keys.to(query_BHTD.device), **options)
+    else:
+        weights_BHS = None
+        if request.key_weights is not None:
+            groups = query_BHTD.shape[1] // key_BKSD.shape[1]
+            weights_HS = request.key_weights.float().repeat_interleave(groups, dim=0)
+            weights_BHS = weights_HS.expand(query_BHTD.shape[0], -1, -1)
+        received, entropy, mixing, weighted_mixing = attention_received(
+            query_BHTD, key_BKSD, lse_BHT, key_weights_BHS=weights_BHS, **options
+        )
     return AttentionReading(
         output=output_BTHD,
         received=received,
-        by_distance=by_distance,
+        by_distance=attention_by_distance(query_BHTD, key_BKSD, lse_BHT, rule, request.distances),
         entropy=entropy,
         mixing=mixing,
         weighted_mixing=weighted_mixing,
     )
+
+
+def attention_by_distance(
+    query_BHTD: Tensor, key_BKSD: Tensor, lse_BHT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
+) -> Tensor:
+    """[B, H, R] mean over the sampled queries t >= d of the attention of t on t - d, from each query's log-sum-exp."""
+    length, device = query_BHTD.shape[2], query_BHTD.device
+    queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
+    back_nR = queries_n[:, None] - distances_R
+    num_kv_heads, head_size = key_BKSD.shape[1], key_BKSD.shape[3]
+    step = max(1, DISTANCE_ELEMENTS // max(1, back_nR.numel() * num_kv_heads * head_size))
+    scores = []
+    for few in range(0, len(query_BHTD), step):
+        query_BKGnD = query_BHTD[few : few + step, :, queries_n].float().unflatten(1, (num_kv_heads, -1))
+        key_BKnRD = key_BKSD[few : few + step, :, back_nR.clamp(min=0).flatten()].float().unflatten(2, back_nR.shape)
+        scores.append(torch.einsum("bkgnd,bknrd->bkgnr", query_BKGnD, key_BKnRD).flatten(1, 2))
+    attention_BHnR = torch.exp(torch.cat(scores) * rule.scaling - lse_BHT[:, :, queries_n, None])
+    has_key_nR = back_nR >= 0
+    seen_nR = has_key_nR if rule.window is None else has_key_nR & (distances_R < rule.window)
+    return attention_BHnR.masked_fill(~seen_nR, 0).sum(2) / has_key_nR.sum(0)
 
 
 def _attention_and_log_sum_exp(

@@ -1,7 +1,11 @@
-"""Turns one tile's scores into weights and reads them: by operations of torch, or by a kernel in C.
+"""Exact causal attention in tiles of queries, read while it is computed: nothing of size T x T is ever held.
 
-Axes: N = batch * key-value heads, G query heads per key-value head, T query position, S key position, n queries of a
-tile, P chosen keys, R distances.
+One tile holds the scores of a few queries with all keys they may see. Its softmax gives the value aggregation, and
+before it is dropped the attention received by each key, the row entropies and the sums of squared weights. Output and
+readings thus share one `q k^T`, so on a CPU reading costs a few passes over a tile that lies in the cache.
+
+Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
+head size, N = B * K, n queries of a tile, P chosen keys, R distances.
 """
 
 from __future__ import annotations
@@ -13,13 +17,95 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from sinkscope.capture.attention_request import AttentionRule, ReadingRequest, distance_tensor, sampled_queries
-from sinkscope.kernels.compiled import AT_MOST_32_BITS, call, runs_in_c
+from sinkscope.capture.attention_rule import (
+    AttentionReading,
+    AttentionRule,
+    ReadingRequest,
+    distance_tensor,
+    sampled_queries,
+)
 
+TILE_ELEMENTS = 1 << 21
+"""Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
+cache."""
+TILE_QUERIES = 128
+"""Queries in one tile at most, and no more than a quarter of them: what a tile computes behind its diagonal is lost."""
 FAINTEST = -80.0
 """Scores this far below a row's largest count as no attention at all."""
 HIDDEN = -1e30
 """Score of a hidden key. Finite, since its weight of 0 times its score must count as 0 in the entropy."""
+
+
+@torch.no_grad()
+def tiled_attention(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
+) -> AttentionReading:
+    """Attention and its readings, in float32, or in float64 for float64 inputs."""
+    num_batch, num_heads, num_queries, _ = query_BHTD.shape
+    num_kv_heads = key_BKSD.shape[1]
+    num_groups = num_heads // num_kv_heads
+    kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
+    query_NGTD = query_BHTD.to(**kind).unflatten(1, (num_kv_heads, num_groups)).flatten(0, 1)
+    key_NSD, value_NSD = (x.to(**kind).flatten(0, 1) for x in (key_BKSD, value_BKSD))
+    num_pairs = key_NSD.shape[0]
+    weights_NS = None
+    if request.key_weights is not None:
+        weights_NS = request.key_weights.to(**kind).expand(num_kv_heads, num_queries).repeat(num_batch, 1)
+    sinks_NG = None
+    if rule.sink_logits is not None:
+        sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).repeat(num_batch, 1, 1).flatten(0, 1)
+
+    keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
+    # Long rows: fewer queries.
+    fitting = max(16, min(TILE_QUERIES, num_queries // 4, TILE_ELEMENTS // (num_groups * keys_per_tile)))
+    queries_per_tile = min(num_queries, 1 << (fitting.bit_length() - 1))
+    size = num_groups * queries_per_tile * keys_per_tile
+    buffer = torch.empty(min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
+    # Positions first in memory, as the model wants them of a single sequence.
+    output_TNGD = value_BKSD.new_empty(num_queries, num_pairs, num_groups, value_NSD.shape[-1])
+    output_NGTD = output_TNGD.permute(1, 2, 0, 3)
+    rows = Rows(
+        rule=rule,
+        request=request,
+        query_NGTD=query_NGTD,
+        sinks_NG=sinks_NG,
+        weights_NS=weights_NS,
+        queries_per_tile=queries_per_tile,
+    )
+    reader = TileReader(rows)
+    for start in range(0, num_queries, queries_per_tile):
+        stop = min(start + queries_per_tile, num_queries)
+        low = 0 if rule.window is None else max(0, start - rule.window + 1)
+        for pairs in _slices(num_pairs, max(1, len(buffer) // (num_groups * (stop - start) * (stop - low)))):
+            tile = Tile(pairs, start, stop, low)
+            queries = query_NGTD[tile.rows]
+            shape = (*queries.shape[:3], stop - low)
+            scores = buffer[: torch.Size(shape).numel()].view(shape)
+            flat = scores.flatten(1, 2)
+            keys = key_NSD[pairs, low:stop].mT
+            torch.baddbmm(flat, queries.flatten(1, 2), keys, beta=0, alpha=rule.scaling, out=flat)
+            if rule.softcap is not None:
+                scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+            weights, inverse = reader.read(tile, scores)
+            aggregation = torch.bmm(weights.flatten(1, 2), value_NSD[pairs, low:stop]).view(*shape[:3], -1)
+            torch.mul(aggregation, inverse.unsqueeze(-1), out=output_NGTD[tile.rows])
+
+    def by_head(x_NG: Tensor) -> Tensor:
+        return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
+
+    readings, every_key = reader.readings(), request.keys is None
+    return AttentionReading(
+        output=by_head(output_NGTD).transpose(1, 2),
+        received=by_head(readings.received),
+        by_distance=by_head(readings.by_distance),
+        entropy=by_head(readings.entropy) if every_key else None,
+        mixing=by_head(readings.mixing) if every_key else None,
+        weighted_mixing=by_head(readings.weighted_mixing) if every_key and weights_NS is not None else None,
+    )
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 @dataclass(frozen=True)
@@ -75,49 +161,8 @@ class TileReadings:
     weighted_mixing: Tensor
 
 
-class TilesInC:
-    """Reads a tile by one call of kernels/c/attention_tile.c."""
-
-    @staticmethod
-    def takes(query: Tensor, rule: AttentionRule) -> bool:
-        """A softmax on the CPU, of numbers that tiles hold as float32."""
-        return rule.sigmoid_bias is None and runs_in_c(query, AT_MOST_32_BITS)
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        *heads, num_queries, _ = rows.query_NGTD.shape
-        keys_P = rows.request.keys
-        self.keys_P = None if keys_P is None else keys_P.long().contiguous()
-        self.received_NGS = rows.received()
-        self.by_distance_NGR = rows.query_NGTD.new_zeros(*heads, len(rows.request.distances))
-        self.of_rows_3NGT = rows.query_NGTD.new_empty(3, *heads, num_queries)
-
-    def read(self, tile: Tile, scores_NGnS: Tensor) -> tuple[Tensor, Tensor]:
-        """([N, G, n, S] weights, 0 where a query does not see a key; [N, G, n] what they are to be multiplied by)."""
-        rows, pairs = self.rows, tile.pairs
-        num_pairs, num_groups, num_queries, num_keys = scores_NGnS.shape
-        inverse_NGn = scores_NGnS.new_empty(scores_NGnS.shape[:3])
-        keys_P, queries_n, distances_R = self.keys_P, rows.queries_n, rows.distances_R
-        call(
-            "attention_tile",
-            *(scores_NGnS, inverse_NGn, num_pairs * num_groups, num_groups, num_queries, num_keys),
-            *(rows.query_NGTD.shape[2], tile.start, tile.low, rows.rule.window or 0),
-            *(None if values is None else values[pairs] for values in (rows.sinks_NG, rows.weights_NS)),
-            *(values[pairs] for values in self.of_rows_3NGT),
-            *(self.received_NGS[pairs], keys_P, -1 if keys_P is None else len(keys_P)),
-            *(self.by_distance_NGR[pairs], queries_n, len(queries_n), distances_R, len(distances_R)),
-        )
-        return scores_NGnS, inverse_NGn
-
-    def readings(self) -> TileReadings:
-        """What all tiles gave."""
-        rows = self.rows
-        num_with_key_R = _num_with_key(rows.query_NGTD.shape[2], rows.request.distances)
-        return TileReadings(self.received_NGS, self.by_distance_NGR / num_with_key_R, *self.of_rows_3NGT)
-
-
-class TilesInTorch:
-    """The same by operations of torch: every dtype, every device, and a sigmoid in place of the softmax.
+class TileReader:
+    """Turns one tile's scores into weights and reads them.
 
     Tiles leave sums of each row; what follows from them is worked out for all rows together.
     """
@@ -140,7 +185,7 @@ class TilesInTorch:
         self.buffer = like.new_empty(0)
 
     def read(self, tile: Tile, scores_NGnS: Tensor) -> tuple[Tensor, Tensor]:
-        """See TilesInC."""
+        """([N, G, n, S] weights, 0 where a query does not see a key; [N, G, n] what they are to be multiplied by)."""
         rule, sinks_NG, keys_P = self.rows.rule, self.rows.sinks_NG, self.rows.request.keys
         here, pairs, low, stop, scores = tile.rows, tile.pairs, tile.low, tile.stop, scores_NGnS
         if self.buffer.numel() < scores.numel():
@@ -160,6 +205,7 @@ class TilesInTorch:
         for edge in [slice(tile.start - low, None)] + ([] if rule.window is None else [slice(stop - tile.start)]):
             scores[..., edge].clamp_(min=FAINTEST)
         torch.exp(scores, out=weights)
+        _clear_hidden(weights, tile, rule.window)
         total = torch.sum(weights, -1, out=self.total_NGT[here])
         whole = self.whole_NGT[here]
         if sinks_NG is not None:
@@ -212,6 +258,13 @@ def _mask(scores_NGnS: Tensor, future_nn: Tensor, start: int, low: int, window: 
         scores_NGnS[..., :edge].masked_fill_(keys <= rows - window, HIDDEN)
 
 
+def _clear_hidden(weights_NGnS: Tensor, tile: Tile, window: int | None) -> None:
+    """Sets hidden weights to exactly 0, in place: a token that sees only a value of zeros must stay zero."""
+    weights_NGnS[..., tile.start - tile.low :].tril_()
+    if window is not None:
+        weights_NGnS[..., : tile.stop - tile.start].triu_(tile.start - window - tile.low + 1)
+
+
 @lru_cache(maxsize=64)
 def _places_by_distance(
     length: int, queries_per_tile: int, window: int | None, distances: tuple[int, ...], device: torch.device
@@ -228,13 +281,6 @@ def _places_by_distance(
         keys_nR = (queries_n[first:last, None] - distances_R - low).clamp(min=0)
         places.append((slice(first, last), (queries_n[first:last, None] - start) * width + keys_nR))
     return places
-
-
-@lru_cache(maxsize=64)
-def _num_with_key(length: int, distances: tuple[int, ...]) -> Tensor:
-    """[R] sampled queries that have a key so far back."""
-    cpu = torch.device("cpu")
-    return (sampled_queries(length, cpu)[:, None] >= distance_tensor(distances, cpu)).sum(0)
 
 
 def _at_keys(tile_NGnS: Tensor, inverse_NGn: Tensor, keys_P: Tensor, low: int, stop: int) -> Tensor:

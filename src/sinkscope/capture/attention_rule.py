@@ -6,9 +6,7 @@ chosen keys, R distances.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -64,8 +62,10 @@ class ReadingRequest:
     distances: tuple[int, ...] = ()
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
-    beside: Callable[..., contextlib.AbstractContextManager] = contextlib.nullcontext
-    """Where what is read after the attention itself may run; called with the tensors it reads."""
+
+    def weighing(self, key_weights_KS: Tensor) -> ReadingRequest:
+        """The same with the mixing weighted too."""
+        return replace(self, key_weights=key_weights_KS)
 
 
 @lru_cache(maxsize=64)

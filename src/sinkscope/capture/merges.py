@@ -1,0 +1,150 @@
+"""How an observable's parts join: the chunks of a batch on one machine and the shares of several processes alike.
+
+A merge takes what one layer's call gave on some sequences (`of`), joins two of them (`join`), and says what all come to
+(`result`). Nothing else knows how parts join. What lies between is a tuple of tensors and counts.
+Axes: B sequences, C channels, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over sequences of [B, ...]."""
+
+    of_ratios: bool = False
+    """Whether a value that is not a number is an empty one, 0 / 0, and left out."""
+
+    def of(self, values: Tensor, mergeable: bool) -> Any:
+        if not self.of_ratios:
+            return values.sum(0), len(values)
+        empty = values.isnan()
+        return values.masked_fill(empty, 0).sum(0), len(values) - empty.sum(0)
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        return mine[0] + theirs[0], mine[1] + theirs[1]
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        total, count = joined
+        return {"": total / count}
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum over all calls."""
+
+    def of(self, values: Tensor, mergeable: bool) -> Any:
+        return values
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        return mine + theirs
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        return {"": joined}
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest over sequences of ([B, ...] values, [B, ...] places), and its place, under a name of its own."""
+
+    place: str
+
+    def of(self, values: tuple[Tensor, Tensor], mergeable: bool) -> Any:
+        largest, sequence = values[0].max(0)
+        return largest, values[1].gather(0, sequence[None])[0]
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        return mine[0].maximum(theirs[0]), theirs[1].where(theirs[0] > mine[0], mine[1])
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        return {"": joined[0], f"_{self.place}": joined[1]}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The unbiased variance over sequences of [B, ..., C], by Chan's formula: averaged over channels and, as
+    `_by_channel`, over all else. NaN for a single sequence."""
+
+    def of(self, values: Tensor, mergeable: bool) -> Any:
+        import torch
+
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        mean = values.mean(0)
+        squares = (values - mean).square_().sum(0)
+        # The mean is as large as what one sequence leaves, and only needed to join other sequences' to it.
+        return len(values), mean if mergeable else None, squares.sum(-1), squares.flatten(0, -2).sum(0)
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        num_mine, mean_mine, *deviations_mine = mine
+        num_theirs, mean_theirs, *deviations_theirs = theirs
+        count = num_mine + num_theirs
+        apart = mean_theirs - mean_mine
+        between = apart.square() * (num_mine * num_theirs / count)
+        parts = zip(deviations_mine, deviations_theirs, (between.sum(-1), between.flatten(0, -2).sum(0)), strict=True)
+        return count, mean_mine + apart * (num_theirs / count), *(a + b + c for a, b, c in parts)
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        count, _, deviation, channel_deviation = joined
+        freedom = count - 1 if count > 1 else float("nan")
+        return {
+            "": deviation / (freedom * len(channel_deviation)),
+            "_by_channel": channel_deviation / (freedom * deviation.numel()),
+        }
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The mean cosine over pairs of sequences of unit vectors [B, T, E]; a vector of zeros has no direction."""
+
+    def of(self, values: Tensor, mergeable: bool) -> Any:
+        return Moments().of(values, mergeable), (values != 0).any(-1).sum(0)
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        return Moments().join(mine[0], theirs[0]), mine[1] + theirs[1]
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        from sinkscope.measures.directional_collapse import cosine_from_deviation
+
+        (count, _, deviation, _), num_states = joined
+        return {"": cosine_from_deviation(deviation, num_states, count)}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every sequence's own row of [B, ...], in order; the first `most` of them where only so many are wanted."""
+
+    most: int | None = None
+
+    def of(self, values: Tensor, mergeable: bool) -> Any:
+        return values[: self.most]
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        import torch
+
+        return torch.cat([mine, theirs.to(mine.device)])[: self.most]
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        return {"": joined}
+
+
+@dataclass(frozen=True)
+class Own:
+    """Values that know themselves how they join, by `mine.joined(theirs)`."""
+
+    def of(self, values: Any, mergeable: bool) -> Any:
+        return values
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        return mine.joined(theirs)
+
+    def result(self, joined: Any) -> dict[str, Any]:
+        return {"": joined}
+
+
+Merge = Mean | Total | Largest | Moments | Cosine | Rows | Own

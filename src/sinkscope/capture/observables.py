@@ -1,0 +1,357 @@
+"""An observable is one record: where it listens, what a layer's call leaves of itself, how parts join, what it means.
+
+CHAIN holds every observable of the sink chain. The columns of a trace's tables are these records, so a new one is a new
+record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
+
+Axes, the layers first: L layers, B sequences, T positions, S keys read, H heads, R distances, E width, C channels, U
+units, P positions that stand out (`LayerCall.standing_out`), N tokens of the effective rank.
+This file imports no torch: reports read the meaning of columns from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from sinkscope.capture.merges import Cosine, Largest, Mean, Merge, Moments, Own, Rows, Total
+from sinkscope.errors import InputError
+
+RANK_TOKENS = 1024
+"""Tokens that the effective rank of a layer is taken over."""
+
+
+class Tap(Enum):
+    """Where in a layer an observable listens; what a LayerCall holds by then stands behind each."""
+
+    ATTENTION_IN = "attention_in"  # state
+    ATTENTION = "attention"  # query, key, value, rule, attention
+    AGGREGATION = "aggregation"  # aggregation
+    PROJECTED = "projected"  # projected
+    RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
+    RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
+    UNITS = "units"  # units; when the layer ends, after RESIDUAL_OUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observable:
+    """One quantity, recorded in every layer."""
+
+    name: str
+    """Its name in a recording and, unless `column` says another, in a table."""
+    tap: Tap
+    reduce: Callable[[Any], Any]
+    """What a layer's call (`taps.LayerCall`) leaves: sequences first, in the form that `merge` takes; None for
+    nothing."""
+    merge: Merge
+    axes: str
+    """Of the result; those of layer and position, LT, of layer and head, LH, and of the layer, L, fill a table."""
+    meaning: str
+    """The sentence that documents the column."""
+    column: str = ""
+    nullable: bool = False
+    """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
+    asks: Literal["", "distances", "averaging law"] = ""
+    """What the attention must be read for, beside what each key receives."""
+    layers: Collection[int] | None = None
+    """Where it listens; every layer if not given."""
+
+
+def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observable]:
+    """A number of each query's row of attention, by position and by head."""
+
+    def over(axis: int) -> Callable[[Any], Any]:
+        def reduce(call: Any) -> Any:
+            values_BHT = getattr(call.attention, name)
+            return None if values_BHT is None else values_BHT.mean(axis)
+
+        return reduce
+
+    same: dict[str, Any] = dict(tap=Tap.ATTENTION, merge=Mean(), nullable=True)
+    return (
+        Observable(
+            name=name,
+            reduce=over(1),
+            axes="LT",
+            meaning=f"{meaning} of the query's attention, mean over heads and sequences",
+            **same,
+        ),
+        Observable(
+            name=f"{name}_by_head",
+            column=name,
+            reduce=over(2),
+            axes="LH",
+            meaning=f"{meaning} of the head's attention, mean over queries and sequences",
+            **same,
+        ),
+    )
+
+
+def _averaging_law(call: Any) -> Any:
+    weighted_BHT = call.attention.weighted_mixing
+    return None if weighted_BHT is None else weighted_BHT.mean(1)
+
+
+RECEIVED = Observable(
+    name="received",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.alpha,
+    merge=Mean(),
+    axes="LHS",
+    meaning="alpha: attention received, mean over the queries from the key on, and over sequences",
+)
+VALUE_VARIANCE_BY_KEY = Observable(
+    name="value_variance_by_key",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.value,
+    merge=Moments(),
+    axes="LKS",
+    meaning="Variance across sequences of each key's value, mean over channels",
+)
+DOM_RATIO = Observable(
+    name="dom_ratio",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.dom_ratio,
+    merge=Mean(of_ratios=True),
+    axes="LT",
+    meaning="max |h| / mean |h| of the residual that leaves the layer, mean over sequences; null, like every ratio, "
+    "where all their states are zeros",
+    nullable=True,
+)
+EFFECTIVE_RANK = Observable(
+    name="rank_tokens",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.rank_tokens,
+    merge=Rows(RANK_TOKENS),
+    axes="LNE",
+    meaning="The tokens of the residual that the effective rank is taken over",
+)
+LOCK = Observable(
+    name="lock",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.lock_rows,
+    merge=Own(),
+    axes="",
+    meaning="The rows that the lock is worked out from",
+)
+SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
+"""What must be known of all sequences before some of the others can be recorded chunk by chunk."""
+
+CHAIN: tuple[Observable, ...] = (
+    RECEIVED,
+    Observable(
+        name="head_sink_rate",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.is_sink.float(),
+        merge=Mean(),
+        axes="LHS",
+        meaning="Share of sequences in which the head counts the key as a sink",
+    ),
+    Observable(
+        name="sink_heads",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.is_sink.sum(1).int(),
+        merge=Rows(),
+        axes="LBS",
+        meaning="How many heads count the key as a sink, by sequence",
+    ),
+    *_heads_and_positions("entropy", "Entropy"),
+    *_heads_and_positions("mixing", "sum a^2"),
+    Observable(
+        name="value_variance",
+        tap=Tap.AGGREGATION,
+        reduce=lambda call: call.aggregation,
+        merge=Moments(),
+        axes="LT",
+        meaning="Variance of the value aggregation across sequences, mean over channels",
+        nullable=True,
+    ),
+    Observable(
+        name="averaging_law",
+        tap=Tap.ATTENTION,
+        reduce=_averaging_law,
+        merge=Mean(),
+        axes="LT",
+        meaning="sum_j E[a_tj^2] Var(v_j), mean over heads",
+        nullable=True,
+        asks="averaging law",
+    ),
+    Observable(
+        name="projected_variance",
+        tap=Tap.PROJECTED,
+        reduce=lambda call: call.projected,
+        merge=Moments(),
+        axes="LT",
+        meaning="Variance across sequences after the output projection, mean over dimensions",
+        nullable=True,
+    ),
+    Observable(
+        name="second_moment",
+        tap=Tap.AGGREGATION,
+        reduce=lambda call: call.aggregation.float().square().mean(-1),
+        merge=Mean(),
+        axes="LT",
+        meaning="E[o^2] of the value aggregation, over sequences and channels",
+    ),
+    Observable(
+        name="cosine",
+        tap=Tap.ATTENTION_IN,
+        reduce=lambda call: call.direction,
+        merge=Cosine(),
+        axes="LT",
+        meaning="Mean cosine of the state that enters attention over pairs of sequences",
+        nullable=True,
+    ),
+    DOM_RATIO,
+    Observable(
+        name="dom_ratio_normed",
+        tap=Tap.ATTENTION_IN,
+        reduce=lambda call: call.state_dom_ratio,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="max |x| / mean |x| of the state that enters attention, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="participation_ratio",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.participation_ratio,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="(sum h^2)^2 / sum h^4, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="top_energy_share",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.largest.square() / call.tokens.energy,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="Energy share of the largest dimension, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="kurtosis",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.kurtosis,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="Kurtosis over dimensions, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="largest_residual",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: (call.tokens.largest, call.tokens.largest_at),
+        merge=Largest("dimension"),
+        axes="LT",
+        meaning="Largest |h| of any sequence",
+    ),
+    Observable(
+        name="largest_write",
+        tap=Tap.UNITS,
+        reduce=lambda call: (call.writes.largest, call.writes.largest_at),
+        merge=Largest("unit"),
+        axes="LT",
+        meaning="Largest |n_j| ||W_down[:, j]|| of any unit in any sequence",
+    ),
+    Observable(
+        name="by_distance",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.attention.by_distance,
+        merge=Mean(),
+        axes="LHR",
+        meaning="Mean attention on the key so far back, over at most 256 queries that have one",
+        asks="distances",
+    ),
+    Observable(
+        name="standing_out",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.standing_out[None],
+        merge=Rows(1),
+        axes="LP",
+        meaning="The positions that are recorded in full",
+    ),
+    Observable(
+        name="dimension",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.rows_standing_out,
+        merge=Mean(),
+        axes="LPE",
+        meaning="Value of each dimension at the positions that stand out, mean over sequences",
+    ),
+    Observable(
+        name="dimension_abs",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.rows_standing_out.abs(),
+        merge=Mean(),
+        axes="LPE",
+        meaning="Its magnitude, mean over sequences",
+    ),
+    Observable(
+        name="dimension_total",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.channel_abs,
+        merge=Total(),
+        axes="LE",
+        meaning="Magnitude of each dimension, summed over tokens",
+    ),
+    Observable(
+        name="unit_activation",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.units_standing_out,
+        merge=Mean(),
+        axes="LPU",
+        meaning="Activation of each unit at the positions that stand out, mean over sequences",
+    ),
+    Observable(
+        name="unit_written",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.written_standing_out,
+        merge=Mean(),
+        axes="LPU",
+        meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
+    ),
+    Observable(
+        name="unit_square",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.written_standing_out.double().square(),
+        merge=Mean(),
+        axes="LPU",
+        meaning="Its square, mean over sequences",
+    ),
+    Observable(
+        name="unit_energy",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.writes.energy,
+        merge=Total(),
+        axes="LU",
+        meaning="Its square, summed over tokens",
+    ),
+    LOCK,
+    EFFECTIVE_RANK,
+)
+
+
+def resolved(observables: Iterable[Observable | str] | None) -> tuple[Observable, ...]:
+    """The observables that a user asks for, by name or as records; all of the chain where nothing is asked for."""
+    if observables is None:
+        return CHAIN
+    known = {observable.name: observable for observable in CHAIN}
+    chosen: dict[str, Observable] = {}
+    for observable in observables:
+        if isinstance(observable, str) and observable not in known:
+            raise InputError(
+                expected=f"observables: {', '.join(known)}; or an Observable",
+                found=observable,
+                next_step="Choose some of these in `observables`, or write a record of your own",
+            )
+        record = known[observable] if isinstance(observable, str) else observable
+        if chosen.setdefault(record.name, record) != record:
+            raise InputError(
+                expected="observables with names of their own",
+                found=f"two named {record.name}",
+                next_step="Give yours another name",
+            )
+    return tuple(chosen.values())

@@ -1,0 +1,88 @@
+"""Work shared among the processes that torchrun started; with one process, everything is that one's.
+
+Processes exchange what they found over gloo, on the CPU: reduced numbers, never activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from sinkscope.errors import InputError
+
+T = TypeVar("T")
+_sharing = False
+"""Whether work is shared: a training run has processes too, and traces its probes in one of them alone."""
+
+
+def count() -> int:
+    """How many processes share the work."""
+    if not _sharing:
+        return 1
+    import torch.distributed
+
+    return torch.distributed.get_world_size()
+
+
+def rank() -> int:
+    """The number of this process; 0 is the one that writes."""
+    import torch.distributed
+
+    return torch.distributed.get_rank() if count() > 1 else 0
+
+
+def share(items: Sequence[T] | Any) -> Any:
+    """This process's run of some items: a slice, in the order of the processes."""
+    each, more = divmod(len(items), count())
+    first = rank() * each + min(rank(), more)
+    return items[first : first + each + (rank() < more)]
+
+
+def gathered(value: T) -> list[T]:
+    """What every process has, in their order, with tensors on the CPU."""
+    import torch.distributed
+
+    if count() == 1:
+        return [value]
+    values: list[Any] = [None] * count()
+    try:
+        torch.distributed.all_gather_object(values, _on_cpu(value))
+    except RuntimeError as error:
+        raise InputError(
+            expected=f"{count()} processes at work",
+            found="one that has gone; its own message stands above or in its log",
+            next_step="Start the same command again: finished parts are kept",
+        ) from error
+    return values
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Joins the processes of torchrun while open; without torchrun, nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    import torch.distributed
+
+    global _sharing
+    torch.distributed.init_process_group("gloo")
+    _sharing = True
+    try:
+        yield
+    finally:
+        _sharing = False
+        torch.distributed.destroy_process_group()
+
+
+def _on_cpu(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_on_cpu(item) for item in value)
+    return value.cpu() if hasattr(value, "cpu") else value

@@ -1,0 +1,79 @@
+"""Two gloo processes share a trace: the same findings and tables as one, a user's own observable included."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from forked_processes import in_two_processes
+from tiny_models import tiny_model
+
+import sinkscope
+from sinkscope import processes
+from sinkscope.capture.merges import Mean
+from sinkscope.capture.observables import CHAIN, Observable, Tap
+
+IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
+RESIDUAL_NORM = Observable(
+    name="residual_norm",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.residual.norm(dim=-1),
+    merge=Mean(),
+    axes="LT",
+    meaning="Euclidean norm of the residual that leaves the layer, mean over sequences",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """A forked process cannot wait for threads that it doesn't have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_two_processes_trace_what_one_traces(tmp_path):
+    model = tiny_model("llama")
+
+    def traced():
+        return sinkscope.trace(model, IDS, observables=[*CHAIN, RESIDUAL_NORM])
+
+    def work():
+        with processes.joined():
+            found, rank = traced(), processes.rank()
+        columns = {
+            f"{table}.{name}": np.asarray(values) for table, of in found.tables.items() for name, values in of.items()
+        }
+        np.savez(tmp_path / f"{rank}.npz", **{k: v for k, v in columns.items() if v.dtype != object}, story=found.story)
+
+    in_two_processes(work)
+    expected = traced()
+    for rank in range(2):
+        found = np.load(tmp_path / f"{rank}.npz")
+        assert str(found["story"]) == expected.story
+        for name in ("residual_norm", "value_variance", "averaging_law", "dom_ratio", "cosine", "largest_write_neuron"):
+            np.testing.assert_allclose(
+                found[f"positions.{name}"], expected.tables["positions"][name], rtol=1e-5, atol=1e-6, err_msg=name
+            )
+        np.testing.assert_allclose(found["heads.lock_share"], expected.tables["heads"]["lock_share"], rtol=1e-4)
+
+
+def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):
+    def work():
+        with processes.joined():
+            (tmp_path / str(processes.rank())).write_text(
+                f"{processes.share(list(range(5)))} {processes.gathered(os.getpid())}"
+            )
+
+    in_two_processes(work)
+    first, second = ((tmp_path / str(rank)).read_text().split("] ") for rank in range(2))
+    assert (first[0], second[0]) == ("[0, 1, 2", "[3, 4")
+    assert first[1] == second[1]
+
+
+def test_one_process_has_everything():
+    with processes.joined():
+        assert (processes.count(), processes.rank()) == (1, 0)
+        assert processes.share([1, 2]) == [1, 2]
+        assert processes.gathered("x") == ["x"]

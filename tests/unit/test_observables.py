@@ -1,0 +1,139 @@
+"""Observables: a user's own is recorded, joined, tabulated and written like ours; what nobody knows is refused."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+import sinkscope
+from sinkscope.capture.merges import Cosine, Largest, Mean, Moments, Rows, Total
+from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.results.run_folder import run_folder
+from sinkscope.results.tables import read_table
+
+IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
+
+# The example of CONTRIBUTING.md.
+RESIDUAL_NORM = Observable(
+    name="residual_norm",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.residual.norm(dim=-1),
+    merge=Mean(),
+    axes="LT",
+    meaning="Euclidean norm of the residual that leaves the layer, mean over sequences",
+)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """[L, T] by plain hooks."""
+    model, leaving = tiny_model("llama"), []
+    handles = [
+        block.register_forward_hook(lambda *call: leaving.append(call[2].double())) for block in model.model.layers
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for handle in handles:
+        handle.remove()
+    return torch.stack([hidden.square().sum(-1).sqrt().mean(0) for hidden in leaving])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1 << 17, 2 * 24])
+def test_a_users_own_observable_stands_in_tables_and_in_parquet(expected, chunk_tokens, tmp_path):
+    found = sinkscope.trace(tiny_model("llama"), IDS, observables=[*CHAIN, RESIDUAL_NORM], chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(found.recording["residual_norm"].double(), expected, rtol=1e-5, atol=0)
+    np.testing.assert_array_equal(
+        found.tables["positions"]["residual_norm"], found.recording["residual_norm"].flatten()
+    )
+    with run_folder(tmp_path / "run") as folder:
+        found.write(folder)
+    table = read_table(tmp_path / "run" / "positions")
+    np.testing.assert_allclose(table["residual_norm"], expected.flatten(), rtol=1e-5)
+    assert "dom_ratio" in table, "and those of the chain are still there"
+    assert found.story
+
+
+def test_observables_by_name_are_all_that_is_recorded(tmp_path):
+    found = sinkscope.trace(tiny_model("llama"), IDS, observables=["dom_ratio", "entropy_by_head", RESIDUAL_NORM])
+    whole = sinkscope.trace(tiny_model("llama"), IDS)
+    assert set(found.recording.by_layer) == {"dom_ratio", "entropy_by_head", "residual_norm"}
+    assert found.tables.keys() == {"positions", "heads"}
+    np.testing.assert_array_equal(found.tables["positions"]["dom_ratio"], whole.tables["positions"]["dom_ratio"])
+    assert list(found.tables["heads"]) == ["layer", "head", "entropy"]
+    with run_folder(tmp_path / "run") as folder:
+        found.write(folder)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.parquet")) == ["heads.parquet", "positions.parquet"]
+    with pytest.raises(sinkscope.InputError, match="sink_heads"):
+        _ = found.story
+
+
+def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():
+    with pytest.raises(sinkscope.InputError, match="dom_ration"):
+        sinkscope.trace(tiny_model("llama"), IDS, observables=["dom_ration"])
+    impostor = Observable(
+        name="dom_ratio", tap=Tap.UNITS, reduce=lambda call: None, merge=Mean(), axes="LT", meaning="another"
+    )
+    with pytest.raises(sinkscope.InputError, match="two named dom_ratio"):
+        sinkscope.trace(tiny_model("llama"), IDS, observables=[*CHAIN, impostor])
+
+
+def test_every_observable_says_what_it_means_and_has_a_name_of_its_own():
+    assert len({observable.name for observable in CHAIN}) == len(CHAIN)
+    assert all(len(observable.meaning) > 10 for observable in CHAIN)
+
+
+def joined(merge, values, parts):
+    found = [
+        merge.of(tuple(x[part] for x in values) if isinstance(values, tuple) else values[part], True) for part in parts
+    ]
+    while len(found) > 1:
+        found[:2] = [merge.join(found[0], found[1])]
+    return merge.result(found[0])
+
+
+PARTS = ([slice(0, 7)], [slice(0, 3), slice(3, 4), slice(4, 7)])
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=["whole", "in parts"])
+def test_merges_against_their_definitions(parts):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 4, 5, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(joined(Mean(), x, parts)[""], x.mean(0))
+    torch.testing.assert_close(joined(Rows(), x, parts)[""], x)
+    torch.testing.assert_close(joined(Rows(2), x, parts)[""], x[:2])
+    moments = joined(Moments(), x, parts)
+    torch.testing.assert_close(moments[""], x.var(0).mean(-1))
+    torch.testing.assert_close(moments["_by_channel"], x.var(0).mean(0))
+    largest = joined(Largest("place"), (x, torch.arange(7)[:, None, None].expand(7, 4, 5)), parts)
+    torch.testing.assert_close(largest[""], x.amax(0))
+    assert torch.equal(largest["_place"], x.argmax(0))
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    pairs = [(a, b) for a in range(7) for b in range(a)]
+    cosine = torch.stack([(unit[a] * unit[b]).sum(-1) for a, b in pairs]).mean(0)
+    torch.testing.assert_close(joined(Cosine(), unit, parts)[""], cosine)
+
+
+def test_totals_add_up():
+    merge = Total()
+    assert merge.result(merge.join(merge.of(torch.ones(3), True), merge.of(torch.ones(3), True)))[""].tolist() == [
+        2,
+        2,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=["whole", "in parts"])
+def test_empty_values_are_left_out_of_a_mean_and_states_of_zeros_out_of_a_cosine(parts):
+    x = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[2, 1], x[:, 3] = float("nan"), float("nan")
+    ratios = joined(Mean(of_ratios=True), x, parts)[""]
+    torch.testing.assert_close(ratios, x.nanmean(0), equal_nan=True)
+    assert ratios.isnan().tolist() == [False, False, False, True]
+    assert joined(Mean(), x, parts)[""].isnan().tolist() == [False, True, False, True], (
+        "elsewhere it is no value to drop"
+    )
+    unit = torch.nn.functional.normalize(torch.randn(7, 4, 5, dtype=torch.float64), dim=-1)
+    unit[2, 1] = 0
+    others = unit[[0, 1, 3, 4, 5, 6], 1]
+    cosine = ((others @ others.T).sum() - 6) / 30
+    torch.testing.assert_close(joined(Cosine(), unit, parts)[""][1], cosine)
