@@ -7,7 +7,7 @@ sink (or comes nearest to one), on random tokens; its contrast is that over its 
 - Units: Spearman's rank correlation between a snapshot and the finished model, over the units of a layer, mean over
   layers; and where in a snapshot the finished model's super neurons stand, as the share of their layer's units below
   them. Both beside chance: the units of each layer shuffled. The control is a position that is no sink, in the middle
-  of the text: what holds there too tells strong units and not those of the sink.
+  of the text: what holds there too is true of strong units, not of those of the sink.
 - Position: the rank of the finished model's sink among all positions that could be one, by four signals of a snapshot.
   By chance it would be first once in as many snapshots as there are positions.
 """
@@ -48,7 +48,7 @@ class Checkpoint:
     strength_LFT: np.ndarray
     """[L, F, T] mean over sequences of what each unit writes at each position."""
     signals: dict[str, np.ndarray]
-    """[T] by name: what might tell the position of a sink."""
+    """[T] by name: what might predict the position of a sink."""
     findings: Findings
 
     def units_at(self, position: int, quantity: str) -> np.ndarray:

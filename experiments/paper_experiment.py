@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from paper_plan import BAD_LAMBDA, Run, best_trial, judging_groups, run_configuration, tuning_groups
 from training_pool import TrainingPool, add_options, positive_number, say, stop_with_the_parent
 
+from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
-from sinkscope.number_lists import whole_numbers
 from sinkscope.pretrain.run_setup import KEYS_OF_A_RUN
 from sinkscope.pretrain.token_shards import open_shards
 from sinkscope.pretrain.training_config import read_yaml

@@ -48,7 +48,7 @@ QUANTITIES: dict[str, tuple[Callable[[dict], float], str]] = {
     "largest activation": (lambda measures: max(measures["residual"]["largest"]), ",.0f"),
     "kurtosis": (lambda measures: fmean(measures["residual"]["kurtosis"]), ",.0f"),
 }
-"""What the table shows of each run, as means over layers except for the largest activation; positions are position 0."""
+"""What the table shows of each run: means over layers, except for the largest activation; at position 0."""
 DAMAGES = {
     "8-bit activations, per tensor": "8-bit activations, per tensor",
     "8-bit activations, per token": "per token",
