@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from sinkscope.errors import InputError
@@ -56,6 +56,11 @@ def gathered(value: T) -> list[T]:
             next_step="Start the same command again: finished parts are kept",
         ) from error
     return values
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What the first process makes, in all of them."""
+    return gathered(make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

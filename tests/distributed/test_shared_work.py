@@ -12,6 +12,7 @@ import sinkscope
 from sinkscope import processes
 from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.origins.signature import Inputs, sign
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
@@ -57,6 +58,30 @@ def test_two_processes_trace_what_one_traces(tmp_path):
                 found[f"positions.{name}"], expected.tables["positions"][name], rtol=1e-5, atol=1e-6, err_msg=name
             )
         np.testing.assert_allclose(found["heads.lock_share"], expected.tables["heads"]["lock_share"], rtol=1e-4)
+
+
+def test_two_processes_find_the_bias_and_the_signature_that_one_finds(tmp_path):
+    loaded = sinkscope.load(tiny_model("llama"))
+    inputs = Inputs(vocabulary=97, length=20, num_sequences=64)
+
+    def found():
+        bias = sinkscope.bias(loaded.model, num_sequences=17, length=20, controls=[])
+        return bias.summary, sign(loaded, inputs).states
+
+    def work():
+        with processes.joined():
+            summary, states = found()
+            torch.save({"summary": summary, "states": states}, tmp_path / f"{processes.rank()}.pt")
+
+    monkeypatched = pytest.MonkeyPatch()
+    monkeypatched.setattr("sinkscope.origins.signature.TOKENS_AT_ONCE", 6 * 20)
+    in_two_processes(work)
+    monkeypatched.undo()
+    summary, states = found()
+    for rank in range(2):
+        shared = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        torch.testing.assert_close(shared["states"], states)
+        assert shared["summary"]["story"] == summary["story"]
 
 
 def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):

@@ -92,6 +92,15 @@ class Recorder:
                 before = self.joined[name].get(layer)
                 self.joined[name][layer] = values if before is None else merges[name].join(before, values)
 
+    def join_processes(self) -> None:
+        """Joins what the other processes recorded of their sequences, in the order of the processes."""
+        if processes.count() > 1:
+            shares = processes.gathered((dict(self.joined), self.attention_path))
+            self.joined.clear()
+            for left, path in shares:
+                self.add(left)
+                self.attention_path = self.attention_path or path
+
     def results(self) -> dict[str, dict[int, Any]]:
         """By name and layer, what all passes come to; an observable may leave more than one name."""
         found: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -215,7 +224,8 @@ def record(
             done += 1
             if progress is not None:
                 progress(done, num_passes)
-        return _of_all_processes(recorder)
+        recorder.join_processes()
+        return recorder
 
     needs_survey = any("P" in o.axes or o.asks == "averaging law" for o in observables)
     known = None if whole or not needs_survey else _known(run(SURVEY, None), keys_S, batch.length)
@@ -231,17 +241,6 @@ def record(
         by_layer=recorder.results(),
         elapsed_s=time.perf_counter() - started_at,
     )
-
-
-def _of_all_processes(recorder: Recorder) -> Recorder:
-    """The recorder with what all processes recorded, each in the order of its sequences."""
-    if processes.count() > 1:
-        shares = processes.gathered((dict(recorder.joined), recorder.attention_path))
-        recorder.joined.clear()
-        for left, path in shares:
-            recorder.add(left)
-            recorder.attention_path = recorder.attention_path or path
-    return recorder
 
 
 def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:

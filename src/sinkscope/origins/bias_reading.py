@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope import processes
 from sinkscope.arguments import BIAS_SEQUENCES
 from sinkscope.capture.overflow import overflow
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
@@ -114,16 +115,17 @@ class BiasReadings:
 
 
 def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
-    """The preference and the contraction of a model on a batch of random tokens."""
+    """The preference and the contraction of a model on a batch of random tokens, shared among processes."""
     anatomy = anatomy_of(loaded.model)
     _check_size(batch, vocabulary_of(loaded))
     recorder = Recorder(anatomy, contraction_observables(batch.length), mergeable=True)
     parts = []
-    for ids_BT in batch.ids.split(max(1, CHUNK_TOKENS // batch.length)):
+    for ids_BT in processes.share(batch.ids).split(max(1, CHUNK_TOKENS // batch.length)):
         with evaluation_mode(loaded.model), torch.no_grad(), recorder.listening(tuple(ids_BT.shape)):
             logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
         parts.append(logits[:, -1].float().softmax(-1).cpu())
-    probability_NV = torch.cat(parts)
+    probability_NV = torch.cat([part for share in processes.gathered(parts) for part in share])
+    recorder.join_processes()
     contracted = contraction(recorder, batch.length)
     if not torch.isfinite(probability_NV).all():
         raise overflow(loaded.model, "in the logits at the last position")

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sinkscope import processes
 from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
@@ -152,7 +153,10 @@ def load_signature(path: Path) -> Signature:
 def sign(
     loaded: LoadedModel, inputs: Inputs, *, parts: Parts | None = None, progress: Progress | None = None
 ) -> Signature:
-    """The signature of a model; with `parts`, batches that an interrupted run finished are not run again."""
+    """The signature of a model; with `parts`, batches that an interrupted run finished are not run again.
+
+    Under torchrun each process runs its share of the batches.
+    """
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
     size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
@@ -160,7 +164,7 @@ def sign(
     identity = json.dumps([loaded.name, loaded.weight_hash, loaded.dtype, _fields(loaded)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     batches = []
-    for start in range(0, inputs.num_sequences, size):
+    for start in processes.share(range(0, inputs.num_sequences, size)):
         key = f"{digest}-{inputs_hash[:16]}-{start}"
         kept = parts.load(key)
         if kept is None:
@@ -169,6 +173,7 @@ def sign(
         batches.append(kept)
         if progress is not None:
             progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
+    batches = [batch for share in processes.gathered(batches) for batch in share]
     states, embeddings = (
         torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
     )
@@ -189,7 +194,7 @@ def sign(
 
 @torch.no_grad()
 def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
-    """[B, E] behind the last layer and its final norm, and of the embeddings, at the last position.
+    """[B, E] after the last layer and its final norm, and of the embeddings, at the last position.
 
     Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
     """
