@@ -136,7 +136,7 @@ def test_mediation(figures, folder):
 
 
 def test_histogram_shares_add_up_to_one(figures, folder):
-    figure = figures["histogram-2-90-mask-to-self-10"]
+    (figure,) = (figure for figure in figures.values() if figure.title == "Unit 2:90, mask to self @10")
     counts = [
         row["count"]
         for row in parquet(folder, "histograms")

@@ -34,11 +34,31 @@ from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.pretrain.model_specs import Configuration
 from sinkscope.results.atomic import whole_file
 from sinkscope.results.parts import Parts
+from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
 
 VERSION = 1
 """Of the file and of how its numbers are made; signatures of different versions are not compared."""
 METADATA = "sinkscope.signature"
 TOKENS_AT_ONCE = 16_384
+MOST_TOKENS = 1 << 27
+WIDEST = 1 << 15
+"""Dimensions of a state: twice those of the widest models. Comparing takes their square."""
+RECORD = {
+    "version": Int(),
+    "name": NAME,
+    "inputs": {
+        "vocabulary": Int(2, 1 << 26),
+        "length": Int(1, MOST_TOKENS),
+        "num_sequences": Int(1, MOST_TOKENS),
+        "seed": Int(0, 2**63 - 1),
+    },
+    "inputs_hash": NAME,
+    "weight_hash": NAME,
+    "dtype": NAME,
+    "vocabulary": Int(2, 1 << 26),
+    "config": Maybe({"model_type": NAME}),
+}
+"""What stands in a file beside the states."""
 
 Progress = Callable[[int, int], None]
 
@@ -119,35 +139,40 @@ class Signature:
 
 
 def load_signature(path: Path) -> Signature:
-    """The signature in a file; anything else, or one of another version, is refused."""
+    """The signature in a file; anything else, or one of another version, is refused before its numbers are read."""
+    check_safetensors(path)
     try:
         with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {})[METADATA])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if (version := record.pop("version", None)) != VERSION:
-            raise InputError(
-                expected=f"a signature of version {VERSION} in {path}",
-                found=f"version {version}",
-                next_step="Make it again from the model with this version of sinkscope",
-            )
-        record["inputs"] = Inputs(**record["inputs"])
-        states, embeddings = tensors["states"], tensors.get("embeddings")
-        signature = Signature(states=states, embeddings=embeddings, **record)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            expected=f"a signature in {path}",
-            found=f"none ({type(error).__name__}: {error})",
-            next_step="Give a file that sinkscope fingerprint wrote, or the model's folder",
-        ) from error
-    rows = signature.inputs.num_sequences
-    whole = states.ndim == 2 and len(states) == rows and (embeddings is None or embeddings.shape == states.shape)
-    if not whole or not all(torch.isfinite(t).all() for t in tensors.values()):
-        raise InputError(
-            expected=f"{rows} rows of finite numbers in {path}",
-            found=f"a table of {' x '.join(map(str, states.shape))}, other embeddings, or NaN or infinity in them",
-            next_step="Make it again from the model",
-        )
-    return signature
+            written = (file.metadata() or {}).get(METADATA)
+            if written is None:
+                raise refused(path, "no signature of a model")
+            record = parse_json(written, path, RECORD)
+            if (version := record.pop("version")) != VERSION:
+                raise InputError(
+                    expected=f"a signature of version {VERSION} in {path}",
+                    found=f"version {version}",
+                    next_step="Make it again from the model with this version of sinkscope",
+                )
+            if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
+                raise refused(path, "other entries than those of a signature")
+            rows, slices = record["inputs"]["num_sequences"], {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: each.get_shape() for name, each in slices.items()}
+            width = shapes.get("states", [0])[-1]
+            whole = shapes.keys() in ({"states"}, {"states", "embeddings"}) and 1 <= width <= WIDEST
+            if not whole or any(
+                shape != [rows, width] or slices[name].get_dtype() != "F32" for name, shape in shapes.items()
+            ):
+                raise refused(path, f"tensors of the shapes {shapes}, not states of {rows} sequences in float32")
+            tensors = {name: file.get_tensor(name) for name in shapes}
+    except SafetensorError as error:
+        raise refused(path, str(error)) from error
+    if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+        raise refused(path, "NaN or infinity in its states")
+    return Signature(
+        states=tensors["states"],
+        embeddings=tensors.get("embeddings"),
+        **record | {"inputs": Inputs(**record["inputs"])},
+    )
 
 
 def sign(

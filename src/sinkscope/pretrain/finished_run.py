@@ -115,7 +115,7 @@ def read_finished_run(folder: Path) -> FinishedRun:
         summary=read_json(folder / "summary.json", SUMMARY),
         config=config,
         environment=read_json(folder / "environment.json", Each(SCALAR)),
-        evaluations=[row for row in metrics if row["validation_loss"] is not None],
+        evaluations=[row for row in metrics if row.get("validation_loss") is not None],
         probes=_probes(folder / "probes.jsonl"),
         tokens_per_second=median([row["tokens_per_second"] for row in metrics]) if metrics else 0.0,
     )

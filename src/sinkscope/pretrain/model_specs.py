@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration
 from sinkscope.results.run_folder import is_training_run
+from sinkscope.results.validated import shortened
 from sinkscope.runtime import resolve_device, resolve_dtype
 from sinkscope.user_paths import user_path
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INITIAL = "init:"
+MOST_PARTS = 4096
+"""Layers, heads or experts of a model that is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,25 +153,52 @@ def draw(
     if not 0 <= seed < 1 << bits:
         raise InputError(expected=f"a seed from 0 to 2^{bits} - 1", found=str(seed), next_step="Choose another seed")
     target, wanted = resolve_device(device), resolve_dtype(dtype)
+    _check_size(configuration)
     with torch.random.fork_rng(devices=[]), quiet():
         model = _drawn(configuration.config, seed).to(target, None if wanted == "auto" else wanted)
         model.config.name_or_path = name or f"{configuration.name}, seed {seed}"
         return load(model, tokenizer=configuration.tokenizer)
 
 
-def _drawn(config: Any, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
+def _check_size(configuration: Configuration) -> None:
+    """Refuses a shape whose weights the machine cannot hold, before any of them is drawn."""
+    counts = {
+        name: value
+        for name, value in configuration.config.to_dict().items()
+        if type(value) is int and name.startswith(("num_", "n_layer", "n_head"))
+    }
+    found = next((f"{name} {value:,}" for name, value in counts.items() if value > MOST_PARTS), None)
+    if found is None:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), quiet():
+            size = 4 * sum(each.numel() for each in _built(configuration.config).parameters())
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory" if size > memory else None
+    if found is not None:
+        raise InputError(
+            expected=f"a model of the shape of {shortened(configuration.name)} that this machine can hold",
+            found=found,
+            next_step="Take a smaller configuration or, for a fingerprint, `fresh=0` and `unrelated` models",
+        )
 
+
+def _drawn(config: Any, seed: int) -> Any:
     config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        delattr(config, "quantization_config")
     if config.model_type == "sinkscope_decoder":
         config.seed = seed  # its parameters are drawn by generators of their own
     # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the caller's fork does not cover.
     torch.default_generator.manual_seed(seed)
     with torch.device("cpu"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+        return _built(config).eval()
+
+
+def _built(config: Any) -> Any:
+    """A model of the configuration, in full precision, on the device of the context."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _run(source: str | Path) -> Path:

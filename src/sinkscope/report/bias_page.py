@@ -12,7 +12,7 @@ from sinkscope.report.document import header, write_page
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line, log_axis
 from sinkscope.report.page import circumstances, method
 from sinkscope.report.run_contents import Run, read_run
-from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, token_text
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
 from sinkscope.results.bias_schemas import QUANTITIES
 
 METHOD = (
@@ -71,7 +71,12 @@ def _figures(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
 def _numbers(run: Run) -> str:
     rows = run.rows("bias", over="seeds") or run.rows("bias")
     entries = [
-        (row["quantity"], row["value"], interval(row["value_low"], row["value_high"]), QUANTITIES[row["quantity"]])
+        (
+            row["quantity"],
+            row["value"],
+            interval(row["value_low"], row["value_high"]),
+            QUANTITIES.get(row["quantity"], ""),
+        )
         for row in rows
     ]
     over = f"over {rows[0]['n']} {rows[0]['over']}"
@@ -174,14 +179,15 @@ def _positions(run: Run, column: str, title: str, caption: str) -> Figure:
 def _effects(run: Run, quantity: str) -> Figure:
     rows = run.rows("controls", quantity=quantity)
     names = [row["control"].replace("_", " ") for row in rows]
-    trace = _line(names, rows, "difference", quantity.replace("_", " "), 0) | {"mode": "markers"}
+    shown = list(map(plotted, names))
+    trace = _line(shown, rows, "difference", quantity.replace("_", " "), 0) | {"mode": "markers"}
     return Figure(
         f"effect-{quantity.replace('_', '-')}",
         f"Change of {quantity.replace('_', ' ')}",
         f"In {QUANTITIES[quantity]}.",
         ("controls",),
         [trace],
-        {"xaxis": categories(names), "yaxis": axis(""), **levels(level(0, ""))},
+        {"xaxis": categories(shown), "yaxis": axis(""), **levels(level(0, ""))},
         ("control", "under it", "change", "interval"),
         [
             (name, row["value"], row["difference"], interval(row["difference_low"], row["difference_high"]))
@@ -192,7 +198,7 @@ def _effects(run: Run, quantity: str) -> Figure:
 
 def _persistence(run: Run) -> Figure:
     rows = run.rows("persistence")
-    names = [row["checkpoint"] for row in rows]
+    names = [plotted(row["checkpoint"]) for row in rows]
     traces = [_line(names, rows, "correlation", "with its own beginning", 0)]
     for look, (name, label) in enumerate(
         (("other_seeds", "with other seeds' beginnings"), ("ceiling", "most to expect"))

@@ -239,8 +239,8 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
             figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
     doses = []
     for name, run, look in named:
-        targets = sorted({row["target"] for row in run.rows("rates", condition="amplify_variance")})
-        for target in targets[:1]:
+        acted_on = {row["target"] for row in run.rows("rates", condition="amplify_variance")} - {None}
+        for target in sorted(acted_on)[:1]:
             curve = dose_curve(run, "amplify_variance", target)
             x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
             doses.append((f"{name} @{target}", x, y, look))

@@ -123,15 +123,11 @@ def histograms(run: Run) -> list[Figure]:
         groups.setdefault((unit_name(row), condition_name(row)), []).append(row)
     units = list(dict.fromkeys(unit for unit, _ in groups))[:NUM_UNITS]
     conditions = list(dict.fromkeys(condition for _, condition in groups))[:NUM_CONDITIONS]
-    return [
-        _histogram(unit, condition, groups[unit, condition])
-        for unit in units
-        for condition in conditions
-        if (unit, condition) in groups
-    ]
+    shown = [(unit, condition) for unit in units for condition in conditions if (unit, condition) in groups]
+    return [_histogram(index, *names, groups[names]) for index, names in enumerate(shown)]
 
 
-def _histogram(unit: str, condition: str, entries: list[dict]) -> Figure:
+def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Figure:
     traces = []
     for look, place in enumerate(("sink", "target", "elsewhere")):
         own = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
@@ -144,7 +140,7 @@ def _histogram(unit: str, condition: str, entries: list[dict]) -> Figure:
             trace["line"] |= {"shape": "hv"}
             traces.append(trace)
     return Figure(
-        f"histogram-{unit}-{condition}".replace(" ", "-").replace(":", "-").replace("@", "").replace("+", "and"),
+        f"histogram-{index}",
         f"Unit {unit}, {condition}",
         "Activations of the unit as shares of the tokens at each place.",
         ("histograms",),

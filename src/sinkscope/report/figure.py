@@ -63,7 +63,7 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 def log_axis(title: str, *series: Sequence | np.ndarray) -> dict[str, Any]:
     """A logarithmic axis for these values; a linear one where they lie within a factor of three and few ticks fit."""
     values = np.concatenate([floats(values) for values in series])
-    values = values[values > 0]
+    values = values[(values > 0) & np.isfinite(values)]
     if not len(values) or values.max() < 3 * values.min():
         return axis(title)
     return axis(title, type="log", tickvals=log_ticks(values))
@@ -115,7 +115,7 @@ def line(
     trace = {
         "type": "scatter",
         "mode": "lines+markers",
-        "x": list(x),
+        "x": [None if isinstance(place, float) and not np.isfinite(place) else place for place in x],
         "y": rounded(y),
         "name": plotted(name),
         "line": {"color": colour, "dash": dash, "width": 1.6},

@@ -61,6 +61,7 @@ FEW_ROWS = 100_000
 LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
 ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
 """Tables with the same rows for each layer after the other, and the column that numbers them."""
+PARTS = {"embeddings", "attention", "feed_forward"}
 NEVER_EMPTY = {"bias", "contraction", "contraction_positions"}
 
 
@@ -199,6 +200,8 @@ def _check_table(name: str, table: Table, sizes: Mapping[str, int], path: Path) 
             raise refused(path, f"more than {most:,} values of {column}")
     if name in NEVER_EMPTY and not num_rows:
         raise refused(path, "no rows")
+    if unknown := set(table.get("part", ())) - PARTS:
+        raise refused(path, f"{next(iter(unknown))!r} in column part, not one of {', '.join(sorted(PARTS))}")
     if name in ORDERED:
         inner = table[ORDERED[name]][: num_rows // num_layers]
         whole = {"positions": inner == list(range(sizes["length"])), "layers": num_rows == num_layers}.get(name, inner)

@@ -56,7 +56,8 @@ def _if_any(run: Run, table: str, build: Callable[[Run], Figure | None]) -> list
 
 def _targets(run: Run) -> list[int]:
     pairs = set(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
-    return sorted({target for condition, target in pairs if condition in ("mask_to_self", "amplify_variance")})
+    acted = {target for condition, target in pairs if condition in ("mask_to_self", "amplify_variance")}
+    return sorted(target for target in acted if target is not None)
 
 
 def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tuple[str, int | None]]) -> Figure | None:

@@ -262,7 +262,8 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
     if name == "attention_received":
         # The last keys have few queries: they would take the whole scale without being sinks.
         judged = [column for column, position in enumerate(positions) if position < length - FEW_QUERIES]
-        largest = float(np.nanmax(values[:, judged], initial=SINK_ATTENTION))
+        known = values[:, judged][np.isfinite(values[:, judged])]
+        largest = float(known.max(initial=SINK_ATTENTION))
         caption += f"; the last {FEW_QUERIES} keys have few queries"
     where = "layer %{y}, position %{x}"
     return Figure(

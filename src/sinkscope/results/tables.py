@@ -15,7 +15,7 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results.atomic import whole_file
-from sinkscope.results.validated import Text, checked, refused
+from sinkscope.results.validated import MOST_CHARACTERS, refused
 
 ColumnType = Literal["int", "float", "bool", "str"]
 
@@ -197,8 +197,9 @@ def _fits(kind: type, accepted: tuple[type, ...]) -> bool:
 
 
 def _check_texts(name: str, values: Sequence[str | None]) -> None:
-    for value in set(values) - {None}:
-        checked(value, Text(), Path(name))
+    longest = max((len(value) for value in set(values) if value is not None), default=0)
+    if longest > MOST_CHARACTERS:
+        raise ValueError(f"text of {longest:,} characters in column {name}, not at most {MOST_CHARACTERS:,}")
 
 
 def _check_range(name: str, values: np.ndarray, least: int, most: int) -> None:
@@ -218,8 +219,9 @@ def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[s
                 own = {column.name: _arrow_types(pyarrow)[column.type] for column in schema.columns}
                 names = [name for name in own if name in names]
                 for name in names:
-                    if not _value_type(arrow.field(name).type).equals(own[name]):
-                        raise ValueError(f"{arrow.field(name).type} in column {name}, not {own[name]}")
+                    found = arrow.field(name).type
+                    if (found.value_type if pyarrow.types.is_dictionary(found) else found) != own[name]:
+                        raise ValueError(f"{found} in column {name}, not {own[name]}")
             # The footer says how much there is: a column of one value takes a few bytes for any number of rows.
             if (cells := file.metadata.num_rows * len(names)) > MOST_CELLS:
                 raise ValueError(f"{cells:,} values, of at most {MOST_CELLS:,}")
@@ -245,13 +247,9 @@ def _arrow_types(pyarrow: Any) -> dict[ColumnType, Any]:
     return {"int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
 
 
-def _value_type(arrow_type: Any) -> Any:
-    return getattr(arrow_type, "value_type", arrow_type)
-
-
 def _listed(column: Any) -> list:
     """A column of Arrow as Python objects; equal texts are one object, so that a long one takes its room once."""
-    if _value_type(column.type) == column.type:
+    if not _pyarrow().types.is_dictionary(column.type):
         return column.to_pylist()
     listed: list = []
     for chunk in column.chunks:

@@ -131,16 +131,20 @@ def parse_json(
 
 def read_text(path: Path, most: int) -> str:
     """The text of a file of at most so many bytes; a pipe or a device is none."""
+    content = _first_bytes(path, most + 1)
+    if len(content) > most:
+        raise refused(path, f"more than {most:,} bytes")
     try:
-        if not path.is_file():
-            raise refused(path, "no such file" if not path.exists() else "no plain file")
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise refused(path, f"more than {most:,} bytes")
         return content.decode("utf-8")
-    except (OSError, ValueError) as error:  # a name may be too long, or hold a NUL; the text may not be UTF-8
+    except UnicodeDecodeError as error:
         raise refused(path, _reason(error)) from error
+
+
+def check_safetensors(path: Path) -> None:
+    """Returns if the header of a safetensors file is as short as ours are: it is parsed before anything else."""
+    length, size = int.from_bytes(_first_bytes(path, 8), "little"), path.stat().st_size
+    if not 2 <= length <= min(MOST_JSON, size - 8):
+        raise refused(path, f"{size:,} bytes that do not begin with a header of safetensors")
 
 
 def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None = None, where: str = "") -> Any:
@@ -158,14 +162,24 @@ def refused(path: Path, found: str) -> InputError:
     """What is wrong with a file that somebody gave."""
     return InputError(
         expected=f"a file that sinkscope can use in {shortened(str(path))}",
-        found=shortened(found),
+        found=shortened(next(iter(found.strip().splitlines()), "nothing").rstrip(".")),
         next_step="Leave it out, or run the command that wrote it again",
     )
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = SHOWN) -> str:
     """The text as far as a message quotes it."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def _first_bytes(path: Path, most: int) -> bytes:
+    try:
+        if not path.is_file():
+            raise refused(path, "no such file" if not path.exists() else "no plain file")
+        with path.open("rb") as file:
+            return file.read(most)
+    except (OSError, ValueError) as error:  # a name may be too long, or hold a NUL
+        raise refused(path, _reason(error)) from error
 
 
 def _check_bounds(value: Any, where: str) -> None:
@@ -239,13 +253,13 @@ def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
 def _wrong(where: str, expected: str, found: Any) -> ValueError:
     # Never the repr of what may be a whole document.
     shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, dict | list) else repr(found)
-    return ValueError(f"{shortened(shown)}{f' for {shortened(where)}' if where else ''}, not {expected}")
+    return ValueError(f"{shortened(shown, 40)}{f' for {shortened(where, 80)}' if where else ''}, not {expected}")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return TOO_DEEP
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return str(error) or type(error).__name__
 
 
 def _no_number(name: str) -> float:
