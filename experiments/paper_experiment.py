@@ -31,7 +31,7 @@ from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
 from sinkscope.pretrain.run_setup import KEYS_OF_A_RUN
 from sinkscope.pretrain.token_shards import open_shards
-from sinkscope.pretrain.training_config import read_yaml
+from sinkscope.pretrain.training_config import read_recipe
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         open_shards(Path(options.data))
         is_file = options.config.endswith((".yaml", ".yml"))
-        base = read_yaml(Path(options.config), KEYS_OF_A_RUN) if is_file else {"preset": options.config}
+        base = read_recipe(Path(options.config), KEYS_OF_A_RUN) if is_file else {"preset": options.config}
         trials = tuning_groups(options.learning_rates, options.weight_decays, options.lambdas, options.tune_seed)
         if options.tune_seed in options.seeds:
             raise InputError(

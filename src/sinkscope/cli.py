@@ -24,6 +24,7 @@ from sinkscope.commands.pretrain import pretrain_command, tokenize_command
 from sinkscope.commands.study import study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
+from sinkscope.report.text import escape_what_cannot_be_printed, say, visible
 
 app = typer.Typer(
     name="sinkscope",
@@ -71,6 +72,7 @@ OUT_OF_MEMORY = InputError(
 
 def main() -> None:
     """Runs a command; input that cannot be honoured ends with a message and exit code 2, never a traceback."""
+    escape_what_cannot_be_printed()
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -96,7 +98,7 @@ def command_line() -> Any:
 def _refuse(error: InputError) -> NoReturn:
     # The group itself has no option that takes a value, so the command's name comes first.
     command = command_line().commands.get(next(iter(sys.argv[1:]), ""))
-    print(f"sinkscope: {in_options(str(error), command.params if command else ())}", file=sys.stderr)
+    say(f"sinkscope: {in_options(visible(str(error)), command.params if command else ())}", error=True)
     sys.exit(2)
 
 

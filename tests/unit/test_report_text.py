@@ -1,7 +1,9 @@
 """Text in a page is text, and numbers read the same everywhere."""
 
 import html
+import io
 import json
+import sys
 import unicodedata
 
 import pytest
@@ -9,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from study_tables import HOSTILE_TOKENS
 
-from sinkscope.report.text import escaped, interval, isolated, number, plotted, script_json, token_text, visible
+from sinkscope.report import terminal
+from sinkscope.report.text import (
+    escape_what_cannot_be_printed,
+    escaped,
+    interval,
+    isolated,
+    number,
+    plotted,
+    say,
+    script_json,
+    token_text,
+    visible,
+)
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 any_text = st.text(st.characters(codec=None)) | st.sampled_from(HOSTILE_TOKENS)
@@ -78,3 +92,35 @@ def test_numbers(value, text):
 def test_an_interval_needs_both_ends():
     assert interval(0.1, 0.25) == "0.100 to 0.250"
     assert interval(None, 0.25) == interval(0.1, None) == "\u2013"
+
+
+def printed_in_ascii(monkeypatch, write) -> str:
+    """What a function prints on a terminal that knows ASCII alone."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        with pytest.raises(UnicodeEncodeError):  # the control
+            print("\u2713")
+        escape_what_cannot_be_printed()
+        write()
+        stream.flush()
+    return stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+
+
+def test_names_on_a_terminal_neither_colour_it_nor_need_more_than_ascii(monkeypatch):
+    name = f"{''.join(HOSTILE_TOKENS)}\x9b31m \N{GRINNING FACE} \N{MINUS SIGN}3"
+
+    def write() -> None:
+        terminal.show_anatomy(name, {name: name})
+        terminal.show_families([{"family": name}])
+        say(name)
+
+    printed = printed_in_ascii(monkeypatch, write)
+    assert not set(printed) - {"\n"} - set(map(chr, range(32, 127)))
+    assert "<U+001B>" in printed
+    assert "\\ud83d\\ude00 -3" in printed
+
+
+def test_json_is_whole_on_a_terminal_that_knows_ascii_alone(monkeypatch):
+    value = {"name": "\N{GRINNING FACE} \N{MINUS SIGN} \x1b"}
+    assert json.loads(printed_in_ascii(monkeypatch, lambda: print(json.dumps(value, ensure_ascii=False)))) == value

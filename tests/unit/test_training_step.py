@@ -251,7 +251,11 @@ def test_the_configuration_of_a_run_is_its_recipe(tmp_path):
 
 @pytest.mark.parametrize(
     ("entry", "value", "found"),
-    [("training", {"stepz": 3}, "stepz"), ("training", {"steps": "many"}, "many"), ("vocab_size", "big", "other YAML")],
+    [
+        ("training", {"stepz": 3}, "stepz"),
+        ("training", {"steps": "many"}, "many"),
+        ("vocab_size", "big", "big"),
+    ],
 )
 def test_a_run_configuration_with_a_mistake_is_refused(entry, value, found, tmp_path):
     saved = resolve("tiny", data=["x"], training={}).plain()

@@ -28,6 +28,7 @@ def compare_command(
     """
     from sinkscope.commands.study import study_run
     from sinkscope.report.comparison import compare
+    from sinkscope.report.text import say
 
-    print(compare(runs, out, overwrite=overwrite, run_of=study_run))
-    print(f"Page: {out}")
+    say(compare(runs, out, overwrite=overwrite, run_of=study_run))
+    say(f"Page: {out}")

@@ -140,7 +140,9 @@ def pretrain_command(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    from sinkscope.report.text import say
+
+    say(text, error=True)
 
 
 def _steps(keep: str | None) -> list[int] | None:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_config
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
@@ -171,7 +171,7 @@ def _check_size(configuration: Configuration) -> None:
     if found is None:
         with torch.device("meta"), torch.random.fork_rng(devices=[]), quiet():
             size = 4 * sum(each.numel() for each in _built(configuration.config).parameters())
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = memory_bytes()
         found = f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory" if size > memory else None
     if found is not None:
         raise InputError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
@@ -21,10 +20,11 @@ from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
 from sinkscope.pretrain.trackers import check_tracker, tracker
-from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_yaml, with_defaults
+from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_recipe, with_defaults
 from sinkscope.pretrain.training_run import Say, TrainingRun
 from sinkscope.results.atomic import DISK_FULL, explained
 from sinkscope.results.run_folder import is_training_run, run_folder
+from sinkscope.results.validated import read_yaml
 from sinkscope.runtime import environment
 from sinkscope.user_paths import user_path
 
@@ -93,7 +93,7 @@ def resolve(
 def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
     is_file = config.endswith((".yaml", ".yml"))
-    file: dict[str, Any] = read_yaml(user_path(config), KEYS_OF_A_RUN) if is_file else {"preset": config}
+    file: dict[str, Any] = read_recipe(user_path(config), KEYS_OF_A_RUN) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)
     model = preset(name)
     vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
@@ -204,7 +204,7 @@ def _saved_configuration(run: Path) -> dict[str, Any]:
     """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
     if not is_training_run(run):
         return {}
-    saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    saved = read_yaml(run / "config.yaml")
     return saved | {"training": with_defaults(saved["training"])} if saved.keys() == KEYS_OF_A_RUN else {}
 
 

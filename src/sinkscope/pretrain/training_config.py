@@ -19,13 +19,19 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
+from sinkscope.results.validated import NAME, Int, Maybe, read_yaml, shortened
 
 OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant")
+RECIPE = {
+    "preset": Maybe(NAME),
+    # What a decoder is built of, piece by piece, before its memory is known.
+    "model": Maybe({name: Maybe(Int(1, 4096)) for name in ("num_hidden_layers", "num_attention_heads")}),
+    "training": Maybe({}),
+    "vocab_size": Maybe(Int(1, 1 << 26)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,27 +149,15 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(training)
 
 
-def read_yaml(path: Path, keys_of_a_run: Set[str]) -> dict[str, Any]:
+def read_recipe(path: Path, keys_of_a_run: Set[str]) -> dict[str, Any]:
     """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(
-            expected=f"YAML in {path.name}", found=str(error).splitlines()[0], next_step="Correct the file"
-        ) from error
-    value = {} if value is None else value
-    kinds = {"preset": str, "model": dict, "training": dict, "vocab_size": int}
-    if not isinstance(value, dict) or not all(isinstance(value.get(key, kind()), kind) for key, kind in kinds.items()):
-        raise InputError(
-            expected="a preset's name and the mappings model and training",
-            found=f"other YAML in {path.name}",
-            next_step="Correct the file",
-        )
-    unknown = sorted(map(str, value.keys() - {"preset", "model", "training"}))
+    found = read_yaml(path, Maybe(RECIPE)) or {}
+    value = {name: entry for name, entry in found.items() if entry is not None}
+    unknown = sorted(value.keys() - {"preset", "model", "training"})
     if unknown and value.keys() != keys_of_a_run:
         raise InputError(
             expected="the keys preset, model and training",
-            found=f"{', '.join(unknown)} in {path.name}",
+            found=f"{shortened(', '.join(unknown))} in {path.name}",
             next_step="Move it below model or training, or leave it out",
         )
     return value

@@ -14,7 +14,7 @@ from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.page import circumstances
 from sinkscope.report.run_contents import Run, is_run, read_run
 from sinkscope.report.study_figures import dose_curve
-from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
+from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, visible
 from sinkscope.report.trace_figures import head_map, sink_rates
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
 from sinkscope.user_paths import user_path
@@ -79,7 +79,7 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
             next_step="Leave it out; its own page shows its seeds side by side",
         )
     runs = [(_letter(index), run) for index, run in enumerate(read)]
-    told = [f"{letter} {run.label}: {run.answer}" for letter, run in runs]
+    told = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
     if not trained:
         _write(destination, _title(read, 0), runs)
         return "\n".join(told)

@@ -1,6 +1,7 @@
 """What people see on a terminal: progress while work goes on, then a short table and one sentence.
 
-Progress goes to standard error, results to standard output. Text from models is printed as text, never as markup.
+Progress goes to standard error, results to standard output. Text from models is printed as text, never as markup, and
+nothing in it moves the cursor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from sinkscope.report.text import number
+from sinkscope.report.text import number, printed
 
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
@@ -34,7 +35,8 @@ NUM_SHOWN = 8
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
     """Says on a terminal that something is being done."""
-    with Console(stderr=True).status(Text(what)):
+    console = Console(stderr=True)
+    with console.status(_text(console, what)):
         yield
 
 
@@ -51,7 +53,7 @@ def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     with _bar() as bar:
 
         def begin(what: str) -> Callable[[int, int], None]:
-            task = bar.add_task(what, total=None)
+            task = bar.add_task(_text(bar.console, what).plain, total=None)
             return lambda done, total: bar.update(task, completed=done, total=total)
 
         yield begin
@@ -71,13 +73,14 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     console, findings, recording = Console(soft_wrap=True), trace.findings, trace.recording
     tokens = recording.batch.describe()
     kind = {"repeat": "repeated"}.get(tokens["kind"], tokens["kind"])
-    console.print(
-        Text(
+    _say(
+        console,
+        (
             f"{loaded.name} ({recording.anatomy.family.name}, {recording.num_layers} layers, {loaded.dtype}), "
             f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {tokens['length']} {kind} tokens"
             f"{', BOS first' if tokens['bos'] else ''}; "
             f"attention read by {recording.attention_path}, {recording.elapsed_s:.1f} s"
-        )
+        ),
     )
     if findings.sinks:
         rows = [
@@ -109,8 +112,8 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
         ]
         columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
         _table(console, f"super neurons at position {findings.focus[0]}", columns, rows)
-    console.print(Text(trace.story, style="bold"))
-    console.print(Text(f"Tables and summary: {path}"))
+    _say(console, trace.story, style="bold")
+    _say(console, f"Tables and summary: {path}")
 
 
 def show_study(study: Study, path: Path) -> None:
@@ -123,9 +126,9 @@ def show_study(study: Study, path: Path) -> None:
         control = "" if judgement.claim.control is None else f"{judgement.claim.control:.3g}"
         rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
     _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
-    console.print(Text(study.verdict))
+    _say(console, study.verdict)
     page = path / "report.html"
-    console.print(Text(f"Written to {page if page.is_file() else path}"))
+    _say(console, f"Written to {page if page.is_file() else path}")
 
 
 def show_intervened(result: Intervened, path: Path) -> None:
@@ -139,9 +142,9 @@ def show_intervened(result: Intervened, path: Path) -> None:
     columns = ("quantity", "position", "before", "after", "control")
     _table(console, "means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):
-        console.print(Text(f"{arm.capitalize()}: {getattr(result, arm).story}"))
-    console.print(Text(f"The control: {result.control_is}."))
-    console.print(Text(f"Written to {path}"))
+        _say(console, f"{arm.capitalize()}: {getattr(result, arm).story}")
+    _say(console, f"The control: {result.control_is}.")
+    _say(console, f"Written to {path}")
 
 
 def show_bias(result: Bias, path: Path) -> None:
@@ -178,10 +181,10 @@ def show_bias(result: Bias, path: Path) -> None:
         _table(console, "rank correlation with the beginning", columns, rows, limit=len(rows))
     for name, entry in summary["controls"].items():
         if "refused" in entry:
-            console.print(Text(f"{name}: {entry['refused']}"))
-    console.print(Text(result.story))
+            _say(console, f"{name}: {entry['refused']}")
+    _say(console, result.story)
     page = path / "report.html"
-    console.print(Text(f"Written to {page if page.is_file() else path}"))
+    _say(console, f"Written to {page if page.is_file() else path}")
 
 
 def _ends(low: float, high: float) -> str:
@@ -218,9 +221,9 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
         "p" if result.method == "seedprint" else "q",
     )
     _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
-    console.print(Text(result.answer, style="bold"))
-    console.print(Text(result.caveat))
-    console.print(Text(f"Written to {path}"))
+    _say(console, result.answer, style="bold")
+    _say(console, result.caveat)
+    _say(console, f"Written to {path}")
 
 
 def show_families(rows: list[dict]) -> None:
@@ -232,9 +235,9 @@ def show_families(rows: list[dict]) -> None:
 
 def show_anatomy(name: str, parts: dict) -> None:
     console = Console(soft_wrap=True)
-    console.print(Text(name, style="bold"))
+    _say(console, name, style="bold")
     for key, value in parts.items():
-        console.print(Text(f"  {key}: {value}"))
+        _say(console, f"  {key}: {value}")
 
 
 def _tail(probability: float) -> str:
@@ -251,8 +254,16 @@ def _table(
         # The end of a name is what tells two checkpoints apart; the words of a head stay whole.
         table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
     for row in rows[:limit]:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(_text(console, cell) for cell in row))
     console.print(table)
+
+
+def _say(console: Console, text: str, **style: str) -> None:
+    console.print(_text(console, text, **style))
+
+
+def _text(console: Console, text: str, **style: str) -> Text:
+    return Text(printed(text, console.encoding), **style)  # type: ignore[arg-type]
 
 
 def _span(layers: list[int]) -> str:

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import codecs
 import html
 import json
 import math
+import sys
 import unicodedata
 from typing import Any
 
 ISOLATE, END_ISOLATE = "\u2068", "\u2069"
 NO_VALUE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
+ESCAPES = "sinkscope.escapes"
+"""Names how a stream writes what its encoding does not know."""
+# Our own signs on a terminal that knows ASCII alone.
+IN_ASCII = str.maketrans(
+    {
+        **dict.fromkeys((NO_VALUE, MINUS), "-"),
+        "\N{INFINITY}": "infinity",
+        "\N{MULTIPLICATION SIGN}": "x",
+        "\N{MATHEMATICAL LEFT ANGLE BRACKET}": "<",
+        "\N{MATHEMATICAL RIGHT ANGLE BRACKET}": ">",
+        "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}": "/",
+    }
+)
 
 
 def visible(text: str) -> str:
     """The text with each control, format and separator character as a symbol, such as U+202E in angle brackets."""
     return "".join(map(_visible_character, text))
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Prints lines of which nothing moves the cursor or colours the terminal, whatever names stand in them."""
+    stream = sys.stderr if error else sys.stdout
+    for line in text.split("\n"):
+        print(printed(line, stream.encoding), file=stream, flush=True)
+
+
+def printed(text: str, encoding: str | None) -> str:
+    """The text for a terminal of this encoding: visible and, where it knows ASCII alone, with our signs in ASCII."""
+    text = visible(text)
+    return text if (encoding or "").lower().startswith("utf") else text.translate(IN_ASCII)
+
+
+def escape_what_cannot_be_printed() -> None:
+    """Makes standard output and error write as \\u2713 what their encoding lacks: it is valid inside JSON, too."""
+    codecs.register_error(ESCAPES, _json_escapes)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what a program put in their place need not have it
+            stream.reconfigure(errors=ESCAPES)  # type: ignore[union-attr]
 
 
 def escaped(text: str) -> str:
@@ -72,3 +108,9 @@ def _visible_character(character: str) -> str:
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Co", "Cn"):
         return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}U+{ord(character):04X}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
     return character
+
+
+def _json_escapes(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(json.dumps(character)[1:-1] for character in lacking), error.end
