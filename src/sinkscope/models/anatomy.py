@@ -201,14 +201,6 @@ def describe(family: Family, model: Part) -> Anatomy:
             found=reason,
             next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
         )
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None)
-    if windowed and window is not None and window < 1:
-        raise InputError(
-            expected="a sliding window of at least 1 token",
-            found=f"sliding_window={window}, in which no token sees itself",
-            next_step="Write the window that the model was trained with into config.json, or null for none",
-        )
     decoder = model.get_decoder()
     layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
     if not layers:

@@ -169,7 +169,8 @@ def check_code(described: dict[str, Any], name: str, *, trusted: bool) -> None:
 
 
 def check_causal(config: Any, name: str) -> None:
-    """Refuses encoders, encoder-decoders and decoders that look ahead, which have no causal attention to trace."""
+    """Refuses encoders, encoder-decoders, decoders that look ahead and windows without a token: attention that is not
+    causal, or that is not defined."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -193,6 +194,14 @@ def check_causal(config: Any, name: str) -> None:
             expected="a causal language model",
             found=f"{name}, {kind} ({model_type})",
             next_step="Name a decoder-only model; `sinkscope models` lists the families",
+        )
+    windowed = "sliding_attention" in (getattr(text_config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(text_config, "sliding_window", None)
+    if windowed and window is not None and window < 1:
+        raise InputError(
+            expected="a sliding window of at least 1 token",
+            found=f"sliding_window={window}, in which no token sees itself",
+            next_step="Write the window that the model was trained with into config.json, or null for none",
         )
 
 

@@ -106,7 +106,7 @@ def _writes(call: LayerCall, plan: Plan) -> Tensor:
     layer, units, (num_sequences, length) = call.layer, call.units, call.passing.shape
     dimensions_M = torch.tensor(plan.dimensions)
     sink_tokens = torch.arange(num_sequences) * length + plan.sink
-    here_BU = units.at(sink_tokens.to(call.residual.device)).cpu()
+    here_BU = units.at(sink_tokens.to(call.residual.device)).float().cpu()
     scale_N = torch.ones(num_sequences * length) if units.write_scale_N is None else units.write_scale_N.cpu()
     written_U = layer.written_rows(dimensions_M).square().sum(0).cpu()
     every_write_B = (here_BU * scale_N[sink_tokens, None]).square() @ written_U
