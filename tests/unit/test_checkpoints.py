@@ -2,17 +2,23 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import checkpoints, metrics_log, training_run, training_step
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.optimisers import build_optimisers
 from sinkscope.pretrain.parallel import processes
+from sinkscope.pretrain.presets import decoder_config
 from sinkscope.pretrain.run_setup import PretrainConfig, pretrain
 from sinkscope.pretrain.tokenizing import TokenizeConfig, tokenize
 from sinkscope.pretrain.training_config import TrainingConfig
@@ -20,7 +26,6 @@ from sinkscope.results import run_folder
 from sinkscope.results.tables import read_table
 
 MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-MODEL["attention_variant"] = "equal_variance"  # training changes its buffers too
 TRAINING = {
     "steps": 8,
     "batch_size": 4,
@@ -48,25 +53,51 @@ def tokens(tmp_path_factory):
     return tokenize(config, folder / "tokens", progress=lambda text: None).path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Numbers to the bit, and a fork that cannot wait for threads it doesn't have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "matrix_rate", lambda device: 1e9)  # a speed, which is measured for long
+        yield
+    torch.set_num_threads(threads)
+
+
+def trained(run, data, **changes):
+    """Trains in a folder, or goes on with what is there; returns what was said."""
+    said = []
+    training = TrainingConfig(**TRAINING | changes)
+    config = PretrainConfig(
+        data=[str(data)], validation=[], model=MODEL | {"max_position_embeddings": 32}, vocab_size=280,
+        training=training,
+    )  # fmt: skip
+    with processes("single", "cpu") as group:
+        pretrain(config, run, group, say=said.append)
+    return said
+
+
+@pytest.fixture(scope="module")
+def whole(tokens, tmp_path_factory):
+    """A run that nothing happened to."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    trained(run, tokens)
+    return run
+
+
 @pytest.fixture
 def train(tokens, tmp_path):
-    """Trains in a folder, or goes on with what is there; returns what was said."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # numbers to the bit, and a fork that cannot wait for threads it doesn't have
+    return lambda name="run", data=tokens, **changes: trained(tmp_path / name, data, **changes)
 
-    def run(name="run", data=tokens, **changes):
-        said = []
-        training = TrainingConfig(**TRAINING | changes)
-        config = PretrainConfig(
-            data=[str(data)], validation=[], model=MODEL | {"max_position_embeddings": 32}, vocab_size=280,
-            training=training,
-        )  # fmt: skip
-        with processes("single", "cpu") as group:
-            pretrain(config, tmp_path / name, group, say=said.append)
-        return said
 
-    yield run
-    torch.set_num_threads(threads)
+@pytest.fixture
+def stopped(whole, tmp_path):
+    """The same run, stopped before its last checkpoint led to an end."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "model")
+    return run
 
 
 def rows(run, name):
@@ -86,157 +117,243 @@ def assert_same_run(one, other):
         assert (one / path / "model.safetensors").read_bytes() == (other / path / "model.safetensors").read_bytes()
 
 
-def in_a_fork(work):
-    """The status of a child process that does some work."""
+def half_the_tensors(tensors, path):
+    path.write_bytes(b"half")
+
+
+def half_a_row(self, row):
+    self._file.write('{"step": 5, "lo')
+    self._file.flush()
+
+
+# Where a run is killed, and what it has done of the call by then.
+MOMENTS = {
+    "tensors": (checkpoints, "save_file", half_the_tensors),
+    "rename": (run_folder, "_move_into_place", None),
+    "removal of the oldest": (run_folder.shutil, "rmtree", None),
+    "row": (metrics_log.JsonLines, "write", half_a_row),
+    "probe": (training_run, "probe", None),
+    "export": (training_run, "export", None),
+    "tables": (training_run, "write_tables", None),
+}
+
+
+# In the order of the run, each as (moment, which of its calls since the run was taken up again).
+KILLS = (
+    *(("probe", 2), ("export", 1), ("row", 4), ("tensors", 1), ("rename", 1), ("row", 7), ("export", 1)),
+    *(("tensors", 1), ("rename", 1), ("probe", 4), ("removal of the oldest", 1), ("export", 1), ("tables", 1)),
+)
+
+
+def killed_at(moment, number, work):
+    """Whether some work was killed, at this call of the moment's function, in a process of its own."""
+    owner, attribute, half = MOMENTS[moment]
+    real = getattr(owner, attribute)
+
+    def call(*args, **kwargs):
+        nonlocal number
+        number -= 1
+        if number == 0:
+            if half is not None:
+                half(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
     child = os.fork()
     if child == 0:
         try:
+            setattr(owner, attribute, call)
             work()
         finally:
             os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_in_tensors(monkeypatch):
-    def half(tensors, path):
-        path.write_bytes(b"half")
-        killed()
-
-    monkeypatch.setattr(checkpoints, "save_file", half)
-
-
-def kill_before_rename(monkeypatch):
-    real = run_folder._move_into_place
-
-    def move(partial, path, overwrite):
-        killed() if path.name == "step-00000006" else real(partial, path, overwrite)
-
-    monkeypatch.setattr(run_folder, "_move_into_place", move)
-
-
-def kill_while_removing_the_oldest(monkeypatch):
-    monkeypatch.setattr(run_folder.shutil, "rmtree", lambda path, **_: killed())
-
-
-def kill_in_a_row(monkeypatch):
-    real = metrics_log.JsonLines.write
-
-    def write(self, row):
-        if row["step"] == 5 and "loss" in row:
-            self._file.write('{"step": 5, "lo')
-            self._file.flush()
-            killed()
-        real(self, row)
-
-    monkeypatch.setattr(metrics_log.JsonLines, "write", write)
-
-
-def kill_in_a_probe(monkeypatch):
-    real = training_run.probe
-    calls = []
-
-    def probe(*args, **kwargs):
-        calls.append(args)
-        return killed() if len(calls) == 4 else real(*args, **kwargs)  # the second batch of step 4
-
-    monkeypatch.setattr(training_run, "probe", probe)
-
-
-def kill_in_a_snapshot(monkeypatch):
-    real = training_run.export
-
-    def export(model, folder, **kwargs):
-        real(model, folder, **kwargs)
-        if "step-00000005" in folder.name:
-            killed()
-
-    monkeypatch.setattr(training_run, "export", export)
-
-
-def kill_in_the_tables(monkeypatch):
-    monkeypatch.setattr(training_run, "write_tables", lambda run: killed())
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(
-    "kill",
-    [
-        kill_in_tensors,
-        kill_before_rename,
-        kill_while_removing_the_oldest,
-        kill_in_a_row,
-        kill_in_a_probe,
-        kill_in_a_snapshot,
-        kill_in_the_tables,
-    ],
-)
-def test_killed_anywhere_the_resumed_run_is_the_same_to_the_bit(train, tmp_path, kill):
-    train("whole")
-
-    def to_the_kill():
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            kill(monkeypatch)
-            train("killed")
-
-    assert os.WTERMSIG(in_a_fork(to_the_kill)) == signal.SIGKILL
-    assert not (tmp_path / "killed" / "summary.json").exists()
+def test_killed_again_and_again_the_run_is_the_same_to_the_bit(train, whole, tmp_path):
+    for moment, number in KILLS:
+        assert killed_at(moment, number, lambda: train("killed")), moment
+        assert not (tmp_path / "killed" / "summary.json").exists()
+    assert {moment for moment, _ in KILLS} == set(MOMENTS)
     train("killed")
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert_same_run(whole, tmp_path / "killed")
     left = [path.name for path in (tmp_path / "killed").rglob(".*") if path.name != run_folder.MARK]
     assert left == [], "nothing half-written stays"
 
 
-def test_control_another_seed_is_another_run(train, tmp_path):
-    train("one")
+def test_control_another_seed_is_another_run(train, whole, tmp_path):
     train("other", seed=1)
-    assert rows(tmp_path / "one", "metrics") != rows(tmp_path / "other", "metrics")
+    assert rows(whole, "metrics") != rows(tmp_path / "other", "metrics")
 
 
-def test_control_a_resumed_run_without_its_optimisers_is_another(train, tmp_path, monkeypatch):
-    train("whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "forgetful")
-    for name in ("summary.json", "model", "checkpoints/step-00000008"):
-        path = tmp_path / "forgetful" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def test_control_a_resumed_run_without_its_optimisers_is_another(train, whole, stopped, monkeypatch):
+    shutil.rmtree(stopped / "checkpoints" / "step-00000008")
     real = checkpoints.load_file
     monkeypatch.setattr(
         checkpoints,
         "load_file",
-        lambda path: {name: t for name, t in real(path).items() if not name.startswith("optimiser")},
+        lambda path: {name: t * 0 if name.startswith("optimiser") else t for name, t in real(path).items()},
     )
-    train("forgetful")
-    ours, theirs = (rows(tmp_path / name, "metrics") for name in ("forgetful", "whole"))
-    assert ours[:7] == theirs[:7]
-    assert ours[7:] != theirs[7:]
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(train, tmp_path):
-    train("whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
-    run = tmp_path / "damaged"
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "model")
-    tensors = run / "checkpoints" / "step-00000008" / "training.safetensors"
-    content = bytearray(tensors.read_bytes())
-    content[len(content) // 2] ^= 1
-    tensors.write_bytes(content)
-    said = train("damaged")
-    assert any("step-00000008 is damaged (training.safetensors has other bytes)" in text for text in said)
-    assert any("resuming at step 6" in text for text in said)
-    assert_same_run(tmp_path / "whole", run)
-
-
-def test_a_run_with_damaged_checkpoints_only_is_refused(train, tmp_path):
     train()
-    (tmp_path / "run" / "summary.json").unlink()
-    for path in (tmp_path / "run" / "checkpoints").iterdir():
-        (path / "checkpoint.json").write_text("{")
-    with pytest.raises(InputError, match="damaged ones only"):
+    assert rows(stopped, "metrics")[:7] == rows(whole, "metrics")[:7]
+    assert rows(stopped, "metrics")[7:] != rows(whole, "metrics")[7:]
+
+
+def with_tensors(change):
+    """A checkpoint whose tensors were changed by somebody who wrote the new hash down too."""
+
+    def spoil(checkpoint):
+        tensors = load_file(checkpoint / "training.safetensors")
+        change(tensors)
+        save_file(tensors, checkpoint / "training.safetensors")
+        with_record(
+            lambda record: record["files"].update(
+                {"training.safetensors": checkpoints.file_sha256(checkpoint / "training.safetensors")}
+            )
+        )(checkpoint)
+
+    return spoil
+
+
+def with_record(change):
+    def spoil(checkpoint):
+        record = json.loads((checkpoint / "checkpoint.json").read_text())
+        change(record)
+        (checkpoint / "checkpoint.json").write_text(json.dumps(record))
+
+    return spoil
+
+
+def flip_a_bit(checkpoint):
+    content = bytearray((checkpoint / "training.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / "training.safetensors").write_bytes(content)
+
+
+NORM = "model.model.norm.weight"
+NO_RECORD = "checkpoint.json: "
+SPOILED = {
+    "a bit": (flip_a_bit, "training.safetensors has other bytes"),
+    "file": (lambda path: (path / "training.safetensors").unlink(), "training.safetensors is missing"),
+    "no record": (lambda path: (path / "checkpoint.json").unlink(), NO_RECORD),
+    "zeros": (lambda path: (path / "checkpoint.json").write_bytes(b"\0" * 50), NO_RECORD),
+    "deep": (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), NO_RECORD),
+    "step": (with_record(lambda record: record.update(step="8")), NO_RECORD),
+    "another step": (with_record(lambda record: record.update(step=9)), NO_RECORD),
+    "seconds": (with_record(lambda record: record.update(seconds={"probes": None})), NO_RECORD),
+    "a file of others": (
+        with_record(lambda record: record["files"].update({"../../config.yaml": "0"})),
+        "../../config.yaml is missing",
+    ),
+    "no tensor": (with_tensors(lambda tensors: tensors.pop(NORM)), f"no tensor {NORM}"),
+    "shape": (with_tensors(lambda tensors: tensors.update({NORM: tensors[NORM][1:]})), rf"{NORM} has the shape \[31\]"),
+    "dtype": (with_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].double()})), f"{NORM} has the shape"),
+    "no moment": (with_tensors(lambda tensors: tensors.pop(f"optimiser{NORM[5:]}.exp_avg")), "no tensor optimiser"),
+    "no random state": (with_tensors(lambda tensors: tensors.pop("generator.cpu")), "no tensor generator.cpu"),
+    "random state": (with_tensors(lambda tensors: tensors["generator.cpu"].zero_()), "no state of a generator"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_damage_is_seen_and_named(whole, tmp_path, case):
+    spoil, message = SPOILED[case]
+    checkpoint = tmp_path / "checkpoints" / "step-00000008"
+    shutil.copytree(whole / "checkpoints" / "step-00000008", checkpoint)
+    model = Decoder(decoder_config(MODEL | {"vocab_size": 280, "max_position_embeddings": 32}))
+    optimisers = build_optimisers(model, model.blocks, TrainingConfig(**TRAINING))
+    expected = checkpoints.expected_layouts(dict(model.named_parameters()), optimisers)
+    assert checkpoints.damage(checkpoint, expected) is None
+    spoil(checkpoint)
+    assert re.search(message, checkpoints.damage(checkpoint, expected))
+    with pytest.raises(InputError, match=f"damaged ones only; step-00000008: .*{message}"):
+        checkpoints.newest_checkpoint(tmp_path, expected, lambda text: None)
+
+
+def test_of_damaged_checkpoints_the_newest_whole_one_is_used(train, whole, stopped):
+    with_tensors(lambda tensors: tensors.pop(NORM))(stopped / "checkpoints" / "step-00000008")
+    log = stopped / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:6], "\0" * 20, "\n", '{"step": 8, "lo']))
+    said = train()
+    assert any(f"step-00000008 is damaged (no tensor {NORM})" in text for text in said)
+    assert any("resuming at step 6" in text for text in said)
+    assert_same_run(whole, stopped)
+
+
+def spoil_line(name, number, text):
+    def spoil(run):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        lines[number - 1] = text
+        (run / name).write_text("".join(lines))
+
+    return spoil
+
+
+def with_value(name, number, key, value):
+    def spoil(run):
+        row = json.loads((run / name).read_text().splitlines()[number - 1])
+        spoil_line(name, number, json.dumps(row | {key: value}) + "\n")(run)
+
+    return spoil
+
+
+SPOILED_LOGS = {
+    "empty": (lambda run: (run / "metrics.jsonl").write_text(""), "0 rows, none of step 1"),
+    "none": (lambda run: (run / "metrics.jsonl").unlink(), "no such file"),
+    "zeros": (spoil_line("metrics.jsonl", 3, "\0\0\0\n"), "line 3: Expecting value"),
+    "deep": (spoil_line("metrics.jsonl", 3, "[" * 100_000 + "\n"), "line 3: nested"),
+    "text step": (with_value("metrics.jsonl", 3, "step", "3"), r"'3' for line 3\.step"),
+    "infinite": (with_value("metrics.jsonl", 2, "loss", float("inf")), "line 2: Infinity, which is no number"),
+    "huge": (with_value("metrics.jsonl", 2, "tokens", 10**30), "line 2 holds a number of more than 64 bits"),
+    "a row is missing": (spoil_line("metrics.jsonl", 3, ""), "step 4, on line 3, in the place of step 3"),
+    "cut": (spoil_line("metrics.jsonl", 8, '{"step": 8'), "7 rows, none of step 8"),
+    "a probe is missing": (
+        spoil_line("probes.jsonl", 1, ""),
+        "step 0, text, on line 1, in the place of step 0, random",
+    ),
+    "layers": (
+        with_value("probes.jsonl", 2, "layers", {"cosine": [1.0], "top_share": []}),
+        "observables of different",
+    ),
+    "whole": (with_value("probes.jsonl", 2, "whole", None), r"None for line 2\.whole"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED_LOGS)
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_damaged_log_is_refused_and_named(train, whole, tmp_path, case, complete):
+    """Of a complete run too: it says so only while all of its rows are there."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    if not complete:
+        (run / "summary.json").unlink()
+    spoil, message = SPOILED_LOGS[case]
+    spoil(run)
+    with pytest.raises(InputError, match=rf"run/(metrics|probes)\.jsonl; found {message}"):
         train()
+
+
+def test_a_damaged_summary_is_written_again(train, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text("[" * 100_000)
+    assert any("summary.json is damaged" in text for text in train())
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_goes_on(train, whole, tmp_path, monkeypatch):
+    real, errors = training_run.probe, []
+
+    def probe(*args, **kwargs):
+        if not errors:
+            with ThreadPoolExecutor(1) as pool:
+                errors.append(pool.submit(train).exception())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(training_run, "probe", probe)
+    train()
+    assert isinstance(errors[0], InputError)
+    assert "another run that is writing there" in str(errors[0])
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_only_the_newest_checkpoints_are_kept(train, tmp_path):
@@ -245,16 +362,16 @@ def test_only_the_newest_checkpoints_are_kept(train, tmp_path):
     assert names == ["step-00000006", "step-00000008"]
 
 
-def test_a_complete_run_is_left_as_it_is(train, tmp_path):
-    train()
+def test_a_complete_run_is_left_as_it_is(train, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     said = train()
     assert any("complete" in text for text in said)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-def test_another_configuration_is_refused_and_named(train):
-    train()
+def test_another_configuration_is_refused_and_named(train, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(InputError, match=r"training\.learning_rate 0\.01 there, 0\.02 now"):
         train(learning_rate=0.02)
 
@@ -262,12 +379,12 @@ def test_another_configuration_is_refused_and_named(train):
 def test_a_run_of_another_command_is_not_gone_on_with(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("command: sinkscope trace\n")
-    with pytest.raises(InputError, match="`overwrite=True`"):
+    with pytest.raises(InputError, match="overwrite=True"):
         train()
 
 
-def test_a_run_that_is_older_than_a_setting_goes_on_with_its_default(train, tmp_path):
-    train()
+def test_a_run_that_is_older_than_a_setting_goes_on_with_its_default(train, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("  skipped_targets: 0\n", ""))
     assert any("complete" in text for text in train())
@@ -292,7 +409,7 @@ def test_other_data_behind_the_same_name_are_refused(train, tokens, tmp_path):
         train(data=data)
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(train, whole, tmp_path, monkeypatch):
     real = training_step.TrainingStep.update
 
     def update(self, step, stream):
@@ -310,11 +427,17 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(trai
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     assert rows(tmp_path / "run", "metrics")[-1]["step"] == 5
     train()
-    train("whole")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole)
 
 
-def test_a_full_disk_is_an_error_and_costs_no_checkpoint(train, tmp_path, monkeypatch):
+def test_a_rate_that_blows_the_weights_up_is_refused_and_no_such_weights_are_kept(train, tmp_path):
+    """Loss and gradient of the first step are finite: what they do to the weights is not."""
+    with pytest.raises(InputError, match=r"found weights that are not finite after step 1\. .*none yet"):
+        train(learning_rate=1e38, evaluate_every=8, probe_every=0, checkpoint_every=1, snapshots=())
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_a_full_disk_is_an_error_and_costs_no_checkpoint(train, whole, tmp_path, monkeypatch):
     real = checkpoints.save_file
     calls = []
 
@@ -331,8 +454,7 @@ def test_a_full_disk_is_an_error_and_costs_no_checkpoint(train, tmp_path, monkey
             train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     train()
-    train("whole")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_a_full_disk_under_the_log_is_an_error_too(train, monkeypatch):
@@ -345,9 +467,8 @@ def test_a_full_disk_under_the_log_is_an_error_too(train, monkeypatch):
             train()
 
 
-def test_the_tables_say_what_the_rows_say(train, tmp_path):
-    train()
-    run = tmp_path / "run"
+def test_the_tables_say_what_the_rows_say(whole):
+    run = whole
     metrics, lines = read_table(run / "metrics"), rows(run, "metrics")
     assert metrics["loss"] == [row["loss"] for row in lines]
     assert [step for step, loss in zip(metrics["step"], metrics["validation_loss"], strict=True) if loss] == [4, 8]

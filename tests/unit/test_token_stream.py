@@ -72,6 +72,9 @@ def test_folders_json_lines_and_compressed_files(tmp_path):
     assert list(documents([str(tmp_path)])) == ["zero", "one", "two", "three", "four"]
 
 
+ZIPPED = gzip.compress(np.random.default_rng(0).bytes(200).hex().encode(), mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
@@ -80,7 +83,14 @@ def test_folders_json_lines_and_compressed_files(tmp_path):
         ("zeros.txt", b"text\0text", "a zero byte"),
         ("latin.txt", b"caf\xe9", "no UTF-8"),
         ("rows.jsonl", b'{"title": "x"}\n', "line 1"),
+        (
+            "half.jsonl",
+            b'{"text": "fine"}\n{"text": "half of a pair: \\ud800"}\n',
+            "line 2, whose text holds a lone surrogate",
+        ),
+        ("deep.jsonl", b"[" * 100_000, "line 1"),
         ("cut.txt.gz", gzip.compress(b"text" * 1000, mtime=0)[:20], "end-of-stream"),
+        ("broken.txt.gz", b"".join([ZIPPED[:40], b"\xff" * 20, ZIPPED[60:]]), "while decompressing"),
     ],
 )
 def test_a_file_without_text_is_refused(tmp_path, name, content, found):
@@ -257,6 +267,39 @@ def test_damaged_shards_are_named(shards):
     (shards.path / "manifest.json").write_text("{")
     with pytest.raises(InputError, match=r"manifest\.json"):
         open_shards(shards.path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shard", "found"),
+    [
+        ({"dtype": ">f8"}, {}, "dtype >f8, none of <u2, <u4"),
+        ({"dtype": ["<u2"]}, {}, "for dtype"),
+        ({"vocab_size": 10**12}, {}, "1000000000000 for vocab_size"),
+        ({"vocab_size": "many"}, {}, "many' for vocab_size"),
+        ({"version": 2}, {}, "version 2"),
+        ({"shards": {"file": 1}}, {}, "for shards"),
+        ({}, {"file": "../../etc/passwd"}, "in place of a file's name"),
+        ({}, {"file": 3}, r"3 for shards\[0\]\.file"),
+        ({}, {"split": "test"}, "none of train, validation"),
+        ({}, {"num_tokens": -4}, "-4 for shards"),
+        ({}, {"num_tokens": 10**12}, "cut short or grown"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(shards, changes, shard, found):
+    manifest = json.loads((shards.path / "manifest.json").read_text())
+    manifest["shards"][0] |= shard
+    (shards.path / "manifest.json").write_text(json.dumps(manifest | changes))
+    with pytest.raises(InputError, match=f"{shards.path.name}.*{found}"):
+        open_shards(shards.path)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(shards):
+    manifest = json.loads((shards.path / "manifest.json").read_text())
+    largest = max(int(tokens.max()) for tokens in shards.tokens("train"))
+    open_shards(shards.path).verify()
+    (shards.path / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": largest}))
+    with pytest.raises(InputError, match=f"token {largest} in .*, beyond a vocabulary of {largest}"):
+        open_shards(shards.path).verify()
 
 
 # Order

@@ -9,12 +9,13 @@ it, and is unpickled on resuming: resume no such run that you don't trust.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from sinkscope.errors import InputError
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.token_shards import file_sha256
-from sinkscope.results.run_folder import remove_run, run_folder
+from sinkscope.results.run_folder import MARK, remove_run, run_folder
+from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json, refused
 
 FOLDER = "checkpoints"
 RECORD = "checkpoint.json"
@@ -33,6 +35,21 @@ SHARDS = "shards"
 
 Parameters = dict[str, Tensor]
 """By name, and a model's buffers with them; sharded or whole, as the optimisers hold them."""
+Layout = tuple[tuple[int, ...], torch.dtype | None]
+"""Shape and dtype of a tensor, None for a dtype that no checkpoint has."""
+
+RECORD_SHAPE = {
+    "step": Int(1),
+    "files": Each(NAME),
+    "data": NAME,
+    "elapsed_s": Real(0),
+    "seconds": Each(Real(0)),
+    "validation_loss": Maybe(Real()),
+}
+# What each optimiser keeps of a parameter: tensors of its shape, and counts.
+_STATE = {torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)), torch.optim.Muon: (("momentum_buffer",), ())}
+# As safetensors names them.
+_DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 
 
 def save_checkpoint(
@@ -65,18 +82,18 @@ def save_checkpoint(
             remove_run(old)
 
 
-def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint, None before the first; each damaged one is named on the way to it."""
+def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint with the tensors expected, None before the first; damaged ones are named on the way."""
     found = _checkpoints(run)
     for path in found:
-        reason = damage(path)
+        reason = damage(path, expected)
         if reason is None:
             return path
         say(f"checkpoint {path.name} is damaged ({reason}); looking at the one before")
     if found:
         raise InputError(
             expected=f"a whole checkpoint in {run / FOLDER}",
-            found="damaged ones only",
+            found=f"damaged ones only; {found[0].name}: {damage(found[0], expected)}",
             next_step="Start the run again with --overwrite, or choose another folder with --out",
         )
     return None
@@ -96,16 +113,16 @@ def load_checkpoint(
     tensors = _load_shards(path / SHARDS, parameters, group.device) if sharded else load_file(path / TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors.pop(f"model.{name}"))
-    torch.set_rng_state(tensors.pop("generator.cpu"))
-    if (state := tensors.pop("generator.cuda", None)) is not None and group.device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), group.device)
+            parameter.copy_(tensors[f"model.{name}"])
+    torch.set_rng_state(tensors["generator.cpu"])
+    if "generator.cuda" in tensors and group.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["generator.cuda"].cpu(), group.device)
     owners = {id(p): o for o in optimisers for entry in o.param_groups for p in entry["params"]}
-    for name, tensor in tensors.items():
-        parameter_name, _, key = name.removeprefix("optimiser.").rpartition(".")
-        parameter = parameters[parameter_name]
-        owners[id(parameter)].state[parameter][key] = tensor.to(parameter.device)
-    return json.loads((path / RECORD).read_text(encoding="utf-8"))
+    for name, parameter in parameters.items():
+        if (optimiser := owners.get(id(parameter))) is not None:
+            for key in (key for keys in _STATE[type(optimiser)] for key in keys):
+                optimiser.state[parameter][key] = tensors[f"optimiser.{name}.{key}"].to(parameter.device)
+    return _record(path)
 
 
 def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -119,23 +136,75 @@ def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimize
     return tensors
 
 
+def expected_layouts(parameters: Parameters, optimisers: list[torch.optim.Optimizer]) -> dict[str, Layout]:
+    """What a checkpoint after at least one update must hold, before any update is done."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    layouts = {f"model.{name}": _layout(parameter) for name, parameter in parameters.items()}
+    layouts["generator.cpu"] = _layout(torch.get_rng_state())
+    for optimiser in optimisers:
+        moments, counts = _STATE[type(optimiser)]
+        for parameter in (parameter for entry in optimiser.param_groups for parameter in entry["params"]):
+            name = names[id(parameter)]
+            layouts |= {f"optimiser.{name}.{key}": _layout(parameter) for key in moments}
+            layouts |= {f"optimiser.{name}.{key}": ((), torch.float32) for key in counts}
+    return layouts
+
+
 def _checkpoints(run: Path) -> list[Path]:
     """Newest first. Folders under other names, such as partial ones, are none."""
     return sorted((run / FOLDER).glob("step-????????"), reverse=True)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by the hashes of its files; None where it is whole."""
+def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
+    """What is wrong with a checkpoint: its record, the hash of a file, or a tensor expected; None where it is whole."""
     try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        for name, sha256 in record["files"].items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if file_sha256(path / name) != sha256:
-                return f"{name} has other bytes"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{RECORD} cannot be read"
-    return None if record["files"] else "it holds no tensors"
+        record = _record(path)
+    except InputError as error:
+        return f"{RECORD}: {error.found}"
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {RECORD, MARK}
+    if missing := sorted(record["files"].keys() - found):
+        return f"{missing[0][:100]} is missing"
+    for name in sorted(found):
+        if file_sha256(path / name) != record["files"].get(name):
+            return f"{name} has other bytes"
+    try:
+        layouts = _layouts(path)
+    except (OSError, ValueError, SafetensorError, UnpicklingError, EOFError, AttributeError):
+        return "its tensors cannot be read"
+    for name, layout in expected.items():
+        if name not in layouts:
+            return f"no tensor {name}"
+        if layouts[name] != layout:
+            return f"{name} has the shape {list(layouts[name][0])} and dtype {layouts[name][1]}"
+    try:
+        if (path / TENSORS).is_file():
+            with safe_open(path / TENSORS, framework="pt") as file:
+                torch.Generator().set_state(file.get_tensor("generator.cpu"))
+    except (RuntimeError, TypeError, SafetensorError):
+        return "generator.cpu is no state of a generator"
+    return None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """checkpoint.json, checked."""
+    record = read_json(path / RECORD, RECORD_SHAPE)
+    if path.name != f"step-{record['step']:08d}":
+        raise refused(path / RECORD, f"step {record['step']}")
+    return record
+
+
+def _layouts(path: Path) -> dict[str, Layout]:
+    """Shape and dtype of every tensor in a checkpoint; the tensors themselves are not read."""
+    if (path / SHARDS).is_dir():
+        entries = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
+    with safe_open(path / TENSORS, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tuple(part.get_shape()), _DTYPES.get(part.get_dtype())) for name, part in slices.items()}
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -14,6 +15,10 @@ SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "max_position_embeddings"),
 )
+
+
+LARGEST_SIZE = 1 << 24
+MOST_LAYERS = 1 << 12
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -73,17 +78,30 @@ class DecoderConfig(PreTrainedConfig):
             value = getattr(self, name)
             if name == "head_dim" and value is None:
                 continue
-            if type(value) is not int or value < 1:
-                raise _refused(f"a whole number of at least 1 for {name}", repr(value))
+            largest = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+            if type(value) is not int or not 1 <= value <= largest:
+                raise _refused(f"a whole number from 1 to {largest} for {name}", reprlib.repr(value))
         if type(self.seed) is not int:
-            raise _refused("a whole number for seed", repr(self.seed))
+            raise _refused("a whole number for seed", reprlib.repr(self.seed))
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 # YAML reads 1e4, without a point, as text.
-                raise _refused(f"a number above 0 for {name}", repr(value))
+                raise _refused(f"a number above 0 for {name}", reprlib.repr(value))
+        for name in ("tie_word_embeddings", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refused(f"true or false for {name}", reprlib.repr(getattr(self, name)))
+        for name in ("attention_variant", "feed_forward_variant"):
+            if not isinstance(getattr(self, name), str):
+                raise _refused(f"a name for {name}", reprlib.repr(getattr(self, name)))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if value is not None and not all(
+                type(token) is int for token in (value if isinstance(value, list) else [value])
+            ):
+                raise _refused(f"a token's number for {name}", reprlib.repr(value))
         if not isinstance(self.variant_options, dict):
-            raise _refused("variant_options as names with values", repr(self.variant_options))
+            raise _refused("variant_options as names with values", reprlib.repr(self.variant_options))
 
     def attention_shape(self) -> AttentionShape:
         """The numbers that an attention variant is built from."""

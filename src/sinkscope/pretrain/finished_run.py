@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.metrics_log import read_rows
 from sinkscope.pretrain.training_config import with_defaults
 from sinkscope.results.validated import (
     LARGEST_INT,
@@ -18,9 +18,7 @@ from sinkscope.results.validated import (
     Each,
     Int,
     Maybe,
-    Real,
     read_json,
-    read_json_lines,
     read_yaml,
     refused,
 )
@@ -31,24 +29,9 @@ WITHOUT_EFFECT = (
 )
 CONFIG = {
     "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
-    "training": {"steps": Int(), "seed": Maybe(Int(0, LARGEST_INT))},
+    "training": {"steps": Int(1), "seed": Maybe(Int(0, LARGEST_INT))},
 }
 SUMMARY = {"data": Maybe(NAME)}
-# Ratios are taken of tokens, seconds and speeds, so none of them is 0.
-METRICS = {
-    "step": Int(),
-    "tokens": Int(1),
-    "tokens_per_second": Real(1e-9, 1e15),
-    "elapsed_s": Real(1e-9, 1e12),
-    "validation_loss": Maybe(Real()),
-}
-PROBES = {
-    "step": Int(),
-    "tokens": Int(),
-    "batch": NAME,
-    "whole": {"sink_rate": Maybe(Real())},
-    "layers": Each([Maybe(Real())]),
-}
 
 
 @dataclass(frozen=True)
@@ -102,43 +85,29 @@ def read_finished_run(folder: Path) -> FinishedRun:
             raise _refused(folder, found, "Give a folder that sinkscope pretrain wrote")
     config = read_yaml(folder / "config.yaml", CONFIG)
     config["training"] = with_defaults(config["training"])
-    metrics = _rows(folder / "metrics.jsonl", METRICS)
+    metrics, steps = read_rows(folder / "metrics.jsonl"), config["training"]["steps"]
     if not (folder / "summary.json").is_file():
-        done, steps = metrics[-1]["step"] if metrics else 0, config["training"]["steps"]
+        done = metrics[-1]["step"] if metrics else 0
         raise _refused(
             folder,
             f"one that is not complete: step {done} of {steps}",
             "Wait for it, or finish it: run the same sinkscope pretrain command again",
         )
+    if [row["step"] for row in metrics] != list(range(1, len(metrics) + 1)) or len(metrics) != steps:
+        raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows, not one for each of {steps} steps")
+    probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
         summary=read_json(folder / "summary.json", SUMMARY),
         config=config,
         environment=read_json(folder / "environment.json", Each(SCALAR)),
         evaluations=[row for row in metrics if row.get("validation_loss") is not None],
-        probes=_probes(folder / "probes.jsonl"),
-        tokens_per_second=median([row["tokens_per_second"] for row in metrics]) if metrics else 0.0,
+        probes=read_rows(probes) if probes.exists() else [],
+        tokens_per_second=median([row["tokens_per_second"] for row in metrics]),
     )
     if not run.evaluations:
-        raise _refused(folder, "no validation loss in metrics.jsonl", "Run sinkscope pretrain again with --overwrite")
+        raise _refused(folder, "no validation loss in metrics.jsonl", "Train it again with `overwrite=True`")
     return run
-
-
-def _rows(path: Path, shape: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a log, in which nothing goes back."""
-    rows = read_json_lines(path, shape)
-    for name in ("step", "tokens", "elapsed_s"):
-        if name in shape and any(row[name] > following[name] for row, following in pairwise(rows)):
-            raise refused(path, f"a {name} that is smaller than in the line before it")
-    return rows
-
-
-def _probes(path: Path) -> list[dict[str, Any]]:
-    """The probes of a run, each with as many layers in every observable; none where it was not probed."""
-    rows = _rows(path, PROBES) if path.exists() else []
-    if len({len(values) for row in rows for values in row["layers"].values()}) > 1:
-        raise refused(path, "observables of different numbers of layers")
-    return rows
 
 
 def _refused(folder: Path, found: str, next_step: str) -> InputError:

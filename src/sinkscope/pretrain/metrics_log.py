@@ -5,13 +5,30 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from sinkscope.errors import InputError
+from sinkscope.pretrain.training_config import TrainingConfig
 from sinkscope.results.atomic import whole_file
 from sinkscope.results.tables import Column, Schema, write_table
+from sinkscope.results.validated import (
+    MOST_LINES_OF_JSON,
+    NAME,
+    Each,
+    Int,
+    Maybe,
+    Real,
+    parse_json,
+    read_json_lines,
+    read_text,
+    refused,
+)
 
+PROBE_BATCHES = ("random", "text")
+"""What is probed, in the order of the rows."""
 METRICS = Schema(
     "metrics",
     (
@@ -39,13 +56,34 @@ PROBES = Schema(
 )
 
 
+# What a row must hold. Ratios are taken of tokens, seconds and speeds, so none of them is 0.
+ROWS = {
+    "metrics.jsonl": {
+        "step": Int(1),
+        "tokens": Int(1),
+        "loss": Real(),
+        "gradient_norm": Real(0),
+        "learning_rate": Real(0),
+        "tokens_per_second": Real(1e-9, 1e15),
+        "mfu": Maybe(Real(0)),
+        "elapsed_s": Real(1e-9, 1e12),
+        "validation_loss": Maybe(Real()),
+    },
+    "probes.jsonl": {
+        "step": Int(),
+        "tokens": Int(),
+        "batch": NAME,
+        "whole": {"sink_rate": Maybe(Real())},
+        "layers": Each([Maybe(Real())]),
+    },
+}
+
+
 class JsonLines:
     """A file of JSON objects, one a line, each on its way to disk when `write` returns."""
 
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        """Rows after `last_step` are dropped: a resumed run will write them again."""
-        self.path = path
-        rows = [row for row in read_rows(path) if row["step"] <= last_step] if path.exists() else []
+    def __init__(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Begins with the rows of before that are kept; all others in the file are dropped."""
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = path.open("a", encoding="utf-8")
@@ -62,10 +100,60 @@ class JsonLines:
         self._file.close()
 
 
+Key = tuple[int, str]
+"""What tells the rows of a log apart: the step and, for a probe, the batch."""
+
+
+def log_keys(config: TrainingConfig, done: int) -> dict[str, list[Key]]:
+    """The keys of the rows that each log begins with after some updates, by the name of its file."""
+    probed = [step for step in range(done + 1) if done and config.is_due(config.probe_every, step)]
+    return {
+        "metrics.jsonl": [(step, "") for step in range(1, done + 1)],
+        "probes.jsonl": [(step, batch) for step in probed for batch in PROBE_BATCHES],
+    }
+
+
+def row_key(row: Mapping[str, Any]) -> Key:
+    return row["step"], row.get("batch", "")
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last line that a killed process left unfinished is dropped."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The rows of metrics.jsonl or probes.jsonl; a last line that a killed process left unfinished is dropped."""
+    return _checked(path, read_json_lines(path, ROWS[path.name]))
+
+
+def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
+    """The rows with these keys, which a log must begin with for its run to go on; what follows is not looked at."""
+    rows = []
+    try:
+        lines = read_text(path, MOST_LINES_OF_JSON).split("\n")[:-1] if keys else []
+        for number, (key, line) in enumerate(zip(keys, lines, strict=False), 1):
+            rows.append(parse_json(line, path, ROWS[path.name], where=f"line {number}"))
+            if row_key(rows[-1]) != key:
+                raise refused(path, f"{_named(row_key(rows[-1]))}, on line {number}, in the place of {_named(key)}")
+        if len(rows) < len(keys):
+            raise refused(path, f"{len(rows)} rows, none of {_named(keys[len(rows)])}")
+        return _checked(path, rows)
+    except InputError as error:
+        raise InputError(
+            expected=f"every row so far in {path}",
+            found=error.found,
+            next_step="Put back a copy of the file, or start the run again with `overwrite=True`",
+        ) from error
+
+
+def _checked(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a log, in which nothing goes back and every observable has as many layers."""
+    for name in ("step", "tokens", "elapsed_s"):
+        if any(row.get(name, 0) > following.get(name, 0) for row, following in pairwise(rows)):
+            raise refused(path, f"a {name} that is smaller than in the line before it")
+    if len({len(values) for row in rows for values in row.get("layers", {}).values()}) > 1:
+        raise refused(path, "observables of different numbers of layers")
+    return rows
+
+
+def _named(key: Key) -> str:
+    return ", ".join(filter(None, (f"step {key[0]}", key[1])))
 
 
 def write_tables(run: Path) -> None:

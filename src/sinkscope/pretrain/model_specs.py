@@ -25,7 +25,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_config
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
 from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
-from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage
+from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration
 from sinkscope.results.run_folder import is_training_run
@@ -100,14 +100,14 @@ def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
             found="one in shards",
             next_step="Take a snapshot of the run, or the run itself when it is finished",
         )
-    if (reason := damage(folder)) is not None:
+    found = _run_configuration(run)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = _drawn(found.config, 0)
+    if (reason := damage(folder, expected_layouts(dict(model.named_parameters()), []))) is not None:
         raise InputError(
             expected=f"a whole checkpoint in {folder}", found=reason, next_step="Give another checkpoint of the run"
         )
-    found = _run_configuration(run)
     tensors = load_file(folder / TENSORS)
-    with torch.random.fork_rng(devices=[]), quiet():
-        model = _drawn(found.config, 0)
     weights = {name: tensors[f"model.{name}"] for name, _ in model.named_parameters()}
     model.load_state_dict(weights, strict=False)  # tied weights have one name there
     wanted = resolve_dtype(dtype)

@@ -135,3 +135,8 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor gathered from all processes where it is sharded, else itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

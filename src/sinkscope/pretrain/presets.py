@@ -54,4 +54,9 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
             found=", ".join(sorted(map(str, unknown))),
             next_step="Remove them from the configuration",
         )
-    return DecoderConfig(**fields)
+    try:
+        return DecoderConfig(**fields)
+    except TypeError as error:
+        raise InputError(
+            expected="values of the right type for the model", found=str(error), next_step="Correct them below model"
+        ) from error

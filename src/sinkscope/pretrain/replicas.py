@@ -61,7 +61,7 @@ def replicas(runs: list[FinishedRun]) -> Groups:
 def num_machines(runs: Sequence[FinishedRun]) -> int:
     """On how many kinds of machine the runs were timed."""
     names = ("device_name", "num_processes", "parallel", "precision", "compiled", "num_threads")
-    return len({tuple(run.environment.get(name) for name in names) for run in runs})
+    return len({tuple(str(run.environment.get(name)) for name in names) for run in runs})
 
 
 def unequal_conditions(groups: Groups) -> list[str]:

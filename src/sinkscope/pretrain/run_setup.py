@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.metrics_log import log_keys, read_first_rows
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_shards
@@ -22,9 +25,9 @@ from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokeni
 from sinkscope.pretrain.trackers import check_tracker, tracker
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed, read_recipe, with_defaults
 from sinkscope.pretrain.training_run import Say, TrainingRun
-from sinkscope.results.atomic import DISK_FULL, explained
+from sinkscope.results.atomic import DISK_FULL, explained, locked
 from sinkscope.results.run_folder import is_training_run, run_folder
-from sinkscope.results.validated import read_yaml
+from sinkscope.results.validated import NAME, Int, Maybe, checked, read_json, read_yaml
 from sinkscope.runtime import environment
 from sinkscope.user_paths import user_path
 
@@ -72,19 +75,10 @@ def resolve(
     if training.get("seed") is not None or "seed" not in model:
         model["seed"] = settings.seed
     vocab_size = model.get("vocab_size", vocab_size)
-    try:
-        for key, value in model.items():
-            if isinstance(getattr(DecoderConfig, key, None), bool) and not isinstance(value, bool):
-                raise TypeError(f"{key} {value!r}, neither true nor false")
-        model["max_position_embeddings"] = max(settings.sequence_length, model.get("max_position_embeddings", 0))
-        with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
-            Decoder(decoder_config(model | {"vocab_size": vocab_size}))
-    except TypeError as error:
-        raise InputError(
-            expected="values of the right type for the model",
-            found=str(error),
-            next_step="Correct it below model in --config",
-        ) from error
+    if type(length := model.get("max_position_embeddings", 0)) is int:  # else refused below
+        model["max_position_embeddings"] = max(settings.sequence_length, length)
+    with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
+        Decoder(decoder_config(model | {"vocab_size": vocab_size}))
     return PretrainConfig(
         data=list(data), validation=list(validation), model=model, vocab_size=vocab_size, training=settings
     )
@@ -116,12 +110,14 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
             next_step="Give a folder that sinkscope pretrain wrote",
         )
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
-        if (folder / "config.json").is_file():
-            entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            known = {name: entries[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+        if (file := folder / "config.json").is_file():
+            token = Maybe(Int())
+            shape = {"vocab_size": Int(1), "bos_token_id": token, "eos_token_id": token}
+            known = {name: value for name, value in read_json(file, shape).items() if name in shape}
             return decoder_config(saved["model"] | known), folder
-    saved["training"] = TrainingConfig(**saved["training"])
-    config = PretrainConfig(**saved)
+    checked(saved, {"data": [NAME], "validation": [NAME], "vocab_size": Int(1)}, run / "config.yaml")
+    training = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"], "training")
+    config = PretrainConfig(**saved | {"training": training})
     shards = _shards(config, run)
     return _decoder_config(config, shards), shards.path
 
@@ -144,14 +140,22 @@ def pretrain(
     say = say if group.is_first else lambda text: None
     config.training.rows(group.rank, group.num_processes)
     compile = group.device.type == "cuda" if compile is None else compile
+    with locked(out) if group.is_first else contextlib.nullcontext():
+        return _pretrain(config, out, group, compile, overwrite, track, say)
+
+
+def _pretrain(
+    config: PretrainConfig, out: Path, group: Processes, compile: bool, overwrite: bool, track: str | None, say: Say
+) -> dict[str, Any]:
     if group.is_first:
         check_tracker(track)
         _open_run(config, out, overwrite, group, compile, say)
     group.from_first(None)
     shards = _shards(config, out)
-    if (out / "summary.json").is_file():
+    summary = group.from_first(_finished_summary(config, out, say) if group.is_first else None)
+    if summary is not None:
         say(f"the run in {out} is complete; choose another folder with --out, or --overwrite it")
-        return json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        return summary
     model = Decoder(_decoder_config(config, shards))
     with tracker(track if group.is_first else None, out, config.plain()) as send:
         run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
@@ -200,6 +204,21 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
             TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
 
 
+def _finished_summary(config: PretrainConfig, out: Path, say: Say) -> dict[str, Any] | None:
+    """The summary of a run that is complete, with all of its rows; None where there is more to do."""
+    file = out / "summary.json"
+    if not file.is_file():
+        return None
+    try:
+        summary = read_json(file, {})
+    except InputError as error:
+        say(f"{file} is damaged ({error.found}); the end of the run is written again")
+        return None
+    for name, keys in log_keys(config.training, config.training.steps).items():
+        read_first_rows(out / name, keys)
+    return summary
+
+
 def _saved_configuration(run: Path) -> dict[str, Any]:
     """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
     if not is_training_run(run):
@@ -222,7 +241,7 @@ def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
             for key in keys
             for line in _differences(found.get(key), expected.get(key), f"{where}.{key}" if where else str(key))
         ]
-    return [] if found == expected else [f"{where} {found!r} there, {expected!r} now"]
+    return [] if found == expected else [f"{where} {reprlib.repr(found)} there, {reprlib.repr(expected)} now"]
 
 
 def _shards(config: PretrainConfig, run: Path) -> TokenShards:

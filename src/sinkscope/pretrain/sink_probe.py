@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from sinkscope.errors import InputError
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.pretrain.metrics_log import JsonLines
+from sinkscope.pretrain.metrics_log import JsonLines, read_rows
 from sinkscope.pretrain.probes import probe, random_batch
 
 
@@ -41,8 +41,10 @@ class SinkProbe(TrainerCallback):
             self.batch = random_batch(kwargs["model"], length=self.length, num_sequences=self.num_sequences)
         folder = Path(args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "probes.jsonl"
         # The row of the step that training is resumed at was written before.
-        self._file = JsonLines(folder / "probes.jsonl", last_step=state.global_step if state.global_step else -1)
+        kept = read_rows(path) if state.global_step and path.exists() else []
+        self._file = JsonLines(path, [row for row in kept if row["step"] <= state.global_step])
         if not state.global_step:
             self._probe(state, kwargs["model"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -83,7 +84,7 @@ def _file_documents(path: Path) -> Iterator[str]:
             yield from _json_documents(file, path) if _suffix(path) == ".jsonl" else _separated_documents(file, path)
     except UnicodeDecodeError as error:
         raise _not_text(path, "bytes that are no UTF-8") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise _not_text(path, str(error) or "a file that cannot be read") from error
 
 
@@ -117,10 +118,11 @@ def _json_documents(file: IO[str], path: Path) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise _not_text(path, f"line {number}, which is no object with a 'text'")
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, UTF-8 cannot
+            raise _not_text(path, f"line {number}, whose text holds a lone surrogate") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise _not_text(path, f"line {number}, which is no object with a 'text'") from None
         yield text
 
 

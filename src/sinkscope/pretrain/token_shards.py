@@ -17,9 +17,19 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.validated import NAME, Int, read_json, shortened
 
 MANIFEST = "manifest.json"
 VERSION = 1
+LARGEST_VOCABULARY = 1 << 24
+DTYPES = ("<u2", "<u4")
+SHARD_SHAPE = {"file": NAME, "split": NAME, "num_tokens": Int(1), "num_documents": Int(), "sha256": NAME}
+MANIFEST_SHAPE = {
+    "version": Int(),
+    "dtype": NAME,
+    "vocab_size": Int(1, LARGEST_VOCABULARY),
+    "shards": [SHARD_SHAPE],
+}
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -60,10 +70,15 @@ class TokenShards:
         return sum(shard.num_tokens for shard in self.shards if shard.split == split)
 
     def verify(self) -> None:
-        """Returns if every shard has the hash in the manifest, else raises InputError; reads every byte."""
+        """Returns if every shard has its hash and no token outside of the vocabulary, else raises InputError; reads
+        every byte."""
         for shard in self.shards:
             if file_sha256(self.path / shard.file) != shard.sha256:
                 raise _damaged(self.path, f"other bytes in {shard.file}")
+            tokens = np.memmap(self.path / shard.file, dtype=np.dtype(self.dtype), mode="r")
+            if (largest := int(tokens.max())) >= self.vocab_size:
+                found = f"token {largest} in {shard.file}, beyond a vocabulary of {self.vocab_size}"
+                raise _damaged(self.path, found)
 
 
 class ShardWriter:
@@ -73,7 +88,7 @@ class ShardWriter:
         self.folder = folder
         self.vocab_size = vocab_size
         self.shard_tokens = shard_tokens
-        self.dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+        self.dtype = DTYPES[vocab_size > 1 << 16]
         self.num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
         self._shards: list[Shard] = []
         self._pending: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -114,28 +129,36 @@ class ShardWriter:
         number = sum(shard.split == split for shard in self._shards)
         path = self.folder.path / f"{split}-{number:05d}.tokens"
         tokens = np.concatenate(documents)
-        tokens.tofile(path)
+        with path.open("wb") as file:
+            file.write(tokens.data)  # numpy's tofile would not say that the disk is full
         self._shards.append(Shard(path.name, split, tokens.size, len(documents), file_sha256(path)))
         self._pending[split] = []
 
 
 def open_shards(path: Path) -> TokenShards:
-    """The shards in a folder, their sizes checked against the manifest."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["version"]
-        shards = tuple(Shard(**shard) for shard in manifest["shards"])
-        result = TokenShards(path, manifest["dtype"], manifest["vocab_size"], shards)
-        width = np.dtype(result.dtype).itemsize
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{MANIFEST} that cannot be read: {error}") from error
-    if version != VERSION:
-        raise _damaged(path, f"version {version}, this release reads {VERSION}")
+    """The shards in a folder, their sizes checked against the manifest; no token is read."""
+    manifest = read_json(path / MANIFEST, MANIFEST_SHAPE)
+    if manifest["version"] != VERSION:
+        raise _damaged(path, f"version {manifest['version']}, this release reads {VERSION}")
+    if manifest["dtype"] not in DTYPES:
+        raise _damaged(path, f"dtype {shortened(manifest['dtype'])}, none of {', '.join(DTYPES)}")
+    shards = tuple(Shard(**{name: entry[name] for name in SHARD_SHAPE}) for entry in manifest["shards"])
     for shard in shards:
-        file = path / shard.file
-        if not file.is_file() or file.stat().st_size != shard.num_tokens * width:
-            raise _damaged(path, f"{shard.file} {'cut short or grown' if file.is_file() else 'missing'}")
-    return result
+        if problem := _problem(path, shard, np.dtype(manifest["dtype"]).itemsize):
+            raise _damaged(path, f"{shortened(shard.file)!r} {problem}")
+    return TokenShards(path, manifest["dtype"], manifest["vocab_size"], shards)
+
+
+def _problem(path: Path, shard: Shard, width: int) -> str | None:
+    """What is wrong with a shard by its entry in the manifest and the size of its file."""
+    if shard.file in ("", ".", "..") or {"/", "\\", "\0"} & set(shard.file):
+        return "in place of a file's name"
+    if shard.split not in SPLITS:
+        return f"of a split that is none of {', '.join(SPLITS)}"
+    file = path / shard.file
+    if not file.is_file():
+        return "missing"
+    return None if file.stat().st_size == shard.num_tokens * width else "cut short or grown"
 
 
 def file_sha256(path: Path) -> str:

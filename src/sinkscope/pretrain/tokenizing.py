@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
-from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
+from sinkscope.pretrain.token_shards import LARGEST_VOCABULARY, SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
 from sinkscope.user_paths import user_path
 
@@ -52,8 +52,9 @@ class TokenizeConfig:
             check_sources(self.validation)
         if not 0 < self.validation_share < 1:
             raise _wrong("a share between 0 and 1", self.validation_share, "--validation-share 0.01")
-        if self.tokenizer is None and not SMALLEST_VOCABULARY <= self.vocab_size <= 1 << 24:
-            raise _wrong(f"a vocabulary of at least {SMALLEST_VOCABULARY}", self.vocab_size, "--vocab-size 8192")
+        if self.tokenizer is None and not SMALLEST_VOCABULARY <= self.vocab_size <= LARGEST_VOCABULARY:
+            allowed = f"a vocabulary of at least {SMALLEST_VOCABULARY} and at most {LARGEST_VOCABULARY} tokens"
+            raise _wrong(allowed, self.vocab_size, "--vocab-size 8192")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _wrong("at least 1 token", self.max_tokens, "--max-tokens 100000000")
         if self.shard_tokens < 1:

@@ -13,7 +13,7 @@ one.
 from __future__ import annotations
 
 import difflib
-import math
+import reprlib
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
-from sinkscope.results.validated import NAME, Int, Maybe, read_yaml, shortened
+from sinkscope.results.validated import LARGEST_FLOAT, NAME, Int, Maybe, read_yaml, shortened
 
+LARGEST_COUNT = 1 << 31
 OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant")
 RECIPE = {
@@ -79,17 +80,20 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "snapshots", tuple(sorted(set(self.snapshots))))
         for name in ("steps", "batch_size", "sequence_length", "evaluation_sequences", "keep_checkpoints"):
-            _at_least(self, name, 1)
-        for name in ("evaluate_every", "checkpoint_every", "probe_sequences"):
-            _at_least(self, name, 1)
-        for name in ("seed", "warmup_steps", "probe_every", "weight_decay", "skipped_targets"):
-            _at_least(self, name, 0)
+            _check_count(self, name, 1)
+        for name in ("evaluate_every", "checkpoint_every", "probe_length", "probe_sequences"):
+            _check_count(self, name, 1)
+        for name in ("warmup_steps", "probe_every", "skipped_targets"):
+            _check_count(self, name, 0)
+        for name in ("seed", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise _wrong(f"{name} of at least 0", getattr(self, name))
         if self.skipped_targets >= self.sequence_length:
             raise _wrong(f"skipped_targets below the sequence length, {self.sequence_length}", self.skipped_targets)
         if self.seed >= 2**63:
             raise _wrong("seed below 2^63", self.seed)
         for name, value in asdict(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
                 raise _wrong(f"a finite number for {name}", value)
         for name in ("learning_rate", "clip", "epsilon"):
             if getattr(self, name) <= 0:
@@ -104,12 +108,16 @@ class TrainingConfig:
             if getattr(self, name) not in choices:
                 raise _wrong(f"{name} as one of {', '.join(choices)}", repr(getattr(self, name)))
         if self.micro_batch_size is not None:
-            _at_least(self, "micro_batch_size", 1)
+            _check_count(self, "micro_batch_size", 1)
         length = min(self.probe_length, self.sequence_length)
         if self.probe_every and length <= LATER_QUERIES:
             raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or probe_every 0", length)
         if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
             raise _wrong(f"snapshots at steps from 0 to {self.steps}", outside[0])
+
+    def is_due(self, interval: int, step: int) -> bool:
+        """Whether what is done every `interval` steps, and at the last one, is done after `step`; 0: never."""
+        return interval > 0 and (step % interval == 0 or step == self.steps)
 
     def rows(self, rank: int, num_processes: int) -> list[slice]:
         """The rows of each batch that a process works on, one slice for each of its forward passes."""
@@ -133,12 +141,12 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
             near = difflib.get_close_matches(str(key), known, 1)
             raise InputError(
                 expected=f"a key of the {what} configuration: {', '.join(known)}",
-                found=repr(key),
+                found=reprlib.repr(key),
                 next_step=f"Write {near[0]}" if near else "Leave it out",
             )
         if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
-                expected=f"{key} like {known[key]!r}", found=repr(value), next_step=f"Correct {key} in --config"
+                expected=f"{key} like {known[key]!r}", found=reprlib.repr(value), next_step=f"Correct {key} in --config"
             )
     return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
 
@@ -184,9 +192,11 @@ def _same_kind(example: Any, value: Any) -> bool:
     return isinstance(value, type(example))
 
 
-def _at_least(config: TrainingConfig, name: str, least: int) -> None:
+def _check_count(config: TrainingConfig, name: str, least: int) -> None:
     if getattr(config, name) < least:
         raise _wrong(f"{name} of at least {least}", getattr(config, name))
+    if getattr(config, name) > LARGEST_COUNT:
+        raise _wrong(f"{name} of at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
 
 
 def _wrong(expected: str, found: object) -> InputError:

@@ -6,6 +6,7 @@ snapshots/, and at the end model/, the tables and summary.json, whose presence s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,16 @@ import torch
 
 from sinkscope.errors import InputError
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.pretrain.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from sinkscope.pretrain.checkpoints import (
+    FOLDER,
+    expected_layouts,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.export import export
-from sinkscope.pretrain.metrics_log import JsonLines, read_rows, write_tables
+from sinkscope.pretrain.metrics_log import PROBE_BATCHES, JsonLines, log_keys, read_first_rows, read_rows, write_tables
 from sinkscope.pretrain.model_flops import flops_per_token, matrix_rate
 from sinkscope.pretrain.parallel import Processes, whole
 from sinkscope.pretrain.probes import probe, random_batch, text_batch
@@ -72,10 +79,8 @@ class TrainingRun:
         """The run's summary, when all steps are done and everything is written."""
         done = self._resume()
         self.spoken_at = time.perf_counter()
-        last_step = done if done else -1
         if self.group.is_first:
-            self.metrics = JsonLines(self.run / "metrics.jsonl", last_step=last_step)
-            self.probes = JsonLines(self.run / "probes.jsonl", last_step=last_step)
+            self.metrics, self.probes = (self._log_until(done, name) for name in ("metrics.jsonl", "probes.jsonl"))
         if not done:
             self._pause(0)
         self.numbers.restart_clock()
@@ -85,10 +90,12 @@ class TrainingRun:
             is_due = self._is_due(step + 1)
             try:
                 rows = self.numbers.rows(wait_for_all=is_due)
+                if is_due:
+                    self.step.check_weights(step + 1)
+                if self.config.is_due(self.config.evaluate_every, step + 1):
+                    rows[-1]["validation_loss"] = self.validation_loss = self._evaluate(step + 1)
             except FloatingPointError as error:
                 raise self._diverged(error) from error
-            if self._every(self.config.evaluate_every, step + 1):
-                rows[-1]["validation_loss"] = self.validation_loss = self._evaluate()
             self._log(rows)
             if is_due:
                 self._pause(step + 1)
@@ -96,7 +103,9 @@ class TrainingRun:
 
     def _resume(self) -> int:
         """The number of updates done before."""
-        path = self.group.from_first(newest_checkpoint(self.run, self.say) if self.group.is_first else None)
+        expected = expected_layouts(self.step.parameters, self.step.optimisers)
+        path = newest_checkpoint(self.run, expected, self.say) if self.group.is_first else None
+        path = self.group.from_first(path)
         if path is None:
             return 0
         record = load_checkpoint(path, self.step.parameters, self.step.optimisers, self.group)
@@ -106,23 +115,26 @@ class TrainingRun:
                 found="other tokens",
                 next_step="Give the first ones to --data, or start again with --overwrite",
             )
-        self.numbers.elapsed_before, self.seconds = record["elapsed_s"], record["seconds"]
+        self.numbers.elapsed_before = record["elapsed_s"]
+        self.seconds = {name: record["seconds"].get(name, 0.0) for name in self.seconds}
         self.validation_loss = record["validation_loss"]
         self.say(f"resuming at step {record['step']} from {path.name}")
         return record["step"]
 
-    def _every(self, interval: int, step: int) -> bool:
-        return interval > 0 and (step % interval == 0 or step == self.config.steps)
+    def _log_until(self, done: int, name: str) -> JsonLines:
+        """A log that holds the rows of the updates done; without all of them the run is not gone on with."""
+        path = self.run / name
+        return JsonLines(path, read_first_rows(path, log_keys(self.config, done)[name]))
 
     def _is_due(self, step: int) -> bool:
         """Whether the loop must stop at a step to evaluate, probe or write."""
         config = self.config
         intervals = (config.evaluate_every, config.probe_every, config.checkpoint_every)
-        return any(self._every(interval, step) for interval in intervals) or step in config.snapshots
+        return any(config.is_due(interval, step) for interval in intervals) or step in config.snapshots
 
     def _pause(self, step: int) -> None:
         config = self.config
-        wants_probe = self._every(config.probe_every, step)
+        wants_probe = config.is_due(config.probe_every, step)
         snapshot = self.run / "snapshots" / f"step-{step:08d}"
         wants_snapshot = step in config.snapshots and not self.group.from_first(snapshot.exists())
         model = self._whole_model() if wants_probe or wants_snapshot else None
@@ -131,13 +143,16 @@ class TrainingRun:
         if wants_snapshot and model is not None:
             self._export(model, snapshot)
         # Last, so that everything of a step that has a checkpoint is written.
-        if step and self._every(config.checkpoint_every, step):
+        if step and config.is_due(config.checkpoint_every, step):
             self._checkpoint(step)
         self.numbers.restart_clock()
 
-    def _evaluate(self) -> float:
+    def _evaluate(self, step: int) -> float:
         with _Timer(self.seconds, "evaluation"):
-            return self.step.evaluate(self.validation_stream)
+            loss = self.step.evaluate(self.validation_stream)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"loss {loss} on held-out text after step {step}")
+        return loss
 
     def _probe_batches(self, model: Decoder) -> dict[str, TokenBatch]:
         config = self.config
@@ -146,7 +161,7 @@ class TrainingRun:
         length = min(config.probe_length, config.sequence_length)
         windows = self.validation_stream.evenly_spaced(config.probe_sequences)[0]
         random = random_batch(model, length=length, num_sequences=config.probe_sequences)
-        return {"random": random, "text": text_batch(windows, length=length)}
+        return dict(zip(PROBE_BATCHES, (random, text_batch(windows, length=length)), strict=True))
 
     def _probe(self, step: int, model: Decoder) -> None:
         with _Timer(self.seconds, "probes"):
@@ -187,11 +202,11 @@ class TrainingRun:
                 self.say(self.numbers.progress(row, self.validation_loss))
 
     def _diverged(self, what: FloatingPointError) -> InputError:
-        last = newest_checkpoint(self.run, lambda text: None)
+        names = sorted(path.name for path in (self.run / FOLDER).glob("step-????????"))
         return InputError(
-            expected="a finite loss and gradient",
+            expected="finite losses, gradients and weights",
             found=str(what),
-            next_step=f"The last good checkpoint is {last.name if last else 'none yet'}; "
+            next_step=f"The last good checkpoint is {names[-1] if names else 'none yet'}; "
             "start anew with a lower learning_rate, a longer warm-up or a lower clip",
         )
 

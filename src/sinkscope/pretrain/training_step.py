@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate, set_learning_rate
-from sinkscope.pretrain.parallel import Processes, gradient_sync, spread, whole
+from sinkscope.pretrain.parallel import Processes, gradient_sync, local, spread, whole
 from sinkscope.pretrain.step_graph import WARM_UP_UPDATES, Batch, Numbers, StepGraph
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.training_config import TrainingConfig
@@ -84,6 +84,13 @@ class TrainingStep:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         return self.group.summed(total) / self.group.num_processes, norm
+
+    @torch.no_grad()
+    def check_weights(self, step: int) -> None:
+        """Returns if every weight is finite after `step` updates, else raises FloatingPointError, in every process."""
+        finite = torch.stack([torch.isfinite(local(parameter)).all() for parameter in self.parameters.values()])
+        if self.group.summed((~finite).sum().double()) > 0:
+            raise FloatingPointError(f"weights that are not finite after step {step}")
 
     @torch.no_grad()
     def evaluate(self, stream: TokenStream) -> float:
