@@ -124,8 +124,14 @@ def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence
     check_count("fresh", fresh, 0, MOST_MODELS)
 
 
-def check_inputs(*, vocabulary: int | None, length: int, num_sequences: int, seed: int) -> None:
-    """Refuses sequences that no fingerprint can be made with."""
+def check_inputs(
+    *,
+    vocabulary: int | None = None,
+    length: int = 1,
+    num_sequences: int = FINGERPRINT_SEQUENCES,
+    seed: int = 0,
+) -> None:
+    """Refuses sequences that no fingerprint can be made with; what is not given passes."""
     check_sizes(length=length, num_sequences=num_sequences, least_length=1, least_sequences=FINGERPRINT_SEQUENCES)
     check_seed(seed)
     if vocabulary is not None:

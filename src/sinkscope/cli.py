@@ -52,15 +52,15 @@ def _options(
     pass
 
 
-app.command("study")(study_command)
-app.command("trace")(trace_command)
-app.command("intervene")(intervene_command)
-app.command("tokenize")(tokenize_command)
-app.command("pretrain")(pretrain_command)
-app.command("compare")(compare_command)
-app.command("bias")(bias_command)
-app.command("fingerprint")(fingerprint_command)
-app.command("models")(models_command)
+app.command("study")(options.command(study_command))
+app.command("trace")(options.command(trace_command))
+app.command("intervene")(options.command(intervene_command))
+app.command("tokenize")(options.command(tokenize_command))
+app.command("pretrain")(options.command(pretrain_command))
+app.command("compare")(options.command(compare_command))
+app.command("bias")(options.command(bias_command))
+app.command("fingerprint")(options.command(fingerprint_command))
+app.command("models")(options.command(models_command))
 
 
 OUT_OF_MEMORY = InputError(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
-def compare_command(
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What is compared, and where the page goes."""
+
     runs: Annotated[
         list[str],
         typer.Argument(
             help="Run folders of studies, traces or training; or models, which are studied.", show_default=False
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("comparison.html"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False,
-) -> None:
+    ]
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("comparison.html")
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False
+
+
+def compare_command(asked: CompareOptions) -> None:
     """Put runs side by side in one page.
 
     Training runs that differ in their seed alone count as replicas of a variant; softmax, or else the first, is the
@@ -30,5 +36,5 @@ def compare_command(
     from sinkscope.report.comparison import compare
     from sinkscope.report.text import say
 
-    say(compare(runs, out, overwrite=overwrite, run_of=study_run))
-    say(f"Page: {out}")
+    say(compare(asked.runs, asked.out, overwrite=asked.overwrite, run_of=study_run))
+    say(f"Page: {asked.out}")

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
-import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sinkscope.arguments import check_fingerprint, check_inputs
-from sinkscope.commands import options
+from sinkscope.commands.options import (
+    Device,
+    Dtype,
+    Output,
+    TrustRemoteCode,
+    command_text,
+    finished_parts_are_kept,
+    write_request,
+)
 from sinkscope.errors import InputError
 from sinkscope.runtime import check_placement
 
 
 @dataclass(frozen=True, kw_only=True)
-class FingerprintConfig:
-    """What was asked for; written to config.yaml."""
+class FingerprintOptions:
+    """Which models are compared, and how."""
 
-    models: list[str]
-    matrix: bool
-    method: str
-    unrelated: list[str]
-    fresh: int
-    vocabulary: int | None
-    length: int | None
-    num_sequences: int | None
-    seed: int | None
-    dtype: str
-    device: str
-    trust_remote_code: bool
-
-    def __post_init__(self) -> None:
-        check_placement(self.dtype, self.device)
-        check_fingerprint(self.models, method=self.method, unrelated=self.unrelated, fresh=self.fresh)
-        check_inputs(
-            vocabulary=self.vocabulary,
-            length=64 if self.length is None else self.length,
-            num_sequences=512 if self.num_sequences is None else self.num_sequences,
-            seed=0 if self.seed is None else self.seed,
-        )
-
-
-def fingerprint_command(
     models: Annotated[
         list[str],
         typer.Argument(
@@ -53,26 +34,31 @@ def fingerprint_command(
             metavar="BASE SUSPECT...",
             show_default=False,
         ),
-    ],
-    matrix: Annotated[bool, typer.Option("--matrix", help="Compare all pairs, not each with the first.")] = False,
-    method: Annotated[str, typer.Option(help="alignment, or seedprint: the published test.")] = "alignment",
+    ]
+    matrix: Annotated[bool, typer.Option("--matrix", help="Compare all pairs, not each with the first.")] = False
+    method: Annotated[str, typer.Option(help="alignment, or seedprint: the published test.")] = "alignment"
     unrelated: Annotated[
         list[str] | None, typer.Option(help="A model known to be unrelated; may be repeated.", show_default=False)
-    ] = None,
-    fresh: Annotated[int, typer.Option(help="Fresh initialisations drawn as unrelated models.")] = 4,
+    ] = None
+    fresh: Annotated[int, typer.Option(help="Fresh initialisations drawn as unrelated models.")] = 4
     vocabulary: Annotated[
         int | None, typer.Option(help="Draw ids below this only; needed where vocabularies differ.", show_default=False)
-    ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens in each sequence; default 64.", show_default=False)] = None,
-    num_sequences: Annotated[int | None, typer.Option(help="Sequences; default 512.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sequences; default 0.", show_default=False)] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    trust_remote_code: options.TrustRemoteCode = False,
-    out: options.Out = None,
-    overwrite: options.Overwrite = False,
-    as_json: options.AsJson = False,
-) -> None:
+    ] = None
+    length: Annotated[int | None, typer.Option(help="Tokens in each sequence; default 64.", show_default=False)] = None
+    num_sequences: Annotated[int | None, typer.Option(help="Sequences; default 512.", show_default=False)] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the sequences; default 0.", show_default=False)] = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: TrustRemoteCode = False
+
+    def __post_init__(self) -> None:
+        check_placement(self.dtype, self.device)
+        check_fingerprint(self.models, method=self.method, unrelated=self.unrelated or (), fresh=self.fresh)
+        given = {name: getattr(self, name) for name in ("vocabulary", "length", "num_sequences", "seed")}
+        check_inputs(**{name: value for name, value in given.items() if value is not None})
+
+
+def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     """Say which models began with the same weights, and how sure that is.
 
     An interrupted run goes on where it stopped when it is given the same --out. Signatures are kept in the run folder:
@@ -80,21 +66,7 @@ def fingerprint_command(
 
     Example: sinkscope fingerprint init:runs/a runs/a runs/b --out runs/origins
     """
-    config = FingerprintConfig(
-        models=models,
-        matrix=matrix,
-        method=method,
-        unrelated=unrelated or [],
-        fresh=fresh,
-        vocabulary=vocabulary,
-        length=length,
-        num_sequences=num_sequences,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    path = options.run_path(out, "fingerprint", overwrite)
+    path = output.path("fingerprint")
     from sinkscope import __version__
     from sinkscope.origins.fingerprint import fingerprint
     from sinkscope.report import terminal
@@ -104,27 +76,23 @@ def fingerprint_command(
 
     # Parts are named by weights and inputs, so that whatever else changes, a model is read once.
     parts = Parts(path, {"command": "fingerprint", "version": __version__})
-    asked = asdict(config)
+    named: dict[str, Any] = asdict(asked) | {"unrelated": asked.unrelated or []}
     goes_on = parts.path is not None and parts.path.exists()
     try:
         way_on = f"the same command with --out {path} goes on"
-        with options.finished_parts_are_kept(way_on), terminal.steps() as work:
-            result = fingerprint(asked.pop("models"), **asked, parts=parts, work=work)  # type: ignore[arg-type]
+        with finished_parts_are_kept(way_on), terminal.steps() as work:
+            result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
     except InputError:
         if not goes_on:
             parts.discard()  # a command that is refused leaves all as it was
         raise
-    with run_folder(path, overwrite) as folder:
-        command = shlex.join(["sinkscope", *sys.argv[1:]])
-        folder.write_yaml("config.yaml", {**asdict(config), "command": command})
-        folder.write_json("environment.json", environment(device=resolve_device(device)))
+    with run_folder(path, output.overwrite) as folder:
+        write_request(folder, asked)
+        folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
         result.write(folder)
         if importlib.util.find_spec("plotly") is not None:
             from sinkscope.report.fingerprint_page import write_fingerprint_page
 
-            write_fingerprint_page(result, command, folder.path / "report.html")
+            write_fingerprint_page(result, command_text(), folder.path / "report.html")
     parts.discard()
-    if as_json:
-        print((path / "summary.json").read_text(encoding="utf-8"), end="")
-    else:
-        terminal.show_fingerprint(result, path)
+    output.show(path, lambda: terminal.show_fingerprint(result, path))

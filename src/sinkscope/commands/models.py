@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from sinkscope.commands import options
+from sinkscope.commands.options import TrustRemoteCode
 
 
-def models_command(
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions:
+    """What is looked at."""
+
     name: Annotated[
         str | None, typer.Argument(help="A family of the table, or a model to look into.", show_default=False)
-    ] = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else.")] = False,
-) -> None:
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else.")] = False
+
+
+def models_command(asked: ModelsOptions) -> None:
     """List the families that are supported, or show where one model keeps its parts.
 
     Example: sinkscope models gpt2
@@ -26,10 +32,10 @@ def models_command(
     from sinkscope.models.loading import load
     from sinkscope.report import terminal
 
-    rows = [family.row() for family in FAMILIES if name in (None, family.name)]
+    rows = [family.row() for family in FAMILIES if asked.name in (None, family.name)]
     if rows:
-        print(json.dumps(rows, indent=2)) if as_json else terminal.show_families(rows)
+        print(json.dumps(rows, indent=2)) if asked.as_json else terminal.show_families(rows)
         return
     with terminal.working("loading the model"):
-        parts = anatomy_of(load(name, trust_remote_code=trust_remote_code).model).row()
-    print(json.dumps(parts, indent=2)) if as_json else terminal.show_anatomy(name or "", parts)
+        parts = anatomy_of(load(asked.name, trust_remote_code=asked.trust_remote_code).model).row()
+    print(json.dumps(parts, indent=2)) if asked.as_json else terminal.show_anatomy(asked.name or "", parts)

@@ -1,13 +1,20 @@
-"""Options that several commands share, and what they do with them."""
+"""Options that several commands share, how a configuration becomes options, and what commands do with them.
+
+A command is a function of frozen configurations. Their fields are its options: type, default and, as typer's
+annotation, help. What was filled in is written to config.yaml.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,85 +27,115 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
     from sinkscope.results.run_folder import RunFolder
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Hugging Face name, local folder, .gguf file, training run (init:RUN: its first weights), or "
-        "reference:softmax (the default) or reference:learned_sink, which come with the package.",
-        show_default=False,
-    ),
-]
-Tokens = Annotated[str, typer.Option(help="random (uniform ids), text:FILE or repeat:ID.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Length = Annotated[int, typer.Option(help="Tokens in each sequence.")]
+NumSequences = Annotated[int, typer.Option(help="Sequences in the batch.")]
+Seed = Annotated[int, typer.Option(help="Seed of random tokens.")]
 Bos = Annotated[
     bool | None,
     typer.Option("--bos/--no-bos", help="A BOS token at position 0, counted in the length.", show_default=False),
 ]
-Length = Annotated[int, typer.Option(help="Tokens in each sequence.")]
-NumSequences = Annotated[int, typer.Option(help="Sequences in the batch.")]
-Seed = Annotated[int, typer.Option(help="Seed of random tokens.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-DeviceMap = Annotated[str | None, typer.Option(help="How to spread a model over several devices, such as auto.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Out = Annotated[Path | None, typer.Option(help="Run folder to write; default runs/<model>-<time>.", show_default=False)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run folder if it is there.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print summary.json to standard output, and nothing else.")]
 
 outputs = ExitStack()
 """The locks of the run folders that the command writes; the entry point gives them back."""
 
 
-class ModelOptions(Protocol):
-    """The part of a command's configuration that says which model is meant, and how it is loaded."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is meant, and how it is loaded."""
 
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def device_map(self) -> str | None: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Hugging Face name, local folder, .gguf file, training run (init:RUN: its first weights), or "
+            "reference:softmax (the default) or reference:learned_sink, which come with the package.",
+            show_default=False,
+        ),
+    ] = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")] = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    device_map: Annotated[
+        str | None, typer.Option(help="How to spread a model over several devices, such as auto.")
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
 
+    def __post_init__(self) -> None:
+        check_placement(self.dtype, self.device, self.device_map)
 
-class BatchOptions(ModelOptions, Protocol):
-    """The part that says which tokens a model reads, beside that."""
+    def load(self) -> LoadedModel:
+        """The model, with a sign of life while it loads."""
+        from sinkscope.pretrain.model_specs import load_model
+        from sinkscope.report import terminal
 
-    @property
-    def tokens(self) -> str: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-
-
-def check_model_and_batch(options: BatchOptions) -> None:
-    """Refuses what cannot work whatever the model is; needs no torch."""
-    check_placement(options.dtype, options.device, options.device_map)
-    check_batch(options.tokens, length=options.length, num_sequences=options.num_sequences, seed=options.seed)
+        named = asdict(self)
+        with terminal.working("loading the model"):
+            return load_model(named.pop("model"), **named)
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
-    """The model that the options name, with a sign of life while it loads."""
-    from sinkscope.pretrain import model_specs
-    from sinkscope.report import terminal
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Which tokens a model reads."""
 
-    with terminal.working("loading the model"):
-        return model_specs.load_model(
-            options.model,
-            revision=options.revision,
-            dtype=options.dtype,
-            device=options.device,
-            device_map=options.device_map,
-            trust_remote_code=options.trust_remote_code,
-        )
+    tokens: Annotated[str, typer.Option(help="random (uniform ids), text:FILE or repeat:ID.")] = "random"
+    length: Length = 64
+    num_sequences: NumSequences = 32
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_batch(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a run goes, and what is printed of it."""
+
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to write; default runs/<model>-<time>.", show_default=False)
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run folder if it is there.")] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print summary.json to standard output, and nothing else.")
+    ] = False
+
+    def path(self, model: str | None) -> Path:
+        """Where the run goes; checked before any work."""
+        return run_path(self.out, model, self.overwrite)
+
+    def show(self, path: Path, show: Callable[[], None]) -> None:
+        """Prints the summary of a run that is written, or calls what shows it to a person."""
+        if self.as_json:
+            print((path / "summary.json").read_text(encoding="utf-8"), end="")
+        else:
+            show()
+
+
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """The function that typer makes a command of: it has the fields of the configurations that `run` takes."""
+    kinds = {name: kind for name, kind in get_type_hints(run).items() if name != "return"}
+    options = [field for kind in kinds.values() for field in inspect.signature(kind, eval_str=True).parameters.values()]
+
+    def filled(**values: Any) -> None:
+        given = {name: {field.name: values[field.name] for field in fields(kind)} for name, kind in kinds.items()}
+        run(**{name: kind(**given[name]) for name, kind in kinds.items()})
+
+    filled.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    filled.__annotations__ = {option.name: option.annotation for option in options}
+    filled.__doc__ = run.__doc__
+    return filled
+
+
+def write_request(folder: RunFolder, *configurations: Any, **others: Any) -> None:
+    """Writes config.yaml: what was asked for, and the command that asked."""
+    asked = {name: value for each in configurations for name, value in asdict(each).items()}
+    folder.write_yaml("config.yaml", {**asked, **others, "command": command_text()})
+
+
+def command_text() -> str:
+    """The command that runs, as it can be typed again."""
+    return shlex.join(["sinkscope", *sys.argv[1:]])
 
 
 def run_environment(loaded: LoadedModel, **others: Any) -> dict:

@@ -17,7 +17,7 @@ import reprlib
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
@@ -37,45 +37,41 @@ RECIPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a decoder is trained. Counts of steps are counts of updates."""
+    """How a decoder is trained: each field with its help. Counts of steps are counts of updates."""
 
-    steps: int
-    batch_size: int
-    """Sequences in an update, over all processes."""
-    micro_batch_size: int | None = None
-    """Sequences in one forward pass of one process; None: all of its share, without accumulation."""
-    sequence_length: int
-    skipped_targets: int = 0
-    """Targets at the head of each window that the loss leaves out, in training and on held-out text: with 1, position 0
-    predicts nothing."""
-    seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    steps: Annotated[int, "Updates"]
+    batch_size: Annotated[int, "Sequences in an update, over all processes"]
+    micro_batch_size: Annotated[
+        int | None, "Sequences in one forward pass of one process; without it all of its share, without accumulation"
+    ] = None
+    sequence_length: Annotated[int, "Tokens of a sequence"]
+    skipped_targets: Annotated[
+        int, "Targets at the head of each window that the loss leaves out; with 1, position 0 predicts nothing"
+    ] = 0
+    seed: Annotated[int, "Of the initial weights and of the order of the data"] = 0
 
-    learning_rate: float
-    schedule: str = "cosine"
-    warmup_steps: int
-    decay_share: float = 0.2
-    """The last part of the steps, in which the constant schedule falls."""
-    final_learning_rate_share: float = 0.1
-    optimiser: str = "adamw"
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    clip: float = 1.0
-    """Largest norm of the gradient of all parameters together."""
+    learning_rate: Annotated[float, "Peak learning rate"]
+    schedule: Annotated[str, "cosine or constant"] = "cosine"
+    warmup_steps: Annotated[int, "Steps of linear warm-up"]
+    decay_share: Annotated[float, "The last part of the steps, in which the constant schedule falls"] = 0.2
+    final_learning_rate_share: Annotated[float, "Of the peak, where the schedule ends"] = 0.1
+    optimiser: Annotated[str, "adamw or muon"] = "adamw"
+    weight_decay: Annotated[float, "Of matrices"] = 0.1
+    beta1: Annotated[float, "Of the optimiser's mean of gradients"] = 0.9
+    beta2: Annotated[float, "Of the optimiser's mean of squares"] = 0.95
+    epsilon: Annotated[float, "Added where the optimiser divides"] = 1e-8
+    clip: Annotated[float, "Largest norm of the gradient of all parameters together"] = 1.0
 
-    evaluate_every: int
-    evaluation_sequences: int = 64
-    probe_every: int
-    """Steps between probes of the six observables; 0: none."""
-    probe_length: int = 64
-    probe_sequences: int = 32
-    checkpoint_every: int
-    keep_checkpoints: int = 2
-    """Complete checkpoints that are kept, newest first; two, so that one may be damaged."""
-    snapshots: tuple[int, ...] = ()
-    """Steps whose weights are kept for good, as models that can be loaded."""
+    evaluate_every: Annotated[int, "Steps between held-out losses"]
+    evaluation_sequences: Annotated[int, "Sequences of a held-out loss"] = 64
+    probe_every: Annotated[int, "Steps between probes of the six observables; 0: none"]
+    probe_length: Annotated[int, "Tokens of a probed sequence"] = 64
+    probe_sequences: Annotated[int, "Sequences of a probe"] = 32
+    checkpoint_every: Annotated[int, "Steps between checkpoints"]
+    keep_checkpoints: Annotated[
+        int, "Complete checkpoints that are kept, newest first; two, so that one may be damaged"
+    ] = 2
+    snapshots: Annotated[tuple[int, ...], "Steps whose weights are kept for good, as models that can be loaded"] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "snapshots", tuple(sorted(set(self.snapshots))))

@@ -1,0 +1,37 @@
+"""A command's options are the fields of the configurations that it takes."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import typer
+
+from sinkscope import cli
+from sinkscope.commands.options import Output, command
+from sinkscope.commands.pretrain import TrainingOptions
+from sinkscope.pretrain.training_config import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    name: Annotated[str, typer.Argument()]
+    length: Annotated[int, typer.Option(help="Tokens.")] = 64
+    units: Annotated[list[str] | None, typer.Option()] = None
+
+
+def test_a_command_gets_its_configurations_filled():
+    seen = []
+
+    def run(asked: Asked, output: Output) -> None:
+        seen.append((asked, output))
+
+    app = typer.Typer()
+    app.command()(command(run))
+    app(["it", "--units", "1:2", "--units", "3:4", "--json"], standalone_mode=False)
+    assert seen == [(Asked(name="it", length=64, units=["1:2", "3:4"]), Output(as_json=True))]
+
+
+def test_every_entry_of_a_training_is_an_option():
+    options = {parameter.name for parameter in cli.command_line().commands["pretrain"].params}
+    entries = {field.name for field in fields(TrainingConfig)}
+    assert entries <= options
+    assert {field.name for field in fields(TrainingOptions)} == entries - {"snapshots"}  # --keep, a list
