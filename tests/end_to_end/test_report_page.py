@@ -11,7 +11,7 @@ from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace
 from training_folders import curved_loss, write_training_folder
 
 from sinkscope.report.comparison import write_comparison_page
-from sinkscope.report.page import write_study_page
+from sinkscope.report.study import write_study_page
 from sinkscope.report.text import token_text, visible
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")

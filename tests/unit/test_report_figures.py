@@ -8,12 +8,11 @@ import pyarrow.parquet
 import pytest
 from study_tables import FACTORS, LENGTH, NUM_HEADS, NUM_LAYERS, write_study_folder, write_trace_folder
 
-from sinkscope.report import trace_figures
-from sinkscope.report.document import write_page
 from sinkscope.report.figure import Figure, bounds, heat_map, log_axis, rounded
-from sinkscope.report.run_contents import read_run
+from sinkscope.report.html import write_page
+from sinkscope.report.run import read_run
 from sinkscope.report.study_figures import study_figures
-from sinkscope.report.trace_figures import chain_panels, layer_curves, mapped_positions, maps
+from sinkscope.report.trace import chain_panels, layer_curves, mapped_positions, maps, sink_rates
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +162,7 @@ def test_without_a_sink_nothing_is_invented(tmp_path):
 
 
 def test_a_long_sequence_is_thinned_but_keeps_its_sinks(run, monkeypatch):
-    monkeypatch.setattr(trace_figures, "NUM_POSITIONS_MAPPED", 16)
+    monkeypatch.setattr("sinkscope.report.trace.NUM_POSITIONS_MAPPED", 16)
     monkeypatch.setitem(run.summary, "sinks", [{"position": 29}])
     positions = mapped_positions(run)
     assert len(positions) <= 18
@@ -173,11 +172,11 @@ def test_a_long_sequence_is_thinned_but_keeps_its_sinks(run, monkeypatch):
 
 
 def test_curves_keep_the_sink_and_the_target_of_a_long_sequence(run, monkeypatch):
-    monkeypatch.setattr(trace_figures, "NUM_POSITIONS_DRAWN", 4)
+    monkeypatch.setattr("sinkscope.report.trace.NUM_POSITIONS_DRAWN", 4)
     monkeypatch.setitem(run.summary, "dom_ratio", {"position": 29})
     created = next(figure for figure in study_figures(run)["creation"] if figure.id == "created")
     assert created.traces[0]["x"] == [0, 1, 2, 3, 10, 29]
-    assert trace_figures.sink_rates(run)[0] == [0, 1, 2, 3, 29]
+    assert sink_rates(run)[0] == [0, 1, 2, 3, 29]
 
 
 def test_numbers_in_a_page_have_four_digits_and_no_infinity():

@@ -10,8 +10,8 @@ from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.report.comparison import compare
-from sinkscope.report.page import write_study_page
-from sinkscope.report.run_contents import read_run
+from sinkscope.report.run import read_run
+from sinkscope.report.study import write_study_page
 from sinkscope.results.run_folder import is_training_run
 
 

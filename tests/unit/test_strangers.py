@@ -1,5 +1,6 @@
 """Whatever stands in a file that somebody gave, it is read or refused with its path: no traceback, no hang, no page."""
 
+import dataclasses
 import json
 import os
 import random
@@ -18,14 +19,16 @@ from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.origins.signature import Inputs, Signature, load_signature
+from sinkscope.pretrain.model_specs import draw
 from sinkscope.pretrain.run_setup import resolve
-from sinkscope.report import document
-from sinkscope.report.bias_page import write_bias_page
+from sinkscope.report import html
+from sinkscope.report.bias import write_bias_page
 from sinkscope.report.comparison import compare
-from sinkscope.report.page import write_study_page
+from sinkscope.report.study import write_study_page
+from sinkscope.results import tables
 from sinkscope.results.bias_schemas import BIAS_TABLES, QUANTITIES
 from sinkscope.results.run_folder import run_folder
-from sinkscope.results.tables import Column
+from sinkscope.results.tables import Column, Schema, read_table, write_table
 from sinkscope.results.validated import check_safetensors, read_json, read_yaml
 
 LINK = '<a href="http://example.org">name</a>\x1b[31m'
@@ -211,7 +214,7 @@ READERS = {
 
 @pytest.mark.parametrize("read", READERS)
 def test_a_run_folder_is_read_or_refused(tmp_path, monkeypatch, read: Callable[[Path, Path], None]):
-    monkeypatch.setattr(document, "_plotly", str)  # five megabytes that no folder changes
+    monkeypatch.setattr(html, "_plotly", str)  # five megabytes that no folder changes
     write, times = READERS[read]
     whole, page, choose = write(tmp_path / "whole"), tmp_path / "page.html", random.Random(15)
     if read is comparison:
@@ -325,3 +328,23 @@ def test_what_is_no_plain_file(tmp_path):
         for read in (read_json, read_yaml, check_safetensors):
             with pytest.raises(InputError, match="found"):
                 read(path)
+
+
+@pytest.mark.parametrize("claimed", [{"hidden_size": 1 << 20}, {"vocab_size": 10**12}, {"num_hidden_layers": 10**9}])
+def test_a_signature_that_claims_a_model_which_no_machine_holds(signature, claimed):
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", **small, "vocab_size": 50, **claimed}
+    with pytest.raises(InputError, match="that this machine can hold"):
+        draw(dataclasses.replace(signature, config=config).configuration(), 0)
+
+
+def test_a_table_with_more_values_than_can_be_read(tmp_path, monkeypatch):
+    schema = Schema("heads", (Column("head", "int", "index of the head"),))
+    path = write_table(schema, {"head": [0, 7, 7]}, tmp_path / "heads")
+    assert read_table(path, schema, {"head": (0, 7)}) == {"head": [0, 7, 7]}
+    for least, most in ((1, 7), (0, 6)):
+        with pytest.raises(InputError, match=f"{path}; found 0 to 7 in column head"):
+            read_table(path, schema, {"head": (least, most)})
+    monkeypatch.setattr(tables, "MOST_CELLS", 2)
+    with pytest.raises(InputError, match="3 values, of at most 2"):
+        read_table(path, schema)

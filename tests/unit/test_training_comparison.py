@@ -21,8 +21,8 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.births import LINKS, births
 from sinkscope.pretrain.comparison import compare_training, reach
 from sinkscope.report.comparison import compare
+from sinkscope.report.training import answer
 from sinkscope.report.training_figures import median_birth
-from sinkscope.report.training_page import answer
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
 

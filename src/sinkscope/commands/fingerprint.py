@@ -91,7 +91,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
         folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
         result.write(folder)
         if importlib.util.find_spec("plotly") is not None:
-            from sinkscope.report.fingerprint_page import write_fingerprint_page
+            from sinkscope.report.fingerprint import write_fingerprint_page
 
             write_fingerprint_page(result, command_text(), folder.path / "report.html")
     parts.discard()

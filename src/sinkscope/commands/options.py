@@ -187,11 +187,11 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
 def write_pictures(folder: RunFolder, trace: Trace) -> None:
     """Writes the picture and the page of a run whose tables are written, as far as what draws them is installed."""
     if importlib.util.find_spec("matplotlib") is not None:
-        from sinkscope.report.figures import chain_figure
+        from sinkscope.report.picture import chain_figure
 
         chain_figure(trace.tables, trace.summary, folder.path / "chain.png")
     if importlib.util.find_spec("plotly") is not None:
-        from sinkscope.report.page import write_study_page
+        from sinkscope.report.study import write_study_page
 
         write_study_page(folder.path, folder.path / "report.html")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.models.reference import is_reference, reference_run
-from sinkscope.report import elements
-from sinkscope.report.document import header, write_page
+from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, line, log_axis
-from sinkscope.report.page import circumstances
-from sinkscope.report.run_contents import Run, is_run, read_run
+from sinkscope.report.html import header, write_page
+from sinkscope.report.run import Run, is_run, read_run
+from sinkscope.report.study import circumstances
 from sinkscope.report.study_figures import dose_curve
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, visible
-from sinkscope.report.trace_figures import head_map, sink_rates
+from sinkscope.report.trace import head_map, sink_rates
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
 from sinkscope.user_paths import user_path
 
@@ -84,7 +84,7 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
         _write(destination, _title(read, 0), runs)
         return "\n".join(told)
     from sinkscope.pretrain.comparison import compare_training
-    from sinkscope.report.training_page import TablesBeside, answer, training_parts
+    from sinkscope.report.training import TablesBeside, answer, training_parts
 
     comparison = compare_training(trained)
     with run_folder(tables_path(destination), overwrite) as folder:
@@ -110,7 +110,7 @@ def _write(
         parts.append(_runs(runs))
         if any(run.claims for _, run in runs):
             parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
-        drawn = "".join(elements.figure(figure, None) for figure in figures)
+        drawn = "".join(html.figure(figure, None) for figure in figures)
         parts.append(f"<h2>Numbers</h2>{_numbers(runs)}")
         parts.append(f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>')
     write_page(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
@@ -163,7 +163,7 @@ def _verdict_cell(claim: dict[str, Any] | None) -> str:
     if claim is None:
         return NO_VALUE
     effect = "" if claim["effect"] is None else f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
-    return f"{elements.verdict(claim['verdict'])} {escaped(effect)}"
+    return f"{html.verdict(claim['verdict'])} {escaped(effect)}"
 
 
 def _numbers(runs: Labelled) -> str:
@@ -193,7 +193,7 @@ def _numbers(runs: Labelled) -> str:
                 _largest(run.tables["layers"]["variance_ratio"]),
             )
         )
-    return elements.table(columns, entries)
+    return html.table(columns, entries)
 
 
 def _largest(values: Sequence[float | None] | None) -> float | None:

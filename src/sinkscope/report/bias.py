@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.report import elements
-from sinkscope.report.document import header, write_page
+from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line, log_axis
-from sinkscope.report.page import circumstances, method
-from sinkscope.report.run_contents import Run, read_run
+from sinkscope.report.html import header, write_page
+from sinkscope.report.run import Run, read_run
+from sinkscope.report.study import circumstances, method
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
 from sinkscope.results.bias_schemas import QUANTITIES
 
@@ -64,7 +64,7 @@ def bias_section(run: Run) -> tuple[str, list[Figure]]:
 
 
 def _figures(id: str, title: str, text: str, figures: Sequence[Figure], run: Run) -> str:
-    drawn = "".join(elements.figure(figure, run) for figure in figures)
+    drawn = "".join(html.figure(figure, run) for figure in figures)
     return f'<h2 id="{id}">{title}</h2><p class="caption">{escaped(text)}</p><div class="figures">{drawn}</div>'
 
 
@@ -80,7 +80,7 @@ def _numbers(run: Run) -> str:
         for row in rows
     ]
     over = f"over {rows[0]['n']} {rows[0]['over']}"
-    return elements.table(("quantity", "value", f"interval {over}", "meaning"), entries)
+    return html.table(("quantity", "value", f"interval {over}", "meaning"), entries)
 
 
 def _tokens(run: Run) -> str:
@@ -97,7 +97,7 @@ def _tokens(run: Run) -> str:
         for row in rows
     ]
     columns = ("seed", "token", "text", "predicted, times chance", "probability, times uniform")
-    return f"<details open><summary>Preferred tokens</summary>{elements.table(columns, entries)}</details>"
+    return f"<details open><summary>Preferred tokens</summary>{html.table(columns, entries)}</details>"
 
 
 def _contraction_text(run: Run) -> str:

@@ -17,7 +17,7 @@ from sinkscope.report.figure import (
     log_axis,
     rounded,
 )
-from sinkscope.report.run_contents import Run
+from sinkscope.report.run import Run
 
 NUM_POSITIONS_DRAWN = 64
 """Positions of a curve."""

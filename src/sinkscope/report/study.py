@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.report import elements
-from sinkscope.report.document import header, write_page
+from sinkscope.report import html
 from sinkscope.report.figure import Figure, rounded
-from sinkscope.report.run_contents import Run, read_run
+from sinkscope.report.html import header, write_page
+from sinkscope.report.run import Run, read_run
 from sinkscope.report.study_figures import study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
-from sinkscope.report.trace_figures import (
+from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
     by_layer_and_position,
     chain_panels,
@@ -130,9 +130,9 @@ def _verdicts(run: Run) -> str:
         for claim in claims
         if claim["note"] or claim["control_name"]
     ]
-    listed = elements.table(("claim", "control", "note"), notes)
+    listed = html.table(("claim", "control", "note"), notes)
     return (
-        f"{elements.tally([claim['verdict'] for claim in claims])}"
+        f"{html.tally([claim['verdict'] for claim in claims])}"
         '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
         '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
         '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
@@ -146,12 +146,12 @@ def _verdict_row(claim: dict[str, Any]) -> str:
     cells = (
         ("Effect", number(claim["effect"]), True),
         ("Interval", interval(claim["low"], claim["high"]), True),
-        ("Holds when", elements.rule(claim), False),
+        ("Holds when", html.rule(claim), False),
         ("Control", number(claim["control"]), True),
         ("n", number(claim["n"]), True),
     )
     return (
-        f"<tr><td>{elements.verdict(claim['verdict'])}</td>"
+        f"<tr><td>{html.verdict(claim['verdict'])}</td>"
         f'<td title="{escaped(claim["id"])}">{escaped(claim["statement"])}</td>'
         + "".join(
             f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}">'
@@ -173,14 +173,14 @@ def _found(run: Run) -> str:
     )
     parts = [f'<p class="muted">{isolated(text)}</p>']
     if sinks:
-        parts.append(elements.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
+        parts.append(html.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
     units = [
         (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
         for row in run.rows("neurons", position=run.strongest)[:8]
     ]
     if units:
         columns = ("layer:neuron", "role", "dimension", "write", "write share", "contrast")
-        parts.append(elements.table(columns, units))
+        parts.append(html.table(columns, units))
     return "".join(parts)
 
 
@@ -193,15 +193,15 @@ def _nav(studied: dict[str, list[Figure]]) -> str:
 def _chain(run: Run, panels: Sequence[Figure]) -> str:
     cards = []
     for index, (panel, links) in enumerate(zip(panels, PANEL_LINKS, strict=True), start=1):
-        claims = [elements.evidence(claim) for claim in run.claims.values() if claim["link"] in links]
+        claims = [html.evidence(claim) for claim in run.claims.values() if claim["link"] in links]
         evidence = f'<ul class="evidence">{"".join(claims)}</ul>' if claims else ""
         cards.append(
             f'<article class="panel" id="{panel.id}"><h3>{index}. {escaped(panel.title)}</h3>'
-            f'<p class="caption">{escaped(panel.caption)}</p>{elements.plot(panel)}{evidence}'
-            f"{elements.tools(panel, run)}</article>"
+            f'<p class="caption">{escaped(panel.caption)}</p>{html.plot(panel)}{evidence}'
+            f"{html.tools(panel, run)}</article>"
         )
     for first, last, label, ids in ARROWS:
-        claims = [elements.evidence(run.claims[id]) for id in ids if id in run.claims]
+        claims = [html.evidence(run.claims[id]) for id in ids if id in run.claims]
         if claims:
             cards.append(
                 f'<section class="arrow" style="grid-column:{first}/{last + 1}">'
@@ -217,7 +217,7 @@ def _chain(run: Run, panels: Sequence[Figure]) -> str:
 
 def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run, extra: str = "") -> str:
     drawn = [
-        elements.figure(
+        html.figure(
             figure,
             run,
             wide=figure.id in WIDE,
@@ -261,7 +261,7 @@ def method(run: Run, text: str = "") -> str:
     files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
     return (
         f'<h2 id="method">Method</h2>{f"<p>{text}</p>" if text else ""}{shown}'
-        + elements.facts([*run.environment.items()])
-        + f"<details open><summary>config.yaml</summary>{elements.facts(run.config.items())}</details>"
+        + html.facts([*run.environment.items()])
+        + f"<details open><summary>config.yaml</summary>{html.facts(run.config.items())}</details>"
         + f'<p class="muted">Files of this run: {escaped(", ".join(files))}</p>'
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.pretrain.births import LINKS
 from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
-from sinkscope.report import elements
+from sinkscope.report import html
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.report.training_figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
@@ -78,7 +78,7 @@ def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tupl
 
 
 def _drawn(figures: list[Figure], tables: TablesBeside) -> str:
-    return f'<div class="figures">{"".join(elements.figure(figure, tables) for figure in figures)}</div>'
+    return f'<div class="figures">{"".join(html.figure(figure, tables) for figure in figures)}</div>'
 
 
 def _percent(row: Row) -> str:
@@ -163,7 +163,7 @@ def _births(comparison: TrainingComparison) -> str:
                 cells.append(_birth_cell(rows) if rows else NO_VALUE)
             entries.append((link.name, f"at least {link.threshold:g}", *cells))
         columns = ("link", "threshold", *comparison.variants)
-        parts.append(f"<h3>Training tokens at birth, on {escaped(name)}</h3>{elements.table(columns, entries)}")
+        parts.append(f"<h3>Training tokens at birth, on {escaped(name)}</h3>{html.table(columns, entries)}")
     return "".join(parts)
 
 
@@ -186,7 +186,7 @@ def _tokens(count: int) -> str:
 def _runs(comparison: TrainingComparison) -> str:
     columns = ("run", "variant", "seed", "tokens", "seconds", "validation loss", "ratio of tokens", "paired")
     rows = comparison.rows("training_runs")
-    return elements.table(
+    return html.table(
         columns,
         [
             (

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from sinkscope.origins.fingerprint import Fingerprint
-from sinkscope.report import elements
-from sinkscope.report.document import header, write_page
+from sinkscope.report import html
 from sinkscope.report.figure import Figure, categories, heat_map
+from sinkscope.report.html import header, write_page
 from sinkscope.report.text import escaped, interval, isolated, plotted
 
 METHOD = {
@@ -47,8 +47,8 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
         '<main id="main">',
         f'<p class="answer">{isolated(result.answer)}</p>',
         f"<p>{escaped(result.caveat)}</p>",
-        f"<h2>Pairs</h2>{elements.table(columns, rows)}",
-        f'<h2>Map</h2><div class="figures">{elements.figure(figure, None, wide=True)}</div>',
+        f"<h2>Pairs</h2>{html.table(columns, rows)}",
+        f'<h2>Map</h2><div class="figures">{html.figure(figure, None, wide=True)}</div>',
         f"<h2>Method</h2><p>{escaped(METHOD[result.method])}</p><p><code>{isolated(command)}</code></p></main>",
     ]
     write_page(destination, title, "".join(body), [figure])
