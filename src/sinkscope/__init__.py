@@ -27,19 +27,19 @@ _HOMES = {
     "Study": "sinkscope.studies.study",
     "InputError": "sinkscope.errors",
     "Unit": "sinkscope.models.anatomy",
-    "mask_to_self": "sinkscope.interventions.mask_edit",
-    "edit_mask": "sinkscope.interventions.mask_edit",
-    "amplify_variance": "sinkscope.interventions.aggregation_edit",
-    "scale_norm": "sinkscope.interventions.aggregation_edit",
-    "shift_mean": "sinkscope.interventions.aggregation_edit",
-    "swap_deviation": "sinkscope.interventions.aggregation_edit",
-    "random_direction": "sinkscope.interventions.aggregation_edit",
-    "equalise_variance": "sinkscope.interventions.aggregation_edit",
-    "ablate_neurons": "sinkscope.interventions.neuron_edit",
-    "densify_neurons": "sinkscope.interventions.neuron_edit",
-    "transplant_neurons": "sinkscope.interventions.neuron_edit",
-    "set_dimensions": "sinkscope.interventions.dimension_edit",
-    "clamp": "sinkscope.interventions.dimension_edit",
+    "mask_to_self": "sinkscope.interventions.mask",
+    "edit_mask": "sinkscope.interventions.mask",
+    "amplify_variance": "sinkscope.interventions.aggregation",
+    "scale_norm": "sinkscope.interventions.aggregation",
+    "shift_mean": "sinkscope.interventions.aggregation",
+    "swap_deviation": "sinkscope.interventions.aggregation",
+    "random_direction": "sinkscope.interventions.aggregation",
+    "equalise_variance": "sinkscope.interventions.aggregation",
+    "ablate_neurons": "sinkscope.interventions.neurons",
+    "densify_neurons": "sinkscope.interventions.neurons",
+    "transplant_neurons": "sinkscope.interventions.neurons",
+    "set_dimensions": "sinkscope.interventions.residual",
+    "clamp": "sinkscope.interventions.residual",
     "HeadRMSNorm": "sinkscope.attention.head_norm",
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace as Trace
     from sinkscope.capture.trace import trace as trace
     from sinkscope.errors import InputError as InputError
-    from sinkscope.interventions.aggregation_edit import amplify_variance as amplify_variance
-    from sinkscope.interventions.aggregation_edit import equalise_variance as equalise_variance
-    from sinkscope.interventions.aggregation_edit import random_direction as random_direction
-    from sinkscope.interventions.aggregation_edit import scale_norm as scale_norm
-    from sinkscope.interventions.aggregation_edit import shift_mean as shift_mean
-    from sinkscope.interventions.aggregation_edit import swap_deviation as swap_deviation
-    from sinkscope.interventions.dimension_edit import clamp as clamp
-    from sinkscope.interventions.dimension_edit import set_dimensions as set_dimensions
-    from sinkscope.interventions.mask_edit import edit_mask as edit_mask
-    from sinkscope.interventions.mask_edit import mask_to_self as mask_to_self
-    from sinkscope.interventions.neuron_edit import ablate_neurons as ablate_neurons
-    from sinkscope.interventions.neuron_edit import densify_neurons as densify_neurons
-    from sinkscope.interventions.neuron_edit import transplant_neurons as transplant_neurons
+    from sinkscope.interventions.aggregation import amplify_variance as amplify_variance
+    from sinkscope.interventions.aggregation import equalise_variance as equalise_variance
+    from sinkscope.interventions.aggregation import random_direction as random_direction
+    from sinkscope.interventions.aggregation import scale_norm as scale_norm
+    from sinkscope.interventions.aggregation import shift_mean as shift_mean
+    from sinkscope.interventions.aggregation import swap_deviation as swap_deviation
+    from sinkscope.interventions.mask import edit_mask as edit_mask
+    from sinkscope.interventions.mask import mask_to_self as mask_to_self
+    from sinkscope.interventions.neurons import ablate_neurons as ablate_neurons
+    from sinkscope.interventions.neurons import densify_neurons as densify_neurons
+    from sinkscope.interventions.neurons import transplant_neurons as transplant_neurons
+    from sinkscope.interventions.residual import clamp as clamp
+    from sinkscope.interventions.residual import set_dimensions as set_dimensions
     from sinkscope.models.anatomy import Unit as Unit
     from sinkscope.models.anatomy import anatomy_of as anatomy_of
     from sinkscope.models.insert_head_norm import insert_head_norm as insert_head_norm

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 import yaml
-from command_line import assert_refused
+from command_line import assert_refused, in_a_process
 from tiny_models import tiny_model
 
 from sinkscope.capture.trace import trace
-from sinkscope.interventions.intervention import together
-from sinkscope.interventions.mask_edit import mask_to_self
-from sinkscope.interventions.neuron_edit import ablate_neurons
+from sinkscope.interventions.base import together
+from sinkscope.interventions.mask import mask_to_self
+from sinkscope.interventions.neurons import ablate_neurons
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import token_batch
@@ -149,6 +149,47 @@ def test_a_unit_of_an_expert(experts_folder, sinkscope, tmp_path):
     found = arms(tmp_path / "run")
     assert found["after"] != found["before"]
     assert_refused(sinkscope(*run, "--overwrite", "--ablate", "1:5"), "layer:expert:neuron", tmp_path)
+
+
+NEW_KIND = """
+from sinkscope.interventions import kinds
+
+def negated(setting, values, where):
+    from sinkscope.interventions.aggregation import AggregationEdit
+
+    mean = setting.calibration
+    return [AggregationEdit(setting.loaded, "scale_norm", at, -1.0, calibration=mean) for (at,) in values]
+
+kinds.KINDS["negate"] = kinds.Kind(
+    form="POSITION",
+    example="10",
+    does=" whose aggregation is turned round",
+    read=lambda text: (int(text),),
+    make=negated,
+    control=kinds.KINDS["mask_to_self"].make,
+    control_is="the token sees only itself",
+    acts_at=lambda value: value[0],
+)
+"""
+
+
+def test_a_new_kind_is_one_entry(model_folder, tmp_path):
+    help_text = in_a_process("intervene", "--help", cwd=tmp_path, before=NEW_KIND).stdout
+    assert "POSITION whose aggregation is turned round." in help_text
+    run = ("intervene", model_folder, "--out", tmp_path / "run", *SMALL)
+    found = in_a_process(*run, "--negate", 10, cwd=tmp_path, before=NEW_KIND)
+    assert found.returncode == 0, found.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["positions"] == [10]
+    assert summary["control_is"] == "for negate, the token sees only itself"
+    by_arm = arms(tmp_path / "run")
+    changed = {key for key, value in by_arm["before"].items() if by_arm["after"][key] != value}
+    assert {position for _, _, position in changed} <= set(range(10, 40))
+    assert changed
+    assert by_arm["control"] != by_arm["after"]
+    refused = in_a_process(*run, "--negate", "ten", cwd=tmp_path, before=NEW_KIND)
+    assert refused.returncode == 2
+    assert "expected --negate as POSITION, such as 10; found 'ten'" in refused.stderr
 
 
 REFUSED = {

@@ -11,7 +11,7 @@ from tiny_models import CONFIGURATIONS, tiny_model
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation_edit import (
+from sinkscope.interventions.aggregation import (
     AggregationEdit,
     amplify_variance,
     equalise_variance,
@@ -20,10 +20,10 @@ from sinkscope.interventions.aggregation_edit import (
     shift_mean,
     swap_deviation,
 )
-from sinkscope.interventions.dimension_edit import clamp, set_dimensions
-from sinkscope.interventions.intervention import Intervention, Place, together
-from sinkscope.interventions.mask_edit import edit_mask, mask_to_self
-from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.interventions.base import Intervention, Place, together
+from sinkscope.interventions.mask import edit_mask, mask_to_self
+from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import given_batch

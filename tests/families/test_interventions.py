@@ -20,11 +20,11 @@ from torch import Tensor
 
 from sinkscope.capture.replay import read_condition
 from sinkscope.capture.trace import trace
-from sinkscope.interventions.aggregation_edit import FORMULAS, AggregationEdit, amplify_variance
-from sinkscope.interventions.dimension_edit import clamp, set_dimensions
-from sinkscope.interventions.intervention import together
-from sinkscope.interventions.mask_edit import edit_mask, mask_to_self
-from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit, amplify_variance
+from sinkscope.interventions.base import together
+from sinkscope.interventions.mask import edit_mask, mask_to_self
+from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit
 from sinkscope.models.token_batches import given_batch
 

@@ -13,11 +13,11 @@ from sinkscope.capture import taps
 from sinkscope.capture.replay import BY_SEQUENCE, ConditionReading, Replay, next_token_loss, read_condition
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation_edit import amplify_variance
-from sinkscope.interventions.dimension_edit import clamp, set_dimensions
-from sinkscope.interventions.intervention import together
-from sinkscope.interventions.mask_edit import mask_to_self
-from sinkscope.interventions.neuron_edit import ablate_neurons, densify_neurons
+from sinkscope.interventions.aggregation import amplify_variance
+from sinkscope.interventions.base import together
+from sinkscope.interventions.mask import mask_to_self
+from sinkscope.interventions.neurons import ablate_neurons, densify_neurons
+from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from sinkscope.capture.trace import trace
 from sinkscope.commands.options import write_pictures
 from sinkscope.errors import InputError
+from sinkscope.interventions.kinds import requests
 from sinkscope.measures.contraction import principal
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch, token_batch
@@ -22,7 +23,6 @@ from sinkscope.origins.bias_reading import read_bias
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.run_folder import run_folder
 from sinkscope.studies.intervene import intervene
-from sinkscope.studies.requests import parsed
 from sinkscope.studies.study import MIN_SEQUENCES, study
 
 RATIOS = ("dom_ratio", "participation_ratio", "top_energy_share", "kurtosis", "dom_ratio_normed")
@@ -148,7 +148,7 @@ def read_by(name, model):
     if name == "study":
         return study(loaded, length=32, num_sequences=MIN_SEQUENCES)
     if name == "intervene":
-        return intervene(loaded, parsed({"mask_to_self": ["10"]}, layers=None, heads=None), num_sequences=2, length=40)
+        return intervene(loaded, requests({"mask_to_self": ["10"]}), num_sequences=2, length=40)
     if name == "bias":
         return read_bias(loaded, given_batch(ids, model=model))
     return sign(loaded, Inputs(vocabulary=97, length=20, num_sequences=64))

@@ -13,15 +13,20 @@ from typing import Any
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.interventions.aggregation_edit import AggregationEdit
-from sinkscope.interventions.dimension_edit import ClampDimensions, set_dimensions
-from sinkscope.interventions.intervention import Intervention, together
-from sinkscope.interventions.mask_edit import edit_mask, mask_to_self
-from sinkscope.interventions.neuron_edit import ClampNeurons, ablate_neurons, densify_neurons, transplant_neurons
+from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.base import Intervention, together
+from sinkscope.interventions.mask import edit_mask, mask_to_self
+from sinkscope.interventions.neurons import (
+    ClampNeurons,
+    ablate_neurons,
+    densify_neurons,
+    matched_units,
+    transplant_neurons,
+)
+from sinkscope.interventions.residual import ClampDimensions, set_dimensions
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.studies.minimal_set import matched_units
 from sinkscope.studies.plan import Plan
 
 FACTORS = (1.5, 2.0, 4.0, 8.0)

@@ -12,15 +12,15 @@ from sinkscope.arguments import check_sizes
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
-from sinkscope.interventions.intervention import together
+from sinkscope.interventions.aggregation import MIN_CALIBRATION
+from sinkscope.interventions.base import together
+from sinkscope.interventions.kinds import Request, Setting
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
-from sinkscope.studies.requests import Request, Setting
 
 OBSERVABLES = Schema(
     "observables",
@@ -133,5 +133,5 @@ def intervene(
             interventions = [each for request in requests for each in request.make(setting, control=control)]
         with together(interventions):
             arms.append(trace(loaded, batch, effective_rank=False))
-    controls = "; ".join(dict.fromkeys(f"for {request.kind}, {request.control_is}" for request in requests))
+    controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in requests))
     return Intervened(before, *arms, positions=tuple(positions), control_is=controls)

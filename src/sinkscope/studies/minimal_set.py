@@ -9,11 +9,8 @@ until no unit can be put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
-
-from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.models.anatomy import Unit
 
 MAX_ROUNDS = 4
 MAX_UNITS = 64
@@ -56,20 +53,3 @@ def _thinned(units: list[Unit], remaining: Remaining, target: float) -> tuple[Un
                 units = fewer
         if len(units) == before:
             return tuple(units)
-
-
-def matched_units(anatomy: Anatomy, units: Sequence[Unit], excluded: Sequence[Unit], *, seed: int) -> list[Unit]:
-    """As many other units, each of the same layer and expert and among those whose output vector's norm is nearest."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[Unit] = []
-    for unit in units:
-        weight_EF: Any = anatomy.layers[unit.layer].group_weight(unit.expert)
-        norms = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
-        distance = (norms / norms[unit.neuron]).log().abs()
-        distance[[u.neuron for u in (*units, *excluded, *drawn) if u[:2] == unit[:2]]] = float("inf")
-        nearest = distance.argsort()[: max(20, len(norms) // 20)]
-        nearest = nearest[distance[nearest].isfinite()]
-        if len(nearest):
-            pick = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
-            drawn.append(Unit(unit.layer, unit.expert, int(pick)))
-    return drawn

@@ -17,9 +17,9 @@ from sinkscope.arguments import check_study
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
-from sinkscope.interventions.aggregation_edit import MIN_CALIBRATION
-from sinkscope.interventions.intervention import together
-from sinkscope.interventions.neuron_edit import ablate_neurons
+from sinkscope.interventions.aggregation import MIN_CALIBRATION
+from sinkscope.interventions.base import together
+from sinkscope.interventions.neurons import ablate_neurons
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.models.anatomy import DENSE, Anatomy, Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load

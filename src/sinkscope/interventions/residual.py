@@ -16,7 +16,7 @@ from torch import Tensor
 from sinkscope.capture.replay import ConditionReading, read_condition
 from sinkscope.capture.taps import leaving
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
+from sinkscope.interventions.base import (
     Indices,
     Intervention,
     Place,
@@ -28,7 +28,7 @@ from sinkscope.interventions.intervention import (
     check_text,
     indices,
 )
-from sinkscope.interventions.neuron_edit import ClampNeurons
+from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch, given_batch
@@ -192,6 +192,7 @@ def clamp(
 
     `untouched` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
     """
+    neurons = [Unit(*unit) for unit in neurons]
     if not (neurons or dimensions or norms):
         raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
     if not isinstance(untouched, ConditionReading):

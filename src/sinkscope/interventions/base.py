@@ -63,7 +63,7 @@ class Intervention(contextlib.AbstractContextManager):
         # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
         self.place = replace(place, layers=() if any(some is not None and not some for some in chosen) else layers)
         if place.heads is not None and (wrong := [h for h in place.heads if not 0 <= h < self.anatomy.num_heads]):
-            _refuse("a head", self.anatomy.num_heads, wrong, "--heads")
+            _refuse("a head", self.anatomy.num_heads, wrong, "others with `heads`")
         for indices, what in ((place.positions, "positions"), (place.sequences, "sequences")):
             if indices and min(indices) < 0:
                 raise InputError(
@@ -188,7 +188,7 @@ def all_layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
 
 def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:
     if wrong := [layer for layer in layers if not 0 <= layer < len(anatomy.layers)]:
-        _refuse("a layer", len(anatomy.layers), wrong, "--layers")
+        _refuse("a layer", len(anatomy.layers), wrong, "others with `layers`")
     return tuple(sorted(set(layers)))
 
 
@@ -196,5 +196,5 @@ def _refuse(what: str, count: int, wrong: list[int], next_step: str) -> None:
     raise InputError(
         expected=f"{what} from 0 to {count - 1}",
         found=", ".join(map(str, wrong)),
-        next_step=f"Choose {next_step}" if not next_step.startswith("--") else f"Choose others with {next_step}",
+        next_step=f"Choose {next_step}",
     )

@@ -19,7 +19,7 @@ from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
 from sinkscope.capture.replay import ConditionReading, read_condition
 from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
+from sinkscope.interventions.base import (
     BatchShape,
     Intervention,
     Place,
@@ -29,7 +29,7 @@ from sinkscope.interventions.intervention import (
     check_indices,
     indices,
 )
-from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -252,3 +252,21 @@ def densify_neurons(model: Any, units: Iterable[Unit], *, seed: int = 0) -> Dens
 def transplant_neurons(model: Any, units: Iterable[Unit], source: int, target: int, **where: Any) -> TransplantNeurons:
     """The units' activations at `source` written at `target` too."""
     return TransplantNeurons(model, units, source, target, **where)
+
+
+def matched_units(anatomy: Anatomy, units: Iterable[Unit], excluded: Sequence[Unit], *, seed: int) -> list[Unit]:
+    """As many other units, each of the same layer and expert and among those whose output vector's norm is nearest."""
+    generator = torch.Generator().manual_seed(seed)
+    units = [Unit(*unit) for unit in units]
+    drawn: list[Unit] = []
+    for unit in units:
+        weight_EF: Any = anatomy.layers[unit.layer].group_weight(unit.expert)
+        norms = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
+        distance = (norms / norms[unit.neuron]).log().abs()
+        distance[[u.neuron for u in (*units, *excluded, *drawn) if u[:2] == unit[:2]]] = float("inf")
+        nearest = distance.argsort()[: max(20, len(norms) // 20)]
+        nearest = nearest[distance[nearest].isfinite()]
+        if len(nearest):
+            pick = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
+            drawn.append(Unit(unit.layer, unit.expert, int(pick)))
+    return drawn

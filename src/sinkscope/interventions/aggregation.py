@@ -31,7 +31,7 @@ from torch import Tensor
 from sinkscope.capture.recorder import evaluation_mode, input_device
 from sinkscope.capture.taps import wide
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
+from sinkscope.interventions.base import (
     BatchShape,
     Intervention,
     Place,
@@ -157,9 +157,7 @@ class AggregationEdit(Intervention):
     ) -> None:
         self.name, self.formula, self.factor, self.position = formula, FORMULAS[formula], factor, position
         if not math.isfinite(factor):
-            raise InputError(
-                expected="a finite factor", found=str(factor), next_step="Give one such as 4, as in --amplify 10:4"
-            )
+            raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
         super().__init__(
             model,
             Place(

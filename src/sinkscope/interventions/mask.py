@@ -13,7 +13,7 @@ from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Place, all_layers, as_indices
+from sinkscope.interventions.base import Intervention, Place, all_layers, as_indices
 
 
 class MaskEdit(Intervention):

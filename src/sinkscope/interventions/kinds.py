@@ -1,0 +1,383 @@
+"""The kinds of interventions that can be asked for in words, such as `amplify 10:4` or `ablate 2:90`.
+
+`KINDS` is the one table of them. The options of `sinkscope intervene` and their help, what reads them, what makes the
+interventions and what stands in for them as a control all come from it: a new kind is one entry. torch is imported only
+when something is made, since the command line reads the table for its help.
+
+A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
+itself instead of all others, amplification scales the whole aggregation, units are matched random ones. Where nothing
+of the kind exists, the control is the untouched model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.errors import InputError
+from sinkscope.arguments import whole_numbers
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.models.loading import LoadedModel
+    from sinkscope.models.token_batches import TokenBatch
+
+NOTHING = "nothing"
+"""The control where there is none of the kind: the untouched model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What interventions are made with."""
+
+    loaded: LoadedModel
+    anatomy: Anatomy
+    batch: TokenBatch
+    calibration: TokenBatch
+    last_layer: int
+    """The birth of disparity: aggregation edits act up to it unless layers are given."""
+    excluded: Sequence[Unit]
+    """Units that a control must not take."""
+
+
+Make = Callable[[Setting, Sequence[tuple], dict[str, Any]], "list[AbstractContextManager]"]
+"""(setting, what was asked for, the layers and heads chosen, if any) -> interventions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of intervention."""
+
+    form: str
+    """How it is written, such as POSITION:FACTOR."""
+    example: str
+    does: str
+    """What follows the form in the option's help."""
+    read: Callable[[str], tuple]
+    """The text of one of them, read; ValueError where it is none."""
+    make: Make
+    control: Make | None = None
+    control_is: str = NOTHING
+    """The control in words."""
+    acts_at: Callable[[tuple], int] | None = None
+    """The position that one acts on; None where it acts on all."""
+    takes: tuple[str, ...] = ()
+    """Which of layers and heads can be chosen."""
+
+    @property
+    def help(self) -> str:
+        return f"{self.form}{self.does}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Interventions of one kind that are asked for."""
+
+    name: str
+    values: tuple[tuple, ...]
+    where: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """layers and heads, where they were chosen."""
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
+
+    def positions(self) -> list[int]:
+        """The positions that they act on."""
+        return [] if self.kind.acts_at is None else [self.kind.acts_at(value) for value in self.values]
+
+    def make(self, setting: Setting, *, control: bool) -> list[AbstractContextManager]:
+        """The interventions, or what stands in for them."""
+        make = self.kind.control if control else self.kind.make
+        where = {name: chosen for name, chosen in self.where.items() if name in self.kind.takes}
+        return [] if make is None else make(setting, self.values, where)
+
+
+def requests(
+    asked: Mapping[str, Sequence[str]], *, layers: str | None = None, heads: str | None = None
+) -> list[Request]:
+    """What is asked for in words, by kind, as requests; refuses what cannot be read."""
+    if not asked:
+        raise InputError(
+            expected="at least one intervention",
+            found="none",
+            next_step="Give one, such as `mask_to_self=10`; 'sinkscope intervene --help' lists them",
+        )
+    if unknown := [name for name in asked if name not in KINDS]:
+        raise InputError(
+            expected=f"kinds of interventions: {', '.join(KINDS)}",
+            found=", ".join(unknown),
+            next_step="Choose among them",
+        )
+    where = {}
+    for option, text in (("layers", layers), ("heads", heads)):
+        if text is None:
+            continue
+        if not any(option in KINDS[name].takes for name in asked):
+            able = [name for name, kind in KINDS.items() if option in kind.takes]
+            raise InputError(
+                expected=f"an intervention that `{option}` can choose {option} for: {_named(able)}",
+                found=_named(asked),
+                next_step=f"Leave `{option}` out",
+            )
+        where[option] = tuple(_read(text, option, "numbers such as 0-2,7", whole_numbers))
+    return [
+        Request(
+            name=name,
+            values=tuple(
+                _read(text, name, f"{KINDS[name].form}, such as {KINDS[name].example}", KINDS[name].read)
+                for text in texts
+            ),
+            where=where,
+        )
+        for name, texts in asked.items()
+    ]
+
+
+def _read(text: str, name: str, form: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(text)
+    except ValueError:
+        raise InputError(
+            expected=f"`{name}` as {form}",
+            found=f"'{text}'",
+            next_step="Write it in that form, several by repeating the option; 'sinkscope intervene --help' shows all",
+        ) from None
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# How each form is read
+
+
+def _position(text: str) -> tuple:
+    return (int(text),)
+
+
+def _query_keys(text: str) -> tuple:
+    query, keys = text.split(":")
+    return int(query), tuple(whole_numbers(keys))
+
+
+def _position_factor(text: str) -> tuple:
+    position, factor = text.split(":")
+    return int(position), float(factor)
+
+
+def _unit(text: str) -> tuple:
+    layer, *expert, neuron = (int(part) for part in text.split(":"))
+    if len(expert) > 1:
+        raise ValueError("more than a layer, an expert and a neuron")
+    return ((layer, expert[0] if expert else None, neuron),)
+
+
+def _unit_places(text: str) -> tuple:
+    unit, places = text.split("@")
+    source, target = places.split(":")
+    return *_unit(unit), int(source), int(target)
+
+
+def _unit_position(text: str) -> tuple:
+    unit, position = text.split("@")
+    return *_unit(unit), int(position)
+
+
+def _dimension_position(text: str) -> tuple:
+    dimension, position = text.split("@")
+    return int(dimension), int(position)
+
+
+# What each kind makes
+
+
+def _mask_to_self(setting, values, where):
+    from sinkscope.interventions.mask import mask_to_self
+
+    return [mask_to_self(setting.loaded, position, **where) for (position,) in values]
+
+
+def _mask_but_self(setting, values, where):
+    return _mask("block")(setting, [(position, position) for (position,) in values], where)
+
+
+def _mask(mode: Any) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.mask import edit_mask
+
+        return [edit_mask(setting.loaded, query, mode, keys, **where) for query, keys in values]
+
+    return make
+
+
+def _aggregation(formula: str) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.aggregation import AggregationEdit
+
+        where = {"layers": range(setting.last_layer + 1), **where}
+        return [
+            AggregationEdit(setting.loaded, formula, *value, calibration=setting.calibration, **where)
+            for value in values
+        ]
+
+    return make
+
+
+def _ablate(mode: Any) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.neurons import ablate_neurons
+
+        # A unit that is named twice is removed once.
+        units = dict.fromkeys(unit for (unit,) in values)
+        return [ablate_neurons(setting.loaded, units, mode, calibration=setting.calibration)]
+
+    return make
+
+
+def _densify(setting, values, where):
+    from sinkscope.interventions.neurons import densify_neurons
+
+    return [densify_neurons(setting.loaded, dict.fromkeys(unit for (unit,) in values))]
+
+
+def _transplant(setting, values, where):
+    from sinkscope.interventions.neurons import transplant_neurons
+
+    return [transplant_neurons(setting.loaded, [unit], source, target) for unit, source, target in values]
+
+
+def _on_matched_units(make: Make) -> Make:
+    def control(setting, values, where):
+        from sinkscope.interventions.neurons import matched_units
+
+        values = list(dict.fromkeys(values))
+        drawn = matched_units(setting.anatomy, [unit for unit, *_ in values], setting.excluded, seed=0)
+        return make(setting, [(unit, *rest) for unit, (_, *rest) in zip(drawn, values, strict=False)], where)
+
+    return control
+
+
+def _zero_dimension(setting, values, where):
+    from sinkscope.interventions.residual import set_dimensions
+
+    return [set_dimensions(setting.loaded, [dimension], positions=at, **where) for dimension, at in values]
+
+
+def _clamp(what: str) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.residual import clamp
+
+        return [clamp(setting.loaded, setting.batch, **{what: [item]}, positions=at) for item, at in values]
+
+    return make
+
+
+def _first(value: tuple) -> int:
+    return value[0]
+
+
+def _last(value: tuple) -> int:
+    return value[-1]
+
+
+_ROWS: dict[str, Any] = dict(acts_at=_first, takes=("layers", "heads"))
+_DOSED: dict[str, Any] = dict(form="POSITION:FACTOR", example="10:4", read=_position_factor, **_ROWS)
+_BY_SCALING: dict[str, Any] = dict(
+    control=_aggregation("scale_norm"), control_is="its whole aggregation is scaled by the factor"
+)
+_UNITS: dict[str, Any] = dict(form="LAYER:NEURON or LAYER:EXPERT:NEURON", example="2:90", read=_unit)
+
+
+def _by_matched(make: Make) -> dict[str, Any]:
+    """A kind that acts on units, with its control."""
+    return dict(make=make, control=_on_matched_units(make), control_is="as many random units, matched in size")
+
+
+KINDS: dict[str, Kind] = {
+    "mask_to_self": Kind(
+        form="POSITION",
+        example="10",
+        does=" that may attend only to itself",
+        read=_position,
+        make=_mask_to_self,
+        control=_mask_but_self,
+        control_is="the token is hidden from itself",
+        **_ROWS,
+    ),
+    "block": Kind(
+        form="QUERY:KEYS",
+        example="10:0-4",
+        does=" that may no longer be attended to, such as 10:0-4",
+        read=_query_keys,
+        make=_mask("block"),
+        **_ROWS,
+    ),
+    "allow": Kind(
+        form="QUERY:KEYS",
+        example="0:0-63",
+        does=" that may be attended to, later keys too, such as 0:0-63",
+        read=_query_keys,
+        make=_mask("allow"),
+        **_ROWS,
+    ),
+    "amplify": Kind(does=", variance amplification", make=_aggregation("amplify_variance"), **_DOSED, **_BY_SCALING),
+    "scale_norm": Kind(does=", scales the whole aggregation", make=_aggregation("scale_norm"), **_DOSED),
+    "shift_mean": Kind(
+        does=", adds 1 - factor times the mean", make=_aggregation("shift_mean"), **_DOSED, **_BY_SCALING
+    ),
+    "swap_deviation": Kind(
+        does=", with another sequence's deviation", make=_aggregation("swap_deviation"), **_DOSED, **_BY_SCALING
+    ),
+    "random_direction": Kind(
+        does=", along a random direction", make=_aggregation("random_direction"), **_DOSED, **_BY_SCALING
+    ),
+    "equalise": Kind(
+        form="POSITION",
+        example="0",
+        does=" whose variance is brought down to that of later ones",
+        read=_position,
+        make=_aggregation("equalise_variance"),
+        **_ROWS,
+    ),
+    "ablate": Kind(does=", set to zero", **_UNITS, **_by_matched(_ablate("zero"))),
+    "ablate_mean": Kind(does=", set to its mean", **_UNITS, **_by_matched(_ablate("mean"))),
+    "ablate_resample": Kind(does=", set to values of other tokens", **_UNITS, **_by_matched(_ablate("resample"))),
+    "densify": Kind(does=", whose output vector is spread over all dimensions", **_UNITS, **_by_matched(_densify)),
+    "transplant": Kind(
+        form="LAYER:NEURON@SOURCE:TARGET",
+        example="2:90@0:10",
+        does=", its activation written at the target too",
+        read=_unit_places,
+        acts_at=_last,
+        **_by_matched(_transplant),
+    ),
+    "zero_dimension": Kind(
+        form="DIMENSION@POSITION",
+        example="447@0",
+        does=" of the residual stream, set to zero",
+        read=_dimension_position,
+        make=_zero_dimension,
+        acts_at=_last,
+        takes=("layers",),
+    ),
+    "clamp_neuron": Kind(
+        form="LAYER:NEURON@POSITION",
+        example="2:90@10",
+        does=" held at its untouched values",
+        read=_unit_position,
+        make=_clamp("neurons"),
+        acts_at=_last,
+    ),
+    "clamp_dimension": Kind(
+        form="DIMENSION@POSITION",
+        example="447@10",
+        does=" held at its untouched values",
+        read=_dimension_position,
+        make=_clamp("dimensions"),
+        acts_at=_last,
+    ),
+}
