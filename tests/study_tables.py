@@ -272,7 +272,8 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
 
 def _claims(sink: bool, bos: bool) -> list[tuple]:
     rows = []
-    for name, (link, statement) in CLAIMS.items():
+    for name, claim in CLAIMS.items():
+        link, statement = claim.link, claim.statement
         threshold, rule, control_name, effect = NUMBERS[name]
         control = None if control_name is None else effect / 20
         verdict, low, high, note = "holds", effect * 0.93, effect * 1.07, ""

@@ -50,7 +50,7 @@ def ran(monkeypatch):
     names, run = [], Conditions.run
 
     def counted(self, condition, **options):
-        names.append(condition.key)
+        names.append(condition.part)
         return run(self, condition, **options)
 
     monkeypatch.setattr(Conditions, "run", counted)

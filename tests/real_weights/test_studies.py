@@ -6,6 +6,7 @@ from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.models.loading import load
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import Condition
 from sinkscope.studies.study import Study, study
 
 pytestmark = pytest.mark.real_weights
@@ -56,6 +57,6 @@ def test_gemma3_with_bos(gemma3_model):
         assert by_id[claim] == "not applicable"
     assert by_id["mask_to_self_creates_sink"] in ("holds", "does not hold", "undecided")
     if found.minimal_set:
-        left = found.measured.at_sink_B("ablate_minimal_set", 0).mean()
+        left = found.measured.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
         assert left < found.measured.at_sink_B().mean()
     assert found.measured.untouched.rate_BS[:, 0].mean() >= SINK_RATE

@@ -4,14 +4,23 @@ import numpy as np
 import pytest
 
 from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels, resample_weights
-from sinkscope.studies.claims import CLAIMS, Claim, Part, judge
+from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.judging import Bar, Claim, Empty, Numbers, judge, second_over_first
 from sinkscope.studies.minimal_set import minimal_set
 
 N = 32
 
 
-def claim(values, threshold=0.05, rule="at least", name="sink", **others):
-    return Claim(id=name, parts=[Part(columns_BC=np.asarray(values, float), threshold=threshold, rule=rule)], **others)
+def found(*bars_and_values, name="sink"):
+    """A claim of some bars, with its numbers."""
+    bars, by_bar = zip(*bars_and_values, strict=True)
+    claim = Claim(id=name, link="sink", statement="", bars=bars, numbers=lambda study: numbers)
+    numbers = Numbers(by_bar=[np.asarray(values, float) for values in by_bar])
+    return claim, claim.numbers(None)
+
+
+def claim(values, threshold=0.05, rule="at least", name="sink"):
+    return found((Bar(rule, threshold), values), name=name)
 
 
 def verdict(*args, **kwargs) -> str:
@@ -36,45 +45,60 @@ def test_an_equivalence_claim_needs_its_whole_interval_below_the_margin():
     assert verdict(spread(0.0, 0.5), rule="below") == "undecided"
 
 
-def test_all_parts_must_pass_and_the_failing_one_is_shown():
-    good = Part(columns_BC=spread(0.9, 0.1), threshold=0.5, rule="at least")
-    bad = Part(columns_BC=spread(2.0, 0.5), threshold=10.0, rule="at least")
-    both = judge([Claim(id="super_neurons", parts=[good, good])], N)[0]
+def test_all_bars_must_be_cleared_and_the_one_that_is_not_is_shown():
+    good = (Bar("at least", 0.5), spread(0.9, 0.1))
+    bad = (Bar("at least", 10.0), spread(2.0, 0.5))
+    both = judge([found(good, good)], N)[0]
     assert both.verdict == "holds"
-    failed = judge([Claim(id="super_neurons", parts=[good, bad])], N)[0]
+    failed = judge([found(good, bad)], N)[0]
     assert failed.verdict == "does not hold"
     assert failed.effect == pytest.approx(2.0)
-    assert failed.part is bad
+    assert failed.bar is bad[0]
 
 
 def test_a_ratio_of_means_is_judged_as_one():
     columns = np.stack([spread(0.8, 0.1), spread(0.08, 0.05)], 1)
-    part = Part(columns_BC=columns, threshold=0.25, rule="below", statistic=lambda m: m[..., 1] / m[..., 0])
-    found = judge([Claim(id="equalising_removes_sink", parts=[part])], N)[0]
-    assert found.effect == pytest.approx(0.1)
-    assert found.low < 0.1 < found.high < 0.25
-    assert found.verdict == "holds"
+    judged = judge([found((Bar("below", 0.25, second_over_first), columns))], N)[0]
+    assert judged.effect == pytest.approx(0.1)
+    assert judged.low < 0.1 < judged.high < 0.25
+    assert judged.verdict == "holds"
+
+
+def test_a_statistic_sees_the_axes_that_its_numbers_have():
+    values_BLT = np.stack([spread(layer + 1, 0.1) for layer in range(6)], 1).reshape(N, 2, 3)
+    judged = judge([found((Bar("above", 0.5, lambda means: means[..., 0, 0] / means[..., 1, 2]), values_BLT))], N)[0]
+    assert judged.effect == pytest.approx(1 / 6)
+
+
+def test_a_sequence_without_a_number_is_left_out():
+    values = spread(0.5, 0.2)
+    some = np.where(np.arange(N) % 4 == 0, np.nan, values)
+    judged = judge([claim(some)], N)[0]
+    assert judged.effect == pytest.approx(np.nanmean(some))
+    assert judged.verdict == "holds"
+    # The control: counted as 0, they would pull the mean down by a quarter.
+    assert judge([claim(np.nan_to_num(some))], N)[0].effect == pytest.approx(0.75 * np.nanmean(some))
+    nothing = judge([claim(np.full(N, np.nan))], N)[0]
+    assert nothing.verdict == "undecided"
+    assert np.isnan(nothing.effect)
 
 
 def test_claims_without_numbers_keep_the_verdict_they_come_with():
-    found = judge([Claim(id="sink"), Claim(id="super_neurons", without_numbers="does not hold")], N)
-    assert [j.verdict for j in found] == ["not applicable", "does not hold"]
-    assert found[0].effect is None
+    without = [(CLAIMS["sink"], Empty("why")), (CLAIMS["super_neurons"], Empty("why", "does not hold"))]
+    judged = judge(without, N)
+    assert [j.verdict for j in judged] == ["not applicable", "does not hold"]
+    assert judged[0].effect is None
+    assert judged[0].note == "why"
 
 
 def test_a_statistic_that_is_never_defined_decides_nothing():
-    nothing = Part(
-        columns_BC=np.tile([0.0, 1.0], (N, 1)),
-        threshold=0.25,
-        rule="below",
-        statistic=lambda m: m[..., 1] / m[..., 0] - m[..., 1] / m[..., 0],
-    )
-    assert judge([Claim(id="sink", parts=[nothing])], N)[0].verdict == "undecided"
+    nothing = Bar("below", 0.25, lambda m: m[..., 1] / m[..., 0] - m[..., 1] / m[..., 0])
+    assert judge([found((nothing, np.tile([0.0, 1.0], (N, 1))))], N)[0].verdict == "undecided"
 
 
 def test_the_same_number_in_every_sequence_has_no_sampling_error():
-    found = judge([claim(np.full(N, 0.3), threshold=0.25)], N)[0]
-    assert (found.verdict, found.low, found.high) == ("holds", found.effect, found.effect)
+    judged = judge([claim(np.full(N, 0.3), threshold=0.25)], N)[0]
+    assert (judged.verdict, judged.low, judged.high) == ("holds", judged.effect, judged.effect)
 
 
 def test_what_never_moves_is_not_above_zero():

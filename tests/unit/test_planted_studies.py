@@ -7,14 +7,13 @@ from planted_models import DECOYS, decoy, planted_chain
 from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
-from sinkscope.studies import claims, conditions
+from sinkscope.studies import conditions, judging
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.reading_claims import NO_SINK
-from sinkscope.studies.study import UNPLANNED, Study, study
+from sinkscope.studies.study import NO_SINK, UNPLANNED, Study, study
 
 SMALL = dict(num_sequences=STUDY_SEQUENCES, length=32)
 """The smallest study there is: models this small take about a second each."""
-CAUSAL = {name for name, (link, _) in CLAIMS.items() if link == "causal"}
+CAUSAL = {name for name, claim in CLAIMS.items() if claim.link == "causal"}
 NUM_SEEDS = 25
 QUARTERS = 4
 HOLDS, FAILS, EMPTY = "holds", "does not hold", "not applicable"
@@ -101,12 +100,12 @@ def test_200_decoys_and_at_most_4_with_a_causal_claim_wrongly_at_holds(quarter):
 
 def test_a_sink_that_is_undecided_among_all_claims_explains_nothing(monkeypatch):
     """Alone its p-value, 0.0019 at best with 16 sequences, would pass this level."""
-    monkeypatch.setattr(claims, "FAMILY_LEVEL", 0.002)
+    monkeypatch.setattr(judging, "FAMILY_LEVEL", 0.002)
     model, _ = decoy("sink_from_norm", 0)
     sink, *others = study(load(model), num_sequences=STUDY_SEQUENCES, length=48).judgements
     assert sink.low < sink.effect, "the sink must vary for its interval to matter"
     assert sink.verdict == "undecided"
-    assert {(other.verdict, other.claim.note) for other in others} == {(EMPTY, NO_SINK)}
+    assert {(other.verdict, other.note) for other in others} == {(EMPTY, NO_SINK)}
 
 
 def test_causal_claims_are_listed_where_only_the_judging_sequences_show_a_sink(monkeypatch):
@@ -114,7 +113,7 @@ def test_causal_claims_are_listed_where_only_the_judging_sequences_show_a_sink(m
     monkeypatch.setattr("sinkscope.studies.study.SINK_RATE", 0.9)
     model, _ = decoy("sink_from_ordinary_units", 0)
     found = study(load(model), **SMALL)
-    judged = {judgement.id: (judgement.verdict, judgement.claim.note) for judgement in found.judgements}
+    judged = {judgement.id: (judgement.verdict, judgement.note) for judgement in found.judgements}
     assert list(judged) == list(CLAIMS)
     assert judged["sink"][0] == HOLDS
     assert {judged[claim] for claim in CAUSAL} == {(EMPTY, UNPLANNED)}

@@ -12,6 +12,7 @@ import torch
 from planted_models import planted_chain
 from tiny_models import tiny_model
 
+from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.capture.trace import trace
 from sinkscope.commands.options import write_pictures
 from sinkscope.errors import InputError
@@ -23,7 +24,7 @@ from sinkscope.origins.bias_reading import read_bias
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.run_folder import run_folder
 from sinkscope.studies.intervene import intervene
-from sinkscope.studies.study import MIN_SEQUENCES, study
+from sinkscope.studies.study import study
 
 RATIOS = ("dom_ratio", "participation_ratio", "top_energy_share", "kurtosis", "dom_ratio_normed")
 NULL = 5
@@ -98,7 +99,7 @@ def study_with_zeros(monkeypatch, *places):
         return replace(made, ids=ids)
 
     monkeypatch.setattr("sinkscope.studies.study.token_batch", batch)
-    return study(load(model), num_sequences=MIN_SEQUENCES, length=32)
+    return study(load(model), num_sequences=STUDY_SEQUENCES, length=32)
 
 
 def test_a_study_and_its_page_survive_zero_tokens(monkeypatch, tmp_path):
@@ -113,12 +114,12 @@ def test_a_study_and_its_page_survive_zero_tokens(monkeypatch, tmp_path):
     assert all(np.isfinite(judgement.effect) for judgement in by_id.values() if judgement.effect is not None)
     # DomRatio at the sink is that of the sequences that have one.
     ratio = found.trace.recording["dom_ratio"][list(found.plan.alive), 0].mean()
-    assert f"{ratio:.3g} at the sink" in by_id["dimension_disparity"].claim.note
+    assert f"{ratio:.3g} at the sink" in by_id["dimension_disparity"].note
     assert by_id["dimension_disparity"].verdict == by_id["directional_collapse"].verdict == "holds"
     effects = found.tables["effects"]
     rows = {(q, t): n for q, t, n in zip(effects["quantity"], effects["target"], effects["n"], strict=True)}
-    assert rows["dom_ratio_at_target", 0] == MIN_SEQUENCES - 2
-    assert rows["dom_ratio_at_target", 10] == MIN_SEQUENCES  # where a token of zeros attends to others
+    assert rows["dom_ratio_at_target", 0] == STUDY_SEQUENCES - 2
+    assert rows["dom_ratio_at_target", 10] == STUDY_SEQUENCES  # where a token of zeros attends to others
 
 
 def test_a_study_survives_a_sink_of_zeros_alone(monkeypatch, tmp_path):
@@ -146,7 +147,7 @@ def read_by(name, model):
     if name == "trace without effective rank":
         return trace(loaded, ids, effective_rank=False)
     if name == "study":
-        return study(loaded, length=32, num_sequences=MIN_SEQUENCES)
+        return study(loaded, length=32, num_sequences=STUDY_SEQUENCES)
     if name == "intervene":
         return intervene(loaded, requests({"mask_to_self": ["10"]}), num_sequences=2, length=40)
     if name == "bias":

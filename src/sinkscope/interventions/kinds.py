@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.errors import InputError
 from sinkscope.arguments import whole_numbers
+from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

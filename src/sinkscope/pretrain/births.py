@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinkscope.studies import claims
+from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.studies import judging
 
 Probe = Mapping[str, Any]
 """A row of probes.jsonl."""
@@ -44,38 +45,38 @@ LINKS = (
     Link(
         "variance discrepancy",
         "variance of the value aggregation at position 0 over the later half's",
-        claims.VARIANCE_RATIO,
+        judging.VARIANCE_RATIO,
         _by_layer("variance_ratio"),
     ),
     Link(
         "super neuron",
         "largest write of a neuron at the sink over its median at other positions",
-        claims.LEVEL_ELSEWHERE,
+        judging.LEVEL_ELSEWHERE,
         _by_layer("write_contrast"),
     ),
     Link(
         "channel sparsity",
         "energy share of the top dimension in that neuron's output vector",
-        claims.TOP_SHARE,
+        judging.TOP_SHARE,
         _by_layer("top_share"),
     ),
-    Link("dimension disparity", "DomRatio at the sink over that elsewhere", claims.DOM_RATIO, _over_elsewhere),
+    Link("dimension disparity", "DomRatio at the sink over that elsewhere", judging.DOM_RATIO, _over_elsewhere),
     Link(
         "directional collapse",
         "mean cosine of the sink's state over pairs of sequences",
-        claims.COSINE,
+        judging.COSINE,
         _by_layer("cosine"),
     ),
     Link(
         "sink in a layer",
         "share of a layer's heads and sequences that count the position as a sink",
-        claims.SINK,
+        SINK_RATE,
         _by_layer("sink_rate"),
     ),
     Link(
         "sink in the model",
         "share of all heads and sequences that count the position as a sink",
-        claims.SINK,
+        SINK_RATE,
         lambda probe: [probe["whole"]["sink_rate"]],
     ),
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sinkscope.measures.sink_score import SINK_THRESHOLD
+
 NUM_POSITIONS_SHOWN = 64
 LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 
@@ -90,7 +92,7 @@ def _attention(panel, positions, num_layers: int, shown: int) -> None:
     panel.set_title("Attention received, mean over heads")
     received = _floats(positions["attention_received"]).reshape(num_layers, -1)[:, :shown]
     image = panel.imshow(
-        received, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(0.3, np.nanmax(received))
+        received, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(SINK_THRESHOLD, np.nanmax(received))
     )
     panel.set(xlabel="key position", ylabel="layer")
     panel.figure.colorbar(image, ax=panel)

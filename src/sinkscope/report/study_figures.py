@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.report.figure import (
     LOOKS,
     MAP_COLOURS,
@@ -24,10 +25,8 @@ from sinkscope.report.figure import (
 from sinkscope.report.run import Run
 from sinkscope.report.text import interval, number, plotted
 from sinkscope.report.trace import is_drawn, unit_name
+from sinkscope.studies.judging import QUARTER, RISE, SPARED, percent
 
-MARGIN = 0.05
-QUARTER, MOST = 0.25, 0.8
-"""Bounds of the pre-registered rules: points of sink rate, and shares of it that may and must be left."""
 NUM_TARGETS = 4
 REMOVALS = {
     "open_to_later": "opened to later positions",
@@ -103,7 +102,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tupl
         {
             "xaxis": axis("key position"),
             "yaxis": axis("sink rate", rangemode="tozero"),
-            **levels(level(MARGIN, "a sink: 5 %")),
+            **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
         },
         ("condition", "position", "rate", "low", "high"),
         [(name, row["position"], row["rate"], row["low"], row["high"]) for name, own in ordered.items() for row in own],
@@ -210,7 +209,9 @@ def _forest(run: Run) -> Figure | None:
         {
             "xaxis": axis("change of the sink rate"),
             "yaxis": categories(names),
-            **levels(level(-MARGIN, "", vertical=True), level(MARGIN, "\N{PLUS-MINUS SIGN}5 %", vertical=True)),
+            **levels(
+                level(-RISE, "", vertical=True), level(RISE, f"\N{PLUS-MINUS SIGN}{percent(RISE)}", vertical=True)
+            ),
         },
         ("condition", "quantity", *EFFECT_COLUMNS),
         [
@@ -272,7 +273,7 @@ def _remaining(run: Run) -> Figure | None:
         {
             "xaxis": axis("share of the sink rate left", rangemode="tozero"),
             "yaxis": categories([random_name, *names[::-1]]),
-            **levels(level(QUARTER, "a quarter", vertical=True), level(MOST, "80 %", vertical=True)),
+            **levels(level(QUARTER, "a quarter", vertical=True), level(SPARED, percent(SPARED), vertical=True)),
         },
         ("removal", "share left", "low", "high"),
         listed + [(f"random set {row['set']}", row["remaining"], None, None) for row in sets],

@@ -123,7 +123,7 @@ def show_study(study: Study, path: Path) -> None:
     for judgement in study.judgements:
         interval = "" if judgement.low is None else f"{judgement.low:.3g} to {judgement.high:.3g}"
         effect = "" if judgement.effect is None else f"{judgement.effect:.3g}"
-        control = "" if judgement.claim.control is None else f"{judgement.claim.control:.3g}"
+        control = "" if judgement.control is None else f"{judgement.control:.3g}"
         rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
     _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
     _say(console, study.verdict)

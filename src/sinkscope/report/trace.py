@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE, SINK_THRESHOLD
 from sinkscope.report.figure import (
     PATTERNS,
     Figure,
@@ -18,6 +19,7 @@ from sinkscope.report.figure import (
     rounded,
 )
 from sinkscope.report.run import Run
+from sinkscope.studies.judging import percent
 
 NUM_POSITIONS_DRAWN = 64
 """Positions of a curve."""
@@ -26,8 +28,6 @@ NUM_POSITIONS_MAPPED = 256
 NUM_CELLS_LISTED = 20
 PANEL_HEIGHT = 230
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
-SINK_BOUND, SINK_ATTENTION, FEW_QUERIES = 0.05, 0.3, 16
-"""A key is a sink for a head above this attention, and a sink above this rate; the last keys are not judged."""
 
 
 def chain_panels(run: Run) -> list[Figure]:
@@ -69,7 +69,7 @@ def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
 
     The last keys have so few queries that they look like sinks without being any.
     """
-    if position >= run.summary["tokens"]["length"] - FEW_QUERIES:
+    if position >= run.summary["tokens"]["length"] - LATER_QUERIES:
         return False
     return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
 
@@ -238,13 +238,13 @@ def _received(run: Run) -> Figure:
     return Figure(
         "received",
         "Attention received",
-        "Sink rate: share of heads that give a key more than 0.3 of their attention.",
+        f"Sink rate: share of heads that give a key more than {SINK_THRESHOLD} of their attention.",
         ("rates",) if "rates" in run.tables else ("positions",),
         [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],
         {
             "xaxis": axis("key position"),
             "yaxis": axis("", rangemode="tozero"),
-            **levels(level(SINK_BOUND, "a sink: 5 %")),
+            **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
         },
         ("position", "sink rate", "low", "high"),
         list(zip(positions, rates, low, high, strict=True)),
@@ -261,10 +261,10 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
     largest = None
     if name == "attention_received":
         # The last keys have few queries: they would take the whole scale without being sinks.
-        judged = [column for column, position in enumerate(positions) if position < length - FEW_QUERIES]
+        judged = [column for column, position in enumerate(positions) if position < length - LATER_QUERIES]
         known = values[:, judged][np.isfinite(values[:, judged])]
-        largest = float(known.max(initial=SINK_ATTENTION))
-        caption += f"; the last {FEW_QUERIES} keys have few queries"
+        largest = float(known.max(initial=SINK_THRESHOLD))
+        caption += f"; the last {LATER_QUERIES} keys have few queries"
     where = "layer %{y}, position %{x}"
     return Figure(
         f"map-{name.replace('_', '-')}",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.pretrain.births import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
 from sinkscope.report.figure import (
@@ -23,6 +24,7 @@ from sinkscope.report.figure import (
     rounded,
 )
 from sinkscope.report.text import number, plotted
+from sinkscope.studies.judging import percent
 
 Row = dict[str, Any]
 SETTLED = 0.25
@@ -174,7 +176,7 @@ def _observable(comparison: TrainingComparison, quantity: str) -> Figure:
     y_axis = log_axis("", means) if quantity == "dom_ratio" else axis("", rangemode="tozero")
     if quantity == "sink_rate":
         y_axis["tickformat"] = "~%"
-    more = levels(level(0.05, "a sink: 5 %")) if quantity == "sink_rate" else {}
+    more = levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")) if quantity == "sink_rate" else {}
     series = _series(comparison, rows, "tokens", "mean")
     id = quantity.replace("_", "-")
     return _curves(id, title, caption, ("observables",), series, "training tokens", yaxis=y_axis, **more)

@@ -1,148 +1,60 @@
-"""The claims about interventions: each one's numbers by sequence, from the outcomes of the conditions."""
+"""The claims about cause and effect: each one entry, as in `claims`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from sinkscope.models.anatomy import Anatomy, Unit
-from sinkscope.studies import claims as rules
-from sinkscope.studies.claims import Claim, Part
-from sinkscope.studies.conditions import DOSE, FACTORS, NUM_RANDOM_SETS, Outcome
-from sinkscope.studies.plan import Plan
-from sinkscope.studies.reading_claims import NO_UNITS, NO_VARIANCE, remaining, top_shares
+from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORS, NUM_RANDOM_SETS, SUPER_NEURONS, Condition
+from sinkscope.studies.judging import (
+    QUARTER,
+    RISE,
+    SPARED,
+    TOP_SHARE,
+    Bar,
+    Claim,
+    Empty,
+    Numbers,
+    percent,
+    second_over_first,
+)
+from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
 
+CAUSAL = "causal"
+NO_TARGET = "no position is free of a sink and has enough later queries"
+NO_MINIMAL_SET = "no set of the units that write the massive dimensions takes the sink away"
 EMPTY_CONTROL = "an empty control: a norm follows the output projection, so that scaling changes nothing in this model"
 
-
-class Measured:
-    """The outcomes of a study by condition, with the numbers by sequence that claims are made of."""
-
-    def __init__(self, plan: Plan, untouched: Outcome, outcomes: dict[str, Outcome]) -> None:
-        self.plan, self.untouched, self.outcomes = plan, untouched, outcomes
-
-    def outcome(self, name: str, *where: object) -> Outcome:
-        return self.outcomes["-".join(str(part) for part in (name, *where))]
-
-    def has(self, name: str, *where: object) -> bool:
-        return "-".join(str(part) for part in (name, *where)) in self.outcomes
-
-    def rise_B(self, name: str, *where: object) -> np.ndarray:
-        """How far the rate at each target rises over the untouched model's, mean over targets."""
-        rises = [
-            self.outcome(name, target, *where).rate_BS[:, target] - self.untouched.rate_BS[:, target]
-            for target in self.plan.targets
-        ]
-        return np.mean(rises, axis=0)
-
-    def at_sink_B(self, name: str | None = None, *where: object) -> np.ndarray:
-        """The rate at the sink, untouched or under a condition."""
-        outcome = self.untouched if name is None else self.outcome(name, *where)
-        return outcome.rate_BS[:, self.plan.sink]
+Found = Numbers | Empty
 
 
-def causal_claims(
-    plan: Plan, anatomy: Anatomy, measured: Measured, minimal: Sequence[Unit], *, sink_varies: bool
-) -> list[Claim]:
-    """The claims about interventions."""
-    result = _creation_claims(plan, measured)
-    before = measured.at_sink_B()
-    if sink_varies:
-        control = measured.at_sink_B("equalise_variance", plan.targets[0]).mean() / before.mean()
-        result.append(
-            _left(
-                "equalising_removes_sink",
-                [before, measured.at_sink_B("equalise_variance", plan.sink)],
-                control=float(control),
-                control_name="left when another position is equalised",
-            )
-        )
-    else:
-        result.append(Claim(id="equalising_removes_sink", note=NO_VARIANCE))
-    result += _necessity_claims(plan, anatomy, measured, minimal)
-    return result + _sufficiency_claims(plan, measured)
+def _where(study: Measured) -> str:
+    return f"mean over positions {', '.join(map(str, study.plan.targets))}"
 
 
-def _creation_claims(plan: Plan, measured: Measured) -> list[Claim]:
-    ids = (
-        *("mask_to_self_creates_sink", "amplification_creates_sink", "dose_response", "norm_scaling_does_not"),
-        *("random_direction_does_not", "variance_beats_mean_shift"),
-    )
-    if not plan.targets:
-        return [Claim(id=name, note="no position is free of a sink and has enough later queries") for name in ids]
-    dose = f"{DOSE:g}"
-    amplified = measured.rise_B("amplify_variance", dose)
-    scaled, random = measured.rise_B("scale_norm", dose), measured.rise_B("random_direction", dose)
-    shifted, swapped = measured.rise_B("shift_mean", dose), measured.rise_B("swap_deviation", dose)
-    where = f"mean over positions {', '.join(map(str, plan.targets))}"
-    up = {"threshold": rules.RISE, "rule": "at least"}
-    no_more = {"threshold": rules.RISE, "rule": "below"}
-    trend = _trend_B(measured)
-    return [
-        Claim(
-            id=ids[0],
-            parts=[Part(columns_BC=measured.rise_B("mask_to_self"), **up)],
-            control=float(measured.rise_B("mask_but_self").mean()),
-            control_name="rise when it sees all but itself",
-            note=where,
-        ),
-        Claim(
-            id=ids[1],
-            parts=[Part(columns_BC=amplified, **up)],
-            control=float(scaled.mean()),
-            control_name="rise when the norm is scaled alike",
-            note=where,
-        ),
-        Claim(
-            id=ids[2],
-            parts=[Part(columns_BC=trend, threshold=0.0, rule="above")],
-            control=0.0,
-            control_name="no trend",
-            note="Kendall's tau of rate against factor, by sequence and position",
-        ),
-        Claim(
-            id=ids[3],
-            parts=[Part(columns_BC=scaled, **no_more)],
-            control=float(amplified.mean()),
-            control_name="rise under amplification",
-            note=where if _changes_anything(measured, "scale_norm", dose) else EMPTY_CONTROL,
-        ),
-        Claim(
-            id=ids[4],
-            parts=[Part(columns_BC=random, **no_more)],
-            control=float(amplified.mean()),
-            control_name="rise under amplification",
-            note=where,
-        ),
-        Claim(
-            id=ids[5],
-            parts=[
-                Part(columns_BC=amplified - shifted, threshold=0.0, rule="above"),
-                Part(columns_BC=amplified - swapped, threshold=0.0, rule="above"),
-            ],
-            control=float(max(shifted.mean(), swapped.mean())),
-            control_name="the larger rise of the two",
-            note=f"shift_mean {shifted.mean():+.1%}, swap_deviation {swapped.mean():+.1%}",
-        ),
-    ]
+def _rise(name: str, factor: float | None = None, *, control: tuple) -> Callable[[Measured], Found]:
+    """The rise under one condition, with that under another as its control."""
+
+    def numbers(study: Measured) -> Found:
+        if not study.plan.targets:
+            return Empty(NO_TARGET)
+        control_B = study.rise_B(*control)
+        return Numbers(by_bar=[study.rise_B(name, factor)], control=float(control_B.mean()), note=_where(study))
+
+    return numbers
 
 
-def _changes_anything(measured: Measured, name: str, *where: object) -> bool:
-    """Whether a condition moves what leaves the model at all."""
-    target = measured.plan.targets[0]
-    before, after = measured.untouched.at["loss"], measured.outcome(name, target, *where).at["loss"]
-    return bool(np.abs(after - before).max() > 1e-5)
-
-
-def _trend_B(measured: Measured) -> np.ndarray:
+def _dose_response(study: Measured) -> Found:
     """Kendall's tau between factor and rate at the target, mean over targets; 0 where the rate never moves."""
-    plan = measured.plan
+    targets = study.plan.targets
+    if not targets:
+        return Empty(NO_TARGET)
     rates_FKB = np.array(
         [
-            [measured.untouched.rate_BS[:, target] for target in plan.targets],
+            [study.untouched.rate_BS[:, target] for target in targets],
             *(
-                [measured.outcome("amplify_variance", t, f"{factor:g}").rate_BS[:, t] for t in plan.targets]
+                [study.outcomes[Condition("amplify_variance", target, factor)].rate_BS[:, target] for target in targets]
                 for factor in FACTORS
             ),
         ]
@@ -151,88 +63,198 @@ def _trend_B(measured: Measured) -> np.ndarray:
     signs = np.sign(rates_FKB[second] - rates_FKB[first])
     moved = np.square(signs).sum(0)
     tau = signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))
-    return tau.mean(0)
+    note = "Kendall's tau of rate against factor, by sequence and position"
+    return Numbers(by_bar=[tau.mean(0)], control=0.0, note=note)
 
 
-def _left(name: str, columns: list[np.ndarray], **others) -> Claim:
-    part = Part(columns_BC=np.stack(columns, 1), threshold=rules.QUARTER, rule="below", statistic=remaining())
-    return Claim(id=name, parts=[part], **others)
+def _norm_scaling(study: Measured) -> Found:
+    found = _rise("scale_norm", DOSE, control=("amplify_variance", DOSE))(study)
+    if isinstance(found, Empty):
+        return found
+    scaled = study.outcomes[Condition("scale_norm", study.plan.targets[0], DOSE)]
+    before_B, after_B = study.untouched.loss_B, scaled.loss_B
+    changes = before_B is not None and after_B is not None and np.abs(after_B - before_B).max() > 1e-5
+    return Numbers(by_bar=found.by_bar, control=found.control, note=found.note if changes else EMPTY_CONTROL)
 
 
-def _necessity_claims(plan: Plan, anatomy: Anatomy, measured: Measured, minimal: Sequence[Unit]) -> list[Claim]:
-    if not minimal:
-        note = "no set of the units that write the massive dimensions takes the sink away"
-        return [
-            Claim(id="super_neurons_necessary", without_numbers="does not hold", note=note),
-            Claim(id="channel_sparsity_necessary", note="no minimal set was found"),
-        ]
-    before, sink = measured.at_sink_B(), plan.sink
-    ablated, densified = (measured.at_sink_B(name, sink) for name in ("ablate_minimal_set", "densify_minimal_set"))
-    random_sets = [measured.at_sink_B("random_set", sink, number) for number in range(NUM_RANDOM_SETS)]
-    necessary = _left(
-        "super_neurons_necessary",
-        [before, ablated],
-        control=float(min(rates.mean() for rates in random_sets) / before.mean()),
-        control_name="left by the worst of 20 matched random sets",
-        note=f"{len(minimal)} units: {', '.join(map(str, minimal[:8]))}",
+def _variance_beats_mean_shift(study: Measured) -> Found:
+    if not study.plan.targets:
+        return Empty(NO_TARGET)
+    amplified, shifted, swapped = (
+        study.rise_B(name, DOSE) for name in ("amplify_variance", "shift_mean", "swap_deviation")
     )
-    spared = Part(
-        columns_BC=np.stack([before, *random_sets], 1),
-        threshold=rules.RANDOM_SETS,
-        rule="at least",
-        statistic=lambda means: means[..., 1:].min(-1) / means[..., 0],
+    return Numbers(
+        by_bar=[amplified - shifted, amplified - swapped],
+        control=float(max(shifted.mean(), swapped.mean())),
+        note=f"shift_mean {shifted.mean():+.1%}, swap_deviation {swapped.mean():+.1%}",
     )
-    necessary = Claim(**{**necessary.__dict__, "parts": [*necessary.parts, spared]})
-    if top_shares(anatomy, minimal)[0] < rules.TOP_SHARE:
+
+
+def _left(study: Measured, removed: Condition, control: float, note: str = "") -> Numbers:
+    """What a condition leaves of the sink."""
+    before_B, after_B = study.at_sink_B(), study.at_sink_B(removed)
+    return Numbers(by_bar=[np.stack([before_B, after_B], 1)], control=control, note=note)
+
+
+def _equalising(study: Measured) -> Found:
+    if not study.sink_varies:
+        return Empty(NO_VARIANCE)
+    sink, other = (Condition("equalise_variance", place) for place in (study.plan.sink, *study.plan.targets[:1]))
+    return _left(study, sink, float(study.at_sink_B(other).mean() / study.at_sink_B().mean()))
+
+
+def _necessity(study: Measured) -> Found:
+    if not study.minimal:
+        return Empty(NO_MINIMAL_SET, "does not hold")
+    sink, before_B = study.plan.sink, study.at_sink_B()
+    random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
+    worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
+    note = f"{len(study.minimal)} units: {', '.join(map(str, study.minimal[:8]))}"
+    left = _left(study, Condition("ablate_minimal_set", sink), worst, note)
+    return Numbers(by_bar=[*left.by_bar, np.stack([before_B, *random_sets], 1)], control=left.control, note=left.note)
+
+
+def _least_over_first(means: np.ndarray) -> np.ndarray:
+    return means[..., 1:].min(-1) / means[..., 0]
+
+
+def _sparsity_necessity(study: Measured) -> Found:
+    if not study.minimal:
+        return Empty("no minimal set was found")
+    if study.top_shares(study.minimal)[0] < TOP_SHARE:
         # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
-        note = "the set's output vectors are not channel-sparse"
-        return [necessary, Claim(id="channel_sparsity_necessary", note=note)]
-    sparse = _left(
-        "channel_sparsity_necessary",
-        [before, densified],
-        control=float(ablated.mean() / before.mean()),
-        control_name="left when they are removed",
+        return Empty("the set's output vectors are not channel-sparse")
+    densified, ablated = (Condition(f"{done}_minimal_set", study.plan.sink) for done in ("densify", "ablate"))
+    return _left(study, densified, float(study.at_sink_B(ablated).mean() / study.at_sink_B().mean()))
+
+
+def _sufficiency(study: Measured) -> Found:
+    if not study.plan.super_neurons or not study.plan.targets:
+        return Empty(NO_UNITS)
+    risen_B, control_B = study.rise_B("transplant_super_neurons"), study.rise_B("transplant_random_set")
+    return Numbers(by_bar=[risen_B], control=float(control_B.mean()))
+
+
+def _mediation(cause: str, factor: float | None, held: str) -> Callable[[Measured], Found]:
+    def numbers(study: Measured) -> Found:
+        there = study.plan.super_neurons if held == SUPER_NEURONS else study.plan.dimensions
+        if not study.plan.targets or not there:
+            return Empty(NO_UNITS if held == SUPER_NEURONS else "there is no massive dimension")
+        total_B, direct_B = study.rise_B(cause, factor), study.rise_B(cause, factor, held)
+        if total_B.mean() < RISE:
+            return Empty(f"{cause} makes no sink that could be mediated")
+        return Numbers(
+            by_bar=[np.stack([total_B, direct_B], 1)],
+            control=float(direct_B.mean()),
+            note=f"total effect {total_B.mean():+.1%}",
+        )
+
+    return numbers
+
+
+def _mediated(means: np.ndarray) -> np.ndarray:
+    return 1 - means[..., 1] / means[..., 0]
+
+
+def _mediation_claim(short: str, possessive: str, cause: str, factor: float | None, held: str) -> Claim:
+    mediator = "super neurons" if held == SUPER_NEURONS else "massive dimensions"
+    return Claim(
+        id=f"mediation_{short}_{held}",
+        link=CAUSAL,
+        statement=f"At least half of {possessive} effect runs through the {mediator}",
+        bars=(Bar("at least", 0.5, _mediated),),
+        numbers=_mediation(cause, factor, held),
+        control_is="rise with the mediator held (direct effect)",
     )
-    return [necessary, sparse]
 
 
-def _sufficiency_claims(plan: Plan, measured: Measured) -> list[Claim]:
-    mediations = [
-        (f"mediation_{short}_{mediator.removeprefix('massive_')}", f"clamp_{mediator.removeprefix('massive_')}", cause)
-        for short, cause in (("mask", ("mask_to_self",)), ("amplification", ("amplify_variance", f"{DOSE:g}")))
-        for mediator in ("super_neurons", "massive_dimensions")
-    ]
-    sufficient = Claim(id="super_neurons_sufficient", note=NO_UNITS)
-    if plan.super_neurons and plan.targets:
-        sufficient = Claim(
-            id="super_neurons_sufficient",
-            parts=[Part(columns_BC=measured.rise_B("transplant_super_neurons"), threshold=rules.RISE, rule="at least")],
-            control=float(measured.rise_B("transplant_random_set").mean()),
-            control_name="rise by as many matched random units",
-        )
-    result = [sufficient]
-    for name, clamp, (cause, *dose) in mediations:
-        if not plan.targets or not measured.has(f"{clamp}+{cause}", plan.targets[0], *dose):
-            result.append(Claim(id=name, note=NO_UNITS if "neurons" in name else "there is no massive dimension"))
-            continue
-        total, direct = measured.rise_B(cause, *dose), measured.rise_B(f"{clamp}+{cause}", *dose)
-        if total.mean() < rules.RISE:
-            result.append(Claim(id=name, note=f"{cause} makes no sink that could be mediated"))
-            continue
-        result.append(
-            Claim(
-                id=name,
-                parts=[
-                    Part(
-                        columns_BC=np.stack([total, direct], 1),
-                        threshold=rules.MEDIATED,
-                        rule="at least",
-                        statistic=lambda means: 1 - means[..., 1] / means[..., 0],
-                    )
-                ],
-                control=float(direct.mean()),
-                control_name="rise with the mediator held (direct effect)",
-                note=f"total effect {total.mean():+.1%}",
-            )
-        )
-    return result
+_UP, _NO_MORE = Bar("at least", RISE), Bar("below", RISE)
+_TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
+
+CAUSAL_CLAIMS = (
+    Claim(
+        id="mask_to_self_creates_sink",
+        link=CAUSAL,
+        statement="A token that sees only itself becomes a sink: rate up by 5 points",
+        bars=(_UP,),
+        numbers=_rise("mask_to_self", control=("mask_but_self",)),
+        control_is="rise when it sees all but itself",
+    ),
+    Claim(
+        id="amplification_creates_sink",
+        link=CAUSAL,
+        statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
+        bars=(_UP,),
+        numbers=_rise("amplify_variance", DOSE, control=("scale_norm", DOSE)),
+        control_is="rise when the norm is scaled alike",
+    ),
+    Claim(
+        id="dose_response",
+        link=CAUSAL,
+        statement="The more variance, the more of a sink (trend over factors 1 to 8)",
+        bars=(Bar("above", 0.0),),
+        numbers=_dose_response,
+        control_is="no trend",
+    ),
+    Claim(
+        id="norm_scaling_does_not",
+        link=CAUSAL,
+        statement="Scaling the aggregation 8x makes no sink: rise under 5 points",
+        bars=(_NO_MORE,),
+        numbers=_norm_scaling,
+        control_is="rise under amplification",
+    ),
+    Claim(
+        id="random_direction_does_not",
+        link=CAUSAL,
+        statement="A random direction of equal norm makes no sink: rise under 5 points",
+        bars=(_NO_MORE,),
+        numbers=_rise("random_direction", DOSE, control=("amplify_variance", DOSE)),
+        control_is="rise under amplification",
+    ),
+    Claim(
+        id="variance_beats_mean_shift",
+        link=CAUSAL,
+        statement="Amplification makes more of a sink than shifting the mean, and than another sequence's deviation",
+        bars=(Bar("above", 0.0), Bar("above", 0.0)),
+        numbers=_variance_beats_mean_shift,
+        control_is="the larger rise of the two",
+    ),
+    Claim(
+        id="equalising_removes_sink",
+        link=CAUSAL,
+        statement="Bringing the sink's variance down to that of later positions leaves under a quarter of the sink",
+        bars=(_TAKEN_AWAY,),
+        numbers=_equalising,
+        control_is="left when another position is equalised",
+    ),
+    Claim(
+        id="super_neurons_necessary",
+        link=CAUSAL,
+        statement="Without a minimal set of units under a quarter of the sink is left; "
+        f"{NUM_RANDOM_SETS} matched random sets each leave {percent(SPARED)}",
+        bars=(_TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
+        numbers=_necessity,
+        control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
+    ),
+    Claim(
+        id="channel_sparsity_necessary",
+        link=CAUSAL,
+        statement="With that set's output vectors spread over all dimensions under a quarter of the sink is left",
+        bars=(_TAKEN_AWAY,),
+        numbers=_sparsity_necessity,
+        control_is="left when they are removed",
+    ),
+    Claim(
+        id="super_neurons_sufficient",
+        link=CAUSAL,
+        statement="The super neurons' activations make another token a sink: up by 5 points",
+        bars=(_UP,),
+        numbers=_sufficiency,
+        control_is="rise by as many matched random units",
+    ),
+    _mediation_claim("mask", "the mask's", "mask_to_self", None, SUPER_NEURONS),
+    _mediation_claim("mask", "the mask's", "mask_to_self", None, DIMENSIONS),
+    _mediation_claim("amplification", "amplification's", "amplify_variance", DOSE, SUPER_NEURONS),
+    _mediation_claim("amplification", "amplification's", "amplify_variance", DOSE, DIMENSIONS),
+)

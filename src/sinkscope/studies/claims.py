@@ -1,223 +1,180 @@
-"""The claims of a study, fixed before any model is looked at: for each its statistic, control, threshold and rule.
+"""The claims of a study, fixed before any model is looked at. Each is one entry: its statement, its bars, where its
+numbers come from, and what its control is. How they are judged stands in `judging`.
 
-A claim is made of one part or several, all of which must pass. A part is a number computed from means over sequences,
-with a threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at
-least` is content with the threshold itself. A claim holds when every part clears its threshold, does not hold when one
-part's interval lies on the wrong side, and is undecided when an interval contains the threshold. Intervals are
-bootstrap intervals over sequences at the level that Holm's procedure over all applicable claims gives, so that all
-verdicts together are right with 95 % confidence.
+Here are the links as they stand in the untouched model; cause and effect follow in `causal_claims`.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
-
 import numpy as np
+import torch
 
-from sinkscope.statistics import (
-    bootstrap_p_value,
-    bootstrap_tail,
-    holm_levels,
-    resample_weights,
-    seen_mean,
-    weighted_means,
+from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.value_variance import log_r_squared, variance_ratio
+from sinkscope.statistics import seen_mean
+from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
+from sinkscope.studies.judging import (
+    COSINE,
+    DOM_RATIO,
+    LEVEL_ELSEWHERE,
+    TOP_SHARE,
+    VARIANCE_RATIO,
+    Bar,
+    Claim,
+    Empty,
+    Numbers,
+    percent,
+    second_over_first,
 )
+from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
 
-Verdict = Literal["holds", "does not hold", "not applicable", "undecided"]
-Rule = Literal["at least", "above", "below"]
-CLEARS: dict[Rule, Callable[[float, float], bool]] = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "below": operator.lt,
-}
-FAMILY_LEVEL = 0.05
+Found = Numbers | Empty
 
-SINK = 0.05
-VARIANCE_RATIO = 2.0
-LAW_R_SQUARED = 0.8
-WRITE_SHARE = 0.5
-LEVEL_ELSEWHERE = 10.0
-TOP_SHARE = 0.25
-TOP_SHARE_OVER_MEDIAN = 5.0
-DOM_RATIO = 3.0
-COSINE = 0.9
-COSINE_ABOVE = 0.2
-RISE = 0.05
-"""Five points of the sink rate: what counts as a sink made, and the margin of equivalence for what makes none."""
-QUARTER = 0.25
-RANDOM_SETS = 0.8
-MEDIATED = 0.5
 
-CLAIMS: dict[str, tuple[str, str]] = {
-    "sink": ("sink", "The strongest position is a sink: at least 5 % of heads, layers and sequences"),
-    "variance_discrepancy": (
-        "variance_discrepancy",
-        "Up to the birth of disparity, position 0 has more than twice the variance of later positions",
+def _sink(study: Measured) -> Found:
+    return Numbers(by_bar=[study.at_sink_B()])
+
+
+def _mean_variance_ratio(means: np.ndarray) -> np.ndarray:
+    """Position 0 over the later half, mean over layers, of variances [..., L, T]."""
+    return variance_ratio(torch.from_numpy(means)).mean(-1).numpy()
+
+
+def _variance_discrepancy(study: Measured) -> Found:
+    if not study.sink_varies:
+        return Empty(NO_VARIANCE)
+    variance_LT = study.evidence.squared_deviation_LBT.mean(1)
+    length = variance_LT.shape[-1]
+    middle = variance_LT[:, length // 2] / variance_LT[:, length - length // 2 :].mean(-1)
+    return Numbers(by_bar=[study.evidence.squared_deviation_LBT.swapaxes(0, 1)], control=float(middle.mean()))
+
+
+def _mean_r_squared(means: np.ndarray) -> np.ndarray:
+    """log R^2 of the law, mean over layers, of variances and the law's [..., 2, L, T]."""
+    variance, law = torch.from_numpy(means[..., 0, :, :]), torch.from_numpy(means[..., 1, :, :])
+    return log_r_squared(variance, law).mean(-1).numpy()
+
+
+def _averaging_law(study: Measured) -> Found:
+    if not study.sink_varies:
+        return Empty(NO_VARIANCE)
+    both = np.stack([study.evidence.squared_deviation_LBT, study.evidence.averaging_law_LBT]).transpose(2, 0, 1, 3)
+    moved = both.mean(0)
+    moved[1] = np.roll(moved[1], both.shape[-1] // 2, axis=-1)
+    return Numbers(by_bar=[both], control=float(_mean_r_squared(moved)))
+
+
+def _super_neurons(study: Measured) -> Found:
+    if not study.plan.birth_units:
+        return Empty(NO_UNITS, "does not hold")
+    evidence = study.evidence
+    elsewhere, here = evidence.super_write_elsewhere_B, evidence.super_write_B
+    return Numbers(
+        by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([elsewhere, here], 1)],
+        control=float(np.sqrt(elsewhere.mean() / here.mean())),
+        note=f"units {', '.join(map(str, study.plan.birth_units[:8]))}",
+    )
+
+
+def _channel_sparsity(study: Measured) -> Found:
+    if not study.plan.birth_units:
+        return Empty(NO_UNITS)
+    top_share, median = study.top_shares(study.plan.birth_units)
+    every_sequence = np.ones(len(study.untouched.rate_BS))
+    by_bar = [top_share * every_sequence, top_share / median * every_sequence]
+    return Numbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
+
+
+def _elsewhere(study: Measured) -> np.ndarray:
+    """Positions that are no sink."""
+    elsewhere = study.untouched.rate_BS.mean(0) < SINK_RATE
+    elsewhere[study.plan.sink] = False
+    return elsewhere
+
+
+def _dimension_disparity(study: Measured) -> Found:
+    plan, elsewhere = study.plan, _elsewhere(study)
+    ratio_BT = study.reading.dom_ratio_LBT[list(plan.alive)].double().nanmean(0).numpy()
+    by_position = seen_mean(ratio_BT)
+    return Numbers(
+        by_bar=[np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)],
+        control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
+        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.alive)} layers",
+    )
+
+
+def _directional_collapse(study: Measured) -> Found:
+    cosine_BAT = study.evidence.cosine_BAT
+    if not study.sink_varies:
+        return Empty(NO_VARIANCE)
+    if not cosine_BAT.shape[1]:
+        return Empty("no attention follows a layer with disparity")
+    cosine_BT = seen_mean(cosine_BAT, 1)
+    at_sink_B, others_B = cosine_BT[:, study.plan.sink], seen_mean(cosine_BT[:, _elsewhere(study)], 1)
+    return Numbers(by_bar=[at_sink_B, at_sink_B - others_B], control=float(seen_mean(others_B)))
+
+
+LINK_CLAIMS = (
+    Claim(
+        id="sink",
+        link="sink",
+        statement=f"The strongest position is a sink: at least {percent(SINK_RATE)} of heads, layers and sequences",
+        bars=(Bar("at least", SINK_RATE),),
+        numbers=_sink,
     ),
-    "averaging_law": ("variance_discrepancy", "Averaging values explains how the variance falls: log R^2 at least 0.8"),
-    "super_neurons": (
-        "super_neurons",
-        "At most 0.5 % of a birth layer's units carry half of the write into the massive dimensions, at 10x their "
-        "level elsewhere",
+    Claim(
+        id="variance_discrepancy",
+        link="variance_discrepancy",
+        statement="Up to the birth of disparity, position 0 has more than twice the variance of later positions",
+        bars=(Bar("at least", VARIANCE_RATIO, _mean_variance_ratio),),
+        numbers=_variance_discrepancy,
+        control_is="the same of the position in the middle",
     ),
-    "channel_sparsity": (
-        "channel_sparsity",
-        "One dimension holds a quarter of the super neurons' output vectors, 5x the median unit's",
+    Claim(
+        id="averaging_law",
+        link="variance_discrepancy",
+        statement="Averaging values explains how the variance falls: log R^2 at least 0.8",
+        bars=(Bar("at least", 0.8, _mean_r_squared),),
+        numbers=_averaging_law,
+        control_is="the law moved by half the length",
     ),
-    "dimension_disparity": ("dimension_disparity", "DomRatio at the sink is at least 3x that elsewhere"),
-    "directional_collapse": (
-        "directional_collapse",
-        "The sink's state is one direction: cosine across sequences at least 0.9, and 0.2 above other positions",
+    Claim(
+        id="super_neurons",
+        link="super_neurons",
+        statement="At most 0.5 % of a birth layer's units carry half of the write into the massive dimensions, at 10x "
+        "their level elsewhere",
+        bars=(
+            Bar("at least", 0.5, second_over_first),
+            Bar("at least", LEVEL_ELSEWHERE, lambda means: np.sqrt(second_over_first(means))),
+        ),
+        numbers=_super_neurons,
+        control_is="their level elsewhere",
     ),
-    "mask_to_self_creates_sink": ("causal", "A token that sees only itself becomes a sink: rate up by 5 points"),
-    "amplification_creates_sink": ("causal", "Amplifying its variance 8x makes a token a sink: rate up by 5 points"),
-    "dose_response": ("causal", "The more variance, the more of a sink (trend over factors 1 to 8)"),
-    "norm_scaling_does_not": ("causal", "Scaling the aggregation 8x makes no sink: rise under 5 points"),
-    "random_direction_does_not": ("causal", "A random direction of equal norm makes no sink: rise under 5 points"),
-    "variance_beats_mean_shift": (
-        "causal",
-        "Amplification makes more of a sink than shifting the mean, and than another sequence's deviation",
+    Claim(
+        id="channel_sparsity",
+        link="channel_sparsity",
+        statement="One dimension holds a quarter of the super neurons' output vectors, 5x the median unit's",
+        bars=(Bar("at least", TOP_SHARE), Bar("at least", 5.0)),
+        numbers=_channel_sparsity,
+        control_is="the median unit's",
     ),
-    "equalising_removes_sink": (
-        "causal",
-        "Bringing the sink's variance down to that of later positions leaves under a quarter of the sink",
+    Claim(
+        id="dimension_disparity",
+        link="dimension_disparity",
+        statement="DomRatio at the sink is at least 3x that elsewhere",
+        bars=(Bar("at least", DOM_RATIO, second_over_first),),
+        numbers=_dimension_disparity,
+        control_is="the largest of any other position",
     ),
-    "super_neurons_necessary": (
-        "causal",
-        "Without a minimal set of units under a quarter of the sink is left; 20 matched random sets each leave 80 %",
+    Claim(
+        id="directional_collapse",
+        link="directional_collapse",
+        statement="The sink's state is one direction: cosine across sequences at least 0.9, and 0.2 above other "
+        "positions",
+        bars=(Bar("at least", COSINE), Bar("at least", 0.2)),
+        numbers=_directional_collapse,
+        control_is="cosine at other positions",
     ),
-    "channel_sparsity_necessary": (
-        "causal",
-        "With that set's output vectors spread over all dimensions under a quarter of the sink is left",
-    ),
-    "super_neurons_sufficient": ("causal", "The super neurons' activations make another token a sink: up by 5 points"),
-    "mediation_mask_super_neurons": ("causal", "At least half of the mask's effect runs through the super neurons"),
-    "mediation_mask_dimensions": ("causal", "At least half of the mask's effect runs through the massive dimensions"),
-    "mediation_amplification_super_neurons": (
-        "causal",
-        "At least half of amplification's effect runs through the super neurons",
-    ),
-    "mediation_amplification_dimensions": (
-        "causal",
-        "At least half of amplification's effect runs through the massive dimensions",
-    ),
-}
-"""(link, statement) by id, in the order in which they are shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A statistic with its threshold: `statistic` maps means over sequences [..., C] to numbers [...]. A number of a
-    sequence that is NaN is empty, and is left out of its column's mean."""
-
-    columns_BC: np.ndarray
-    threshold: float
-    rule: Rule
-    statistic: Callable[[np.ndarray], np.ndarray] = field(default=lambda means: means[..., 0])
-
-    def passes(self, value: float) -> bool:
-        return CLEARS[self.rule](value, self.threshold)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A claim with the numbers it is judged on; without parts it is decided by `why` alone."""
-
-    id: str
-    parts: Sequence[Part] = ()
-    control: float | None = None
-    control_name: str | None = None
-    without_numbers: Verdict = "not applicable"
-    """The verdict of a claim that has no number to judge."""
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """A claim's verdict, with the estimate, interval and level of its leading part."""
-
-    claim: Claim
-    verdict: Verdict
-    n: int
-    part: Part | None = None
-    effect: float | None = None
-    low: float | None = None
-    high: float | None = None
-    confidence: float | None = None
-    p_value: float | None = None
-
-    @property
-    def id(self) -> str:
-        return self.claim.id
-
-
-def judge(claims: Sequence[Claim], num_sequences: int) -> list[Judgement]:
-    """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
-    weights_RB = resample_weights(num_sequences)
-    judged = [claim for claim in claims if claim.parts]
-    estimates = {claim.id: [_estimate(part, weights_RB) for part in claim.parts] for claim in judged}
-    p_values = [_claim_p_value(claim, estimates[claim.id]) for claim in judged]
-    decided, levels = holm_levels(p_values, FAMILY_LEVEL)
-    by_id = {claim.id: found for claim, *found in zip(judged, p_values, decided, levels, strict=True)}
-    result = []
-    for claim in claims:
-        if claim.id not in by_id:
-            result.append(Judgement(claim=claim, verdict=claim.without_numbers, n=num_sequences))
-            continue
-        p_value, is_decided, level = by_id[claim.id]
-        passed = [part.passes(value) for part, (value, _, _) in zip(claim.parts, estimates[claim.id], strict=True)]
-        leading = _leading(passed)
-        value, resampled_R, _ = estimates[claim.id][leading]
-        tail = bootstrap_tail(num_sequences, 1 - level)
-        low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
-        verdict: Verdict = ("holds" if all(passed) else "does not hold") if is_decided else "undecided"
-        result.append(
-            Judgement(
-                claim=claim,
-                verdict=verdict,
-                n=num_sequences,
-                part=claim.parts[leading],
-                effect=value,
-                low=low,
-                high=high,
-                confidence=1 - level,
-                p_value=p_value,
-            )
-        )
-    return result
-
-
-Estimate = tuple[float, np.ndarray, float]
-"""(value, resampled values, p-value of its threshold)."""
-
-
-def _estimate(part: Part, weights_RB: np.ndarray) -> Estimate:
-    columns = part.columns_BC if part.columns_BC.ndim > 1 else part.columns_BC[:, None]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        value = float(part.statistic(seen_mean(columns)))
-        resampled_R = np.asarray(part.statistic(weighted_means(weights_RB, columns)), dtype=np.float64)
-    # A resample without a single case (0 / 0) says nothing: it counts for both sides.
-    unknown = ~np.isfinite(resampled_R)
-    resampled_R = np.where(unknown, part.threshold, resampled_R)
-    if not np.isfinite(value):
-        return np.nan, np.full_like(resampled_R, np.nan), 1.0
-    seen = np.where(np.isnan(columns), seen_mean(columns), columns)
-    if np.ptp(seen, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
-        return value, np.full_like(resampled_R, value), 0.0
-    return value, resampled_R, bootstrap_p_value(resampled_R, part.threshold, len(columns))
-
-
-def _claim_p_value(claim: Claim, estimates: list[Estimate]) -> float:
-    """All parts pass: the weakest decides. One fails: the clearest failure, corrected for having looked at several."""
-    passed = [part.passes(value) for part, (value, _, _) in zip(claim.parts, estimates, strict=True)]
-    if all(passed):
-        return max(p for _, _, p in estimates)
-    return min(1.0, len(passed) * min(p for ok, (_, _, p) in zip(passed, estimates, strict=True) if not ok))
-
-
-def _leading(passed: list[bool]) -> int:
-    """The part that is shown: the first, or the first that fails."""
-    return passed.index(False) if False in passed else 0
+)
+CLAIMS: dict[str, Claim] = {claim.id: claim for claim in (*LINK_CLAIMS, *CAUSAL_CLAIMS)}
+"""By id, in the order in which they are shown."""

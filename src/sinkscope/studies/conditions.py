@@ -1,19 +1,18 @@
 """Every condition that a study runs the judging sequences under, and what it keeps of each.
 
-A condition is named, has a target position and perhaps a factor, and is reduced at once to numbers by sequence. Its
-outcome is a finished part: a study that was interrupted reads it back instead of running it again.
+A condition is the key of its outcome, which is reduced at once to numbers by sequence. An outcome is a finished part: a
+study that was interrupted reads it back instead of running it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit
 from sinkscope.interventions.base import Intervention, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.neurons import (
@@ -33,6 +32,8 @@ FACTORS = (1.5, 2.0, 4.0, 8.0)
 """Doses of amplification beside 1; claims and their controls are judged at the largest."""
 DOSE = FACTORS[-1]
 NUM_RANDOM_SETS = 20
+SUPER_NEURONS, DIMENSIONS = "super_neurons", "dimensions"
+"""What can be held at its untouched values."""
 
 
 @dataclass(frozen=True)
@@ -40,43 +41,24 @@ class Condition:
     """One thing done to the model while the judging sequences run."""
 
     name: str
-    make: Callable[[], Sequence[Intervention]]
-    """Builds the interventions, calibration included; called only where the outcome is not there yet."""
-    target: int | None = None
+    target: int
+    """The position acted on."""
     factor: float | None = None
+    held: str | None = None
+    """What is held at its untouched values meanwhile."""
     number: int | None = None
     """Which of several random sets."""
 
     @property
-    def key(self) -> str:
-        parts = (self.name, self.target, None if self.factor is None else f"{self.factor:g}", self.number)
-        return "-".join(str(part) for part in parts if part is not None)
+    def label(self) -> str:
+        """What is done, in a word."""
+        return self.name if self.held is None else f"clamp_{self.held}+{self.name}"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a condition left, by sequence."""
-
-    rate_BS: np.ndarray
-    """Sink rate of every position."""
-    at: dict[str, np.ndarray]
-    """[B] by quantity: `<quantity>_at_<position>`, means over layers, and the loss."""
-    units_BTn: np.ndarray
-    """Activations of the super neurons."""
-    means: dict[str, np.ndarray] = field(default_factory=dict)
-    """The calibration means that it was made with."""
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        named = {f"{kind}.{k}": v for kind in ("at", "means") for k, v in getattr(self, kind).items()}
-        return {"rate_BS": self.rate_BS, "units_BTn": self.units_BTn, **named}
-
-    @classmethod
-    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
-        at, means = (
-            {name.removeprefix(kind): value for name, value in tensors.items() if name.startswith(kind)}
-            for kind in ("at.", "means.")
-        )
-        return cls(rate_BS=tensors["rate_BS"], units_BTn=tensors["units_BTn"], at=at, means=means)
+    @property
+    def part(self) -> str:
+        """The name of its finished part."""
+        numbers = (self.target, None if self.factor is None else f"{self.factor:g}", self.number)
+        return "-".join([self.label, *(str(number) for number in numbers if number is not None)])
 
 
 QUANTITIES = {
@@ -87,22 +69,60 @@ QUANTITIES = {
     "dom_ratio": "dom_ratio_LBT",
     "received": "received_LBS",
 }
+"""What is kept at the sink and at the targets, means over layers, by where a reading has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a condition left, by sequence."""
+
+    rate_BS: np.ndarray
+    """Sink rate of every position."""
+    places: tuple[int, ...]
+    """The sink and the targets."""
+    at_QKB: np.ndarray
+    """Each of QUANTITIES at each place."""
+    units_BTn: np.ndarray
+    """Activations of the super neurons."""
+    loss_B: np.ndarray | None = None
+    """Where it was read."""
+    means: dict[str, np.ndarray] = field(default_factory=dict)
+    """The calibration means that it was made with."""
+
+    def at(self, quantity: str, position: int) -> np.ndarray:
+        """[B] a quantity at the sink or a target."""
+        return self.at_QKB[list(QUANTITIES).index(quantity), self.places.index(position)]
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """What is written to a part."""
+        tensors = {"rate_BS": self.rate_BS, "at_QKB": self.at_QKB, "units_BTn": self.units_BTn}
+        if self.loss_B is not None:
+            tensors["loss_B"] = self.loss_B
+        return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
+        return cls(
+            rate_BS=tensors["rate_BS"],
+            places=tuple(tensors["places"].tolist()),
+            at_QKB=tensors["at_QKB"],
+            units_BTn=tensors["units_BTn"],
+            loss_B=tensors.get("loss_B"),
+            means={k.removeprefix("means."): v for k, v in tensors.items() if k.startswith("means.")},
+        )
 
 
 def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
     """The outcome that a reading leaves."""
     places = (plan.sink, *plan.targets)
-    at = {
-        f"{quantity}_at_{position}": getattr(reading, name)[:, :, position].double().nanmean(0).numpy()
-        for quantity, name in QUANTITIES.items()
-        for position in places
-    }
-    if reading.loss_B is not None:
-        at["loss"] = reading.loss_B.double().numpy()
+    at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
-    shape = (*reading.rate_BS.shape, 0)
     return Outcome(
-        rate_BS=reading.rate_BS.numpy(), at=at, units_BTn=np.stack(units, -1) if units else np.zeros(shape, np.float32)
+        rate_BS=reading.rate_BS.numpy(),
+        places=places,
+        at_QKB=np.stack(at),
+        units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
+        loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )
 
 
@@ -113,101 +133,104 @@ class Conditions:
         self, loaded: LoadedModel, plan: Plan, calibration: TokenBatch, replay: Replay, minimal: Sequence[Unit]
     ) -> None:
         self.loaded, self.plan, self.calibration, self.replay, self.minimal = loaded, plan, calibration, replay, minimal
-        self._edits: dict[tuple[str, int, float], AggregationEdit] = {}
-        """By formula, position and factor: a calibration takes a pass, and clamps use those of other conditions."""
+        self._edits: dict[Condition, AggregationEdit] = {}
+        """A calibration takes a pass, and conditions with something held use those of other conditions."""
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
-        plan = self.plan
-        conditions = [c for target in plan.targets for c in self._at_target(target)]
-        conditions += [Condition("open_to_later", self._open, plan.sink)] if plan.sink == 0 else []
+        sink, targets = self.plan.sink, self.plan.targets
+        conditions = [condition for target in targets for condition in self._at_target(target)]
+        conditions += [Condition("open_to_later", sink)] if sink == 0 else []
         if sink_varies:
-            conditions += [self._aggregation("equalise_variance", plan.sink)]
-            conditions += [self._aggregation("equalise_variance", target) for target in plan.targets[:1]]
-        conditions += [
-            self._aggregation(name, plan.sink) for name in ("remove_mean", "remove_deviation", "remove_energy")
-        ]
+            conditions += [Condition("equalise_variance", position) for position in (sink, *targets[:1])]
+        conditions += [Condition(name, sink) for name in ("remove_mean", "remove_deviation", "remove_energy")]
         if self.minimal:
-            units, model = self.minimal, self.loaded
-            conditions += [
-                Condition("ablate_minimal_set", lambda: [ablate_neurons(model, units)], plan.sink),
-                Condition(
-                    "mean_minimal_set",
-                    lambda: [ablate_neurons(model, units, "mean", calibration=self.calibration)],
-                    plan.sink,
-                ),
-                Condition("densify_minimal_set", lambda: [densify_neurons(model, units)], plan.sink),
-                *(
-                    Condition("random_set", lambda n=number: [self._random_set(n)], plan.sink, None, number)
-                    for number in range(NUM_RANDOM_SETS)
-                ),
-            ]
+            names = ("ablate_minimal_set", "mean_minimal_set", "densify_minimal_set")
+            conditions += [Condition(name, sink) for name in names]
+            conditions += [Condition("random_set", sink, number=number) for number in range(NUM_RANDOM_SETS)]
         return conditions
 
     def _at_target(self, target: int) -> Iterator[Condition]:
-        plan, model = self.plan, self.loaded
-        yield Condition("mask_to_self", lambda: [mask_to_self(model, target)], target)
-        yield Condition("mask_but_self", lambda: [edit_mask(model, target, "block", target)], target)
+        plan = self.plan
+        yield Condition("mask_to_self", target)
+        yield Condition("mask_but_self", target)
         for factor in FACTORS:
-            yield self._aggregation("amplify_variance", target, factor)
+            yield Condition("amplify_variance", target, factor)
         for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
-            yield self._aggregation(control, target, DOSE)
+            yield Condition(control, target, DOSE)
         if plan.dimensions:
-            moved = dict(source=plan.sink, positions=target, layers=list(plan.alive))
-            yield Condition(
-                "transplant_dimensions",
-                lambda: [set_dimensions(model, plan.dimensions, "transplant", **moved)],  # type: ignore[arg-type]
-                target,
-            )
+            yield Condition("transplant_dimensions", target)
         if plan.super_neurons:
-            units, others = plan.super_neurons, self._matched(plan.super_neurons, seed=0)
-            yield Condition(
-                "transplant_super_neurons", lambda: [transplant_neurons(model, units, plan.sink, target)], target
+            yield Condition("transplant_super_neurons", target)
+            yield Condition("transplant_random_set", target)
+        for held, there in ((SUPER_NEURONS, plan.super_neurons), (DIMENSIONS, plan.dimensions)):
+            if there:
+                yield Condition("mask_to_self", target, held=held)
+                yield Condition("amplify_variance", target, DOSE, held=held)
+
+    def interventions(self, condition: Condition) -> list[Intervention]:
+        """What the condition does to the model, calibration included."""
+        free = replace(condition, held=None)
+        made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
+        plan, untouched, where = self.plan, self.replay.untouched, dict(positions=condition.target)
+        if condition.held == SUPER_NEURONS:
+            return [made, ClampNeurons(self.loaded, plan.super_neurons, untouched, **where)]
+        if condition.held == DIMENSIONS:
+            return [made, ClampDimensions(self.loaded, untouched, plan.dimensions, **where)]
+        return [made]
+
+    def _edit(self, condition: Condition) -> AggregationEdit:
+        if condition not in self._edits:
+            self._edits[condition] = AggregationEdit(
+                self.loaded,
+                condition.name,
+                condition.target,
+                1.0 if condition.factor is None else condition.factor,
+                calibration=self.calibration,
+                layers=self.plan.layers,
             )
-            yield Condition(
-                "transplant_random_set", lambda: [transplant_neurons(model, others, plan.sink, target)], target
-            )
-        for name, clamp in self._clamps(target):
-            yield Condition(f"{name}+mask_to_self", lambda held=clamp: [held(), mask_to_self(model, target)], target)
-            amplify = self._aggregation("amplify_variance", target, DOSE)
-            yield Condition(f"{name}+amplify_variance", lambda held=clamp, a=amplify: [*a.make(), held()], target, DOSE)
+        return self._edits[condition]
 
-    def _clamps(self, target: int) -> Iterable[tuple[str, Callable[[], Intervention]]]:
-        plan, untouched = self.plan, self.replay.untouched
-        if plan.super_neurons:
-            yield (
-                "clamp_super_neurons",
-                lambda: ClampNeurons(self.loaded, plan.super_neurons, untouched, positions=target),
-            )
-        if plan.dimensions:
-            yield "clamp_dimensions", lambda: ClampDimensions(self.loaded, untouched, plan.dimensions, positions=target)
-
-    def _aggregation(self, formula: str, position: int, factor: float = 1.0) -> Condition:
-        def make() -> list[Intervention]:
-            key = (formula, position, factor)
-            if key not in self._edits:
-                self._edits[key] = AggregationEdit(
-                    self.loaded, *key, calibration=self.calibration, layers=self.plan.layers
-                )
-            return [self._edits[key]]
-
-        return Condition(formula, make, position, factor if factor != 1.0 else None)
-
-    def _open(self) -> list[Intervention]:
-        return [edit_mask(self.loaded, 0, "allow", range(self.replay.ids_BT.shape[1]))]
-
-    def _random_set(self, number: int) -> Intervention:
-        return ablate_neurons(self.loaded, self._matched(self.minimal, seed=1 + number))
-
-    def _matched(self, units: Sequence[Unit], *, seed: int) -> list[Unit]:
+    def matched(self, units: Sequence[Unit], *, seed: int) -> list[Unit]:
+        """As many other units, matched in size."""
         excluded = (*self.plan.candidates, *self.minimal, *self.plan.super_neurons)
         return matched_units(self.replay.anatomy, units, excluded, seed=seed)
 
     def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
         """The outcome of one condition on the judging sequences."""
-        interventions: Any = condition.make()
+        interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         means = {name: mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, loss=loss)
         return replace(reduced(reading, self.plan), means=means)
+
+
+def _transplant_dimensions(study: Conditions, condition: Condition) -> Intervention:
+    plan = study.plan
+    where = dict(source=plan.sink, positions=condition.target, layers=plan.alive)
+    return set_dimensions(study.loaded, plan.dimensions, "transplant", **where)  # type: ignore[arg-type]
+
+
+def _transplant_random_set(study: Conditions, condition: Condition) -> Intervention:
+    others = study.matched(study.plan.super_neurons, seed=0)
+    return transplant_neurons(study.loaded, others, study.plan.sink, condition.target)
+
+
+MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
+    "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
+    "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
+    "open_to_later": lambda study, c: edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1])),
+    "transplant_dimensions": _transplant_dimensions,
+    "transplant_super_neurons": lambda study, c: transplant_neurons(
+        study.loaded, study.plan.super_neurons, study.plan.sink, c.target
+    ),
+    "transplant_random_set": _transplant_random_set,
+    "ablate_minimal_set": lambda study, c: ablate_neurons(study.loaded, study.minimal),
+    "mean_minimal_set": lambda study, c: ablate_neurons(
+        study.loaded, study.minimal, "mean", calibration=study.calibration
+    ),
+    "densify_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal),
+    "random_set": lambda study, c: ablate_neurons(study.loaded, study.matched(study.minimal, seed=1 + (c.number or 0))),
+}
+"""What a condition does that is no formula of the aggregation."""

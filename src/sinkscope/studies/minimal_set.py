@@ -9,9 +9,26 @@ until no unit can be put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from sinkscope.models.anatomy import Unit
+import numpy as np
 
+from sinkscope.capture.replay import Replay
+from sinkscope.capture.trace import trace
+from sinkscope.interventions.base import together
+from sinkscope.interventions.neurons import ablate_neurons
+from sinkscope.models.anatomy import DENSE, Unit, anatomy_of
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.results.parts import Parts
+from sinkscope.studies.judging import QUARTER
+from sinkscope.studies.plan import Plan, candidate_units
+
+NUM_SEARCHING = 16
+"""Choosing sequences that the search runs on."""
+SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
+"""What the search asks for, and settles for where no set reaches it: one chosen at the very threshold fails it on
+other sequences half of the time."""
 MAX_ROUNDS = 4
 MAX_UNITS = 64
 
@@ -53,3 +70,33 @@ def _thinned(units: list[Unit], remaining: Remaining, target: float) -> tuple[Un
                 units = fewer
         if len(units) == before:
             return tuple(units)
+
+
+def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Unit, ...]:
+    """The minimal set of a model, found on choosing sequences; kept as a part, since the search is long."""
+    kept = parts.load("minimal-set")
+    if kept is not None:
+        return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
+    batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
+    restarts = {unit.layer for unit in plan.candidates}
+    replay = Replay(anatomy_of(loaded.model), loaded.model, batch.ids, restarts=restarts)
+    before = float(replay.untouched.rate_BS[:, plan.sink].mean())
+    left: dict[frozenset[Unit], float] = {}
+
+    def remaining(units: Sequence[Unit]) -> float:
+        if (removed := frozenset(units)) not in left:
+            with together([ablate_neurons(loaded, units)]) as first_layer:
+                left[removed] = float(replay.read(first_layer).rate_BS[:, plan.sink].mean()) / before
+        return left[removed]
+
+    def more(units: Sequence[Unit]) -> list[Unit]:
+        with ablate_neurons(loaded, units):
+            found = trace(loaded, batch, effective_rank=False).findings
+        return candidate_units(found, plan.sink)
+
+    units: tuple[Unit, ...] = ()
+    for target in SEARCH_TARGETS if before > 0 else ():
+        units = units or minimal_set(plan.candidates, remaining, more, target)
+    rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
+    parts.save("minimal-set", {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)})
+    return units

@@ -11,11 +11,11 @@ import torch
 from sinkscope.capture.findings import Findings, SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.models.anatomy import Unit
+from sinkscope.studies.judging import LEVEL_ELSEWHERE
 
 SUPER_NEURON_SHARE = 0.005
-"""Super neurons are at most this part of a layer's units ..."""
-SUPER_NEURON_CONTRAST = 10.0
-"""... each with a write at the sink of this many times its level elsewhere."""
+"""Super neurons are at most this part of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
+level at other positions."""
 LATER_SHARE = 0.1
 """Behind the birth only units with this part of their layer's write count."""
 FIRST_TARGET = 10
@@ -73,7 +73,7 @@ def make_plan(findings: Findings) -> Plan:
         if entry.position == sink:
             peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
     here = [unit for unit in findings.super_neurons if unit.position == sink and unit.role == "writes"]
-    sharp = [unit for unit in here if unit.contrast >= SUPER_NEURON_CONTRAST]
+    sharp = [unit for unit in here if unit.contrast >= LEVEL_ELSEWHERE]
     sharp.sort(key=lambda unit: -unit.write_share)
     chosen: list[SuperNeuron] = []
     for layer in sorted({unit.layer for unit in sharp}):
@@ -102,7 +102,7 @@ def candidate_units(findings: Findings, sink: int) -> list[Unit]:
     return [
         Unit(unit.layer, unit.expert, unit.neuron)
         for unit in findings.movers
-        if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= SUPER_NEURON_CONTRAST)
+        if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= LEVEL_ELSEWHERE)
     ]
 
 

@@ -7,7 +7,7 @@ means, and the judging ones decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,46 +16,54 @@ from transformers import PreTrainedModel
 from sinkscope.arguments import check_study
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
-from sinkscope.capture.trace import trace
+from sinkscope.capture.trace import Trace, trace
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
-from sinkscope.interventions.base import together
-from sinkscope.interventions.neurons import ablate_neurons
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
-from sinkscope.models.anatomy import DENSE, Anatomy, Unit, anatomy_of
+from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.studies.causal_claims import Measured, causal_claims
-from sinkscope.studies.claims import CLAIMS, QUARTER, Claim, judge
-from sinkscope.studies.conditions import Conditions, Outcome, reduced
+from sinkscope.results.study_schemas import STUDY_TABLES
+from sinkscope.studies.causal_claims import CAUSAL
+from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
 from sinkscope.studies.evidence import read_evidence
-from sinkscope.studies.minimal_set import minimal_set
-from sinkscope.studies.plan import Plan, candidate_units, make_plan
-from sinkscope.studies.reading_claims import NO_SINK, reading_claims
-from sinkscope.studies.study_result import StudyResult
-from sinkscope.studies.study_tables import STUDY_TABLES, study_tables
-from sinkscope.studies.verdict import verdict_sentence
+from sinkscope.studies.judging import Empty, Judgement, judge, percent
+from sinkscope.studies.measured import Measured
+from sinkscope.studies.minimal_set import find_minimal_set
+from sinkscope.studies.plan import Plan, make_plan
+from sinkscope.studies.tables import study_tables
 
 NUM_CHOOSING = 32
-NUM_SEARCHING = 16
-"""Choosing sequences that the search for a minimal set runs on."""
-SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
-"""What the search asks for, and settles for where no set reaches it: one chosen at the very threshold fails it on
-other sequences half of the time."""
-
+NO_SINK = "there is no sink to explain"
 UNPLANNED = "the sequences that plan interventions show no sink"
 
 Progress = Callable[[int, int], None]
 
 
-class Study(StudyResult):
+@dataclass(frozen=True, kw_only=True)
+class Study:
     """What was found, as tables, as a summary and in a sentence."""
+
+    loaded: LoadedModel
+    trace: Trace
+    """Of the untouched model on the judging sequences."""
+    measured: Measured
+    judgements: list[Judgement]
+
+    @property
+    def plan(self) -> Plan:
+        return self.measured.plan
+
+    @property
+    def minimal_set(self) -> tuple[Unit, ...]:
+        return self.measured.minimal
 
     @cached_property
     def tables(self) -> dict[str, Mapping]:
         """Columns by table; those of the trace are in `trace.tables`."""
-        return study_tables(self)
+        return study_tables(self.trace, self.measured, self.judgements, self.loaded.tokenizer)
 
     @cached_property
     def summary(self) -> dict:
@@ -66,7 +74,7 @@ class Study(StudyResult):
                 "effect": j.effect,
                 "low": j.low,
                 "high": j.high,
-                "control": j.claim.control,
+                "control": j.control,
                 "n": j.n,
             }
             for j in self.judgements
@@ -80,10 +88,39 @@ class Study(StudyResult):
             "sink_without_minimal_set": self.went,
         }
 
+    @cached_property
+    def went(self) -> str | None:
+        """Where the sink went when the minimal set was removed: gone, weaker, or shifted to another position."""
+        removed = self.measured.outcomes.get(Condition("ablate_minimal_set", self.plan.sink))
+        if removed is None:
+            return None
+        before_S, after_S = self.measured.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
+        eligible = np.arange(len(after_S)) < len(after_S) - LATER_QUERIES
+        new = eligible & (after_S >= SINK_RATE) & (before_S < SINK_RATE)
+        if new.any():
+            position = int(np.where(new, after_S, -1).argmax())
+            return f"shifted to position {position} ({after_S[position]:.1%})"
+        at_sink = after_S[self.plan.sink]
+        return "gone" if at_sink < SINK_RATE else f"weaker ({at_sink:.1%})"
+
     @property
     def verdict(self) -> str:
-        """The answer in a sentence or two."""
-        return verdict_sentence(self.plan, self.judgements, self.minimal_set, self.went)
+        """What a reader takes home, in a sentence or two: is there a sink, which links hold, what causes it."""
+        sink, *others = self.judgements
+        position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
+        if sink.verdict != "holds":
+            fails = "which may or may not reach" if sink.verdict == "undecided" else "and a sink needs"
+            strongest = f"position {position}, the strongest in the sequences it was chosen on,"
+            return f"No sink to explain: {strongest} is one for {rate:.1%} of heads, {fails} {percent(SINK_RATE)}."
+        text = f"Position {position} is a sink for {rate:.1%} of heads. "
+        text += _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
+        text += _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
+        if self.went is not None:
+            # Whether that many units are needed is a claim of its own, with its interval.
+            gone = f"position {position} falls below the {percent(SINK_RATE)} of a sink"
+            left = gone if self.went == "gone" else f"the sink is {self.went}"
+            text += f"Without its minimal set of units ({', '.join(map(str, self.minimal_set))}) {left}."
+        return text.strip()
 
     def write(self, folder: RunFolder) -> None:
         """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""
@@ -96,6 +133,18 @@ class Study(StudyResult):
         means = {name: mean for o in self.measured.outcomes.values() for name, mean in o.means.items()}
         if means:
             save_file(means, folder.path / "calibration.safetensors")
+
+
+def _count(judged: Sequence[Judgement], words: str) -> str:
+    applicable = [j for j in judged if j.verdict != "not applicable"]
+    if not applicable:
+        return f"None of the {words} can be judged here. "
+    held = [j for j in applicable if j.verdict == "holds"]
+    text = f"{len(held)} of {len(applicable)} {words} hold"
+    for verdict in ("does not hold", "undecided"):
+        if named := [j.id for j in applicable if j.verdict == verdict]:
+            text += f"; {verdict}: {', '.join(named)}"
+    return text + ". "
 
 
 def study(
@@ -132,109 +181,57 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.loaded, self.judging, self.choosing, self.calibration = loaded, judging, choosing, calibration
-        self.anatomy: Anatomy = anatomy_of(loaded.model)
         self.parts, self.progress = parts, progress or (lambda done, total: None)
 
     def study(self) -> Study:
         chosen = trace(self.loaded, self.choosing, effective_rank=False)
-        plan = make_plan(chosen.findings)
+        plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= SINK_RATE
         shown = trace(self.loaded, self.judging)
-        has_sink = chosen.findings.strongest[1] >= SINK_RATE
-        minimal = self._minimal_set(plan) if has_sink else ()
-        units = dict.fromkeys((*plan.super_neurons, *minimal))
-        replay = Replay(
-            self.anatomy,
-            self.loaded.model,
-            self.judging.ids,
-            tuple(units),
-            plan.dimensions,
-            restarts={unit.layer for unit in (*plan.candidates, *minimal)},
-            loss=True,
-        )
-        evidence = read_evidence(self.anatomy, self.loaded.model, self.judging.ids, plan)
-        sink_varies = bool((self.judging.ids[:, plan.sink] != self.judging.ids[0, plan.sink]).any())
-        claims = reading_claims(plan, self.anatomy, evidence, replay.untouched, sink_varies=sink_varies)
-        measured = Measured(plan, reduced(replay.untouched, plan), {})
-        went = None
-        if has_sink:
-            conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
-            measured.outcomes.update(self._outcomes(conditions, sink_varies))
-            claims += causal_claims(plan, self.anatomy, measured, minimal, sink_varies=sink_varies)
-            went = _went(plan, measured) if minimal else None
-        else:
-            claims += [Claim(id=name, note=UNPLANNED) for name, (link, _) in CLAIMS.items() if link == "causal"]
-        judgements = judge(claims, self.judging.num_sequences)
+        minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
+        measured = self._measured(plan, minimal, has_sink)
+        found = [
+            (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else claim.numbers(measured))
+            for claim in CLAIMS.values()
+        ]
+        judgements = judge(found, self.judging.num_sequences)
         if judgements[0].verdict != "holds":
             # The sink keeps its verdict: judged anew, alone, it could hold on a page that explains no sink.
-            nothing = [Claim(id=name, note=NO_SINK) for name in CLAIMS if name != "sink"]
+            nothing = [(claim, Empty(NO_SINK)) for claim in list(CLAIMS.values())[1:]]
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
-        return Study(
-            loaded=self.loaded,
+        return Study(loaded=self.loaded, trace=shown, measured=measured, judgements=judgements)
+
+    def _measured(self, plan: Plan, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
+        model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
+        units = tuple(dict.fromkeys((*plan.super_neurons, *minimal)))
+        restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
+        replay = Replay(anatomy, model, ids_BT, units, plan.dimensions, restarts=restarts, loss=True)
+        evidence = read_evidence(anatomy, model, ids_BT, plan)
+        sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
+        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
+        return Measured(
             plan=plan,
-            trace=shown,
-            judgements=judgements,
-            measured=measured,
-            minimal_set=minimal,
-            went=went,
+            anatomy=anatomy,
+            evidence=evidence,
+            reading=replay.untouched,
+            untouched=reduced(replay.untouched, plan),
+            outcomes=self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {},
+            minimal=minimal,
+            sink_varies=sink_varies,
         )
 
-    def _outcomes(self, conditions: Conditions, sink_varies: bool) -> dict[str, Outcome]:
+    def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
         outcomes = {}
         wanted = conditions.all(sink_varies=sink_varies)
         # Over a large vocabulary the loss costs more than all layers: it is read where the first target is acted on.
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
-            arrays = self.parts.load(condition.key)
-            if arrays is None:
-                outcome = conditions.run(
-                    condition, loss=condition.name != "random_set" and condition.target in with_loss
-                )
-                self.parts.save(condition.key, outcome.tensors())
+            kept = self.parts.load(condition.part)
+            if kept is None:
+                loss = condition.name != "random_set" and condition.target in with_loss
+                outcomes[condition] = conditions.run(condition, loss=loss)
+                self.parts.save(condition.part, outcomes[condition].tensors())
             else:
-                outcome = Outcome.of_tensors(arrays)
-            outcomes[condition.key] = outcome
+                outcomes[condition] = Outcome.of_tensors(kept)
         self.progress(len(wanted), len(wanted))
         return outcomes
-
-    def _minimal_set(self, plan: Plan) -> tuple[Unit, ...]:
-        """Found on choosing sequences; kept as a part, since the search is long."""
-        kept = self.parts.load("minimal-set")
-        if kept is not None:
-            return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
-        batch = replace(self.choosing, ids=self.choosing.ids[:NUM_SEARCHING])
-        restarts = {unit.layer for unit in plan.candidates}
-        replay = Replay(self.anatomy, self.loaded.model, batch.ids, restarts=restarts)
-        before = float(replay.untouched.rate_BS[:, plan.sink].mean())
-
-        left: dict[frozenset[Unit], float] = {}
-
-        def remaining(units: Sequence[Unit]) -> float:
-            if (removed := frozenset(units)) not in left:
-                with together([ablate_neurons(self.loaded, units)]) as first_layer:
-                    left[removed] = float(replay.read(first_layer).rate_BS[:, plan.sink].mean()) / before
-            return left[removed]
-
-        def more(units: Sequence[Unit]) -> list[Unit]:
-            with ablate_neurons(self.loaded, units):
-                found = trace(self.loaded, batch, effective_rank=False).findings
-            return candidate_units(found, plan.sink)
-
-        units: tuple[Unit, ...] = ()
-        for target in SEARCH_TARGETS if before > 0 else ():
-            units = units or minimal_set(plan.candidates, remaining, more, target)
-        rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
-        self.parts.save("minimal-set", {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)})
-        return units
-
-
-def _went(plan: Plan, measured: Measured) -> str:
-    """gone, weaker, or shifted to another position."""
-    before_S = measured.untouched.rate_BS.mean(0)
-    after_S = measured.outcome("ablate_minimal_set", plan.sink).rate_BS.mean(0)
-    eligible = np.arange(len(after_S)) < len(after_S) - LATER_QUERIES
-    new = eligible & (after_S >= SINK_RATE) & (before_S < SINK_RATE)
-    if new.any():
-        position = int(np.where(new, after_S, -1).argmax())
-        return f"shifted to position {position} ({after_S[position]:.1%})"
-    return "gone" if after_S[plan.sink] < SINK_RATE else f"weaker ({after_S[plan.sink]:.1%})"

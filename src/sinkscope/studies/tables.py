@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from sinkscope.capture.trace import Trace
 from sinkscope.models.anatomy import Unit
-from sinkscope.results.study_schemas import STUDY_TABLES as STUDY_TABLES
+from sinkscope.results.study_schemas import STUDY_TABLES
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
-from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import DOSE, NUM_RANDOM_SETS, QUANTITIES, Outcome
-from sinkscope.studies.study_result import StudyResult
+from sinkscope.studies.conditions import (
+    DIMENSIONS,
+    DOSE,
+    NUM_RANDOM_SETS,
+    QUANTITIES,
+    SUPER_NEURONS,
+    Condition,
+    Outcome,
+)
+from sinkscope.studies.judging import Judgement
+from sinkscope.studies.measured import Measured
 
 NUM_BINS = 24
 NUM_RANKS = 64
@@ -41,58 +50,55 @@ class _Rows:
             self.columns[name].append(value)
 
 
-def study_tables(study: StudyResult) -> dict[str, Mapping]:
+def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement], tokenizer: Any) -> dict[str, Mapping]:
     """Columns by table."""
     tables = {
-        "claims": _claims(study),
+        "claims": _claims(judgements),
         "rates": _rates(study),
         "effects": _effects(study),
-        "mediation": _mediation(study),
+        "mediation": _mediation(study, judgements),
         "random_sets": _random_sets(study),
-        "minimal_set": _minimal_set(study),
+        "minimal_set": _minimal_set(trace, study),
         "histograms": _histograms(study),
         "output_energy": _output_energy(study),
-        "tokens": _tokens(study),
+        "tokens": _tokens(trace, tokenizer),
     }
     empty = {schema.name: {column.name: [] for column in schema.columns} for schema in STUDY_TABLES}
     return {name: rows.columns or empty[name] for name, rows in tables.items()}
 
 
-def _conditions(study: StudyResult) -> list[tuple[str, int | None, float | None, Outcome]]:
+def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Outcome]]:
     """(condition, target, factor, outcome), the untouched model first; random sets have a table of their own."""
-    found: list[tuple[str, int | None, float | None, Outcome]] = [("untouched", None, None, study.measured.untouched)]
-    for key, outcome in study.measured.outcomes.items():
-        name, target, *factor = key.split("-")
-        if name != "random_set":
-            found.append((name, int(target), float(factor[0]) if factor else None, outcome))
-    return found
+    return [
+        ("untouched", None, None, study.untouched),
+        *((c.label, c.target, c.factor, o) for c, o in study.outcomes.items() if c.name != "random_set"),
+    ]
 
 
-def _claims(study: StudyResult) -> _Rows:
+def _claims(judgements: Sequence[Judgement]) -> _Rows:
     rows = _Rows()
-    for j in study.judgements:
-        link, statement = CLAIMS[j.id]
+    for j in judgements:
         rows.add(
             id=j.id,
-            statement=statement,
-            link=link,
+            statement=j.claim.statement,
+            link=j.claim.link,
             verdict=j.verdict,
             effect=j.effect,
             low=j.low,
             high=j.high,
             confidence=j.confidence,
-            threshold=None if j.part is None else j.part.threshold,
-            rule=RULES["" if j.part is None else j.part.rule],
-            control=j.claim.control,
-            control_name=j.claim.control_name,
+            threshold=None if j.bar is None else j.bar.threshold,
+            rule=RULES["" if j.bar is None else j.bar.rule],
+            control=j.control,
+            control_name=None if j.control is None else j.claim.control_is,
             n=j.n,
             p_value=j.p_value,
-            note=j.claim.note,
+            note=j.note,
         )
     return rows
 
 
-def _rates(study: StudyResult) -> _Rows:
+def _rates(study: Measured) -> _Rows:
     rows = _Rows()
     for name, target, factor, outcome in _conditions(study):
         low_S, high_S = bootstrap_mean_interval(outcome.rate_BS)
@@ -109,9 +115,9 @@ def _rates(study: StudyResult) -> _Rows:
     return rows
 
 
-def _effects(study: StudyResult) -> _Rows:
+def _effects(study: Measured) -> _Rows:
     rows = _Rows()
-    plan, untouched = study.plan, study.measured.untouched
+    plan, untouched = study.plan, study.untouched
     for name, target, factor, outcome in _conditions(study)[1:]:
         assert target is not None
         pairs = {
@@ -119,13 +125,12 @@ def _effects(study: StudyResult) -> _Rows:
             "sink_rate_at_sink": (untouched.rate_BS[:, plan.sink], outcome.rate_BS[:, plan.sink]),
         }
         for quantity in QUANTITIES:
-            key = f"{quantity}_at_{target}"
-            pairs[f"{quantity}_at_target"] = (untouched.at[key], outcome.at[key])
+            pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), outcome.at(quantity, target))
         if plan.super_neurons:
             before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, outcome))
             pairs["super_neuron_activation_at_target"] = (before_B, after_B)
-        if "loss" in outcome.at:
-            pairs["loss"] = (untouched.at["loss"], outcome.at["loss"])
+        if untouched.loss_B is not None and outcome.loss_B is not None:
+            pairs["loss"] = (untouched.loss_B, outcome.loss_B)
         difference_BQ = np.stack([after - before for before, after in pairs.values()], 1)
         low_Q, high_Q = bootstrap_mean_interval(difference_BQ)
         for number, (quantity, (before, after)) in enumerate(pairs.items()):
@@ -144,16 +149,13 @@ def _effects(study: StudyResult) -> _Rows:
     return rows
 
 
-def _mediation(study: StudyResult) -> _Rows:
-    rows, measured = _Rows(), study.measured
-    by_id = {judgement.id: judgement for judgement in study.judgements}
-    for short, cause, dose in (("mask", "mask_to_self", ()), ("amplification", "amplify_variance", (f"{DOSE:g}",))):
-        for mediator in ("super_neurons", "massive_dimensions"):
-            held = mediator.removeprefix("massive_")
-            if not study.plan.targets or not measured.has(f"clamp_{held}+{cause}", study.plan.targets[0], *dose):
+def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
+    rows, by_id = _Rows(), {judgement.id: judgement for judgement in judgements}
+    for short, cause, dose in (("mask", "mask_to_self", None), ("amplification", "amplify_variance", DOSE)):
+        for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
+            if not any(condition.held == held for condition in study.outcomes):
                 continue
-            total = float(measured.rise_B(cause, *dose).mean())
-            direct = float(measured.rise_B(f"clamp_{held}+{cause}", *dose).mean())
+            total, direct = (float(study.rise_B(cause, dose, of).mean()) for of in (None, held))
             judged = by_id[f"mediation_{short}_{held}"]
             rows.add(
                 intervention=cause,
@@ -169,29 +171,29 @@ def _mediation(study: StudyResult) -> _Rows:
     return rows
 
 
-def _random_sets(study: StudyResult) -> _Rows:
+def _random_sets(study: Measured) -> _Rows:
     rows = _Rows()
-    if study.minimal_set and study.measured.outcomes:
-        before = study.measured.at_sink_B().mean()
+    if study.minimal and study.outcomes:
+        before = study.at_sink_B().mean()
         for number in range(NUM_RANDOM_SETS):
-            rate = study.measured.at_sink_B("random_set", study.plan.sink, number).mean()
-            rows.add(set=number, num_units=len(study.minimal_set), rate=float(rate), remaining=float(rate / before))
+            rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
+            rows.add(set=number, num_units=len(study.minimal), rate=float(rate), remaining=float(rate / before))
     return rows
 
 
-def _minimal_set(study: StudyResult) -> _Rows:
+def _minimal_set(trace: Trace, study: Measured) -> _Rows:
     rows = _Rows()
     shares = {
         Unit(u.layer, u.expert, u.neuron): u.write_share
-        for u in study.trace.findings.super_neurons
+        for u in trace.findings.super_neurons
         if u.position == study.plan.sink
     }
-    for unit in study.minimal_set:
+    for unit in study.minimal:
         rows.add(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
     return rows
 
 
-def _histograms(study: StudyResult) -> _Rows:
+def _histograms(study: Measured) -> _Rows:
     rows, plan = _Rows(), study.plan
     acted_on = (None, plan.sink, *plan.targets[:1])
     shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
@@ -222,11 +224,10 @@ def _histograms(study: StudyResult) -> _Rows:
     return rows
 
 
-def _output_energy(study: StudyResult) -> _Rows:
+def _output_energy(study: Measured) -> _Rows:
     rows = _Rows()
-    anatomy = study.trace.recording.anatomy
     for unit in study.plan.super_neurons[:SHOWN_UNITS]:
-        layer = anatomy.layers[unit.layer]
+        layer = study.anatomy.layers[unit.layer]
         weight_EF = layer.written_vectors(unit.expert).cpu()
         energy_EF = weight_EF.square() / weight_EF.square().sum(0)
         top_F = energy_EF.amax(0)  # NaN of units that write nothing, which are sorted last
@@ -247,9 +248,9 @@ def _output_energy(study: StudyResult) -> _Rows:
     return rows
 
 
-def _tokens(study: StudyResult) -> _Rows:
-    rows, tokenizer = _Rows(), study.loaded.tokenizer
-    for sequence, ids in enumerate(study.trace.recording.batch.ids[:SHOWN_SEQUENCES].tolist()):
+def _tokens(trace: Trace, tokenizer: Any) -> _Rows:
+    rows = _Rows()
+    for sequence, ids in enumerate(trace.recording.batch.ids[:SHOWN_SEQUENCES].tolist()):
         texts = [str(index) for index in ids] if tokenizer is None else [tokenizer.decode([index]) for index in ids]
         for position, (index, text) in enumerate(zip(ids, texts, strict=True)):
             rows.add(sequence=sequence, position=position, id=index, text=str(text))

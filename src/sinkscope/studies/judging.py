@@ -1,0 +1,206 @@
+"""How a claim is judged: what it is made of, its numbers by sequence, and the verdict that follows from them.
+
+A claim has one bar or several, all of which it must clear. A bar is a number computed from means over sequences, with a
+threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at least`
+is content with the threshold itself. A claim holds when it clears every bar, does not hold when one bar's interval lies
+on the wrong side, and is undecided when an interval contains the threshold. Intervals are bootstrap intervals over
+sequences at the level that Holm's procedure over all applicable claims gives, so that all verdicts together are right
+with 95 % confidence.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sinkscope.statistics import (
+    bootstrap_p_value,
+    bootstrap_tail,
+    holm_levels,
+    resample_weights,
+    seen_mean,
+    weighted_means,
+)
+
+Verdict = Literal["holds", "does not hold", "not applicable", "undecided"]
+Rule = Literal["at least", "above", "below"]
+CLEARS: dict[Rule, Callable[[float, float], bool]] = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "below": operator.lt,
+}
+FAMILY_LEVEL = 0.05
+
+# Thresholds that others go by too: the plan of a study, births in training, figures.
+VARIANCE_RATIO = 2.0
+LEVEL_ELSEWHERE = 10.0
+"""A super neuron's write at the sink over its level at other positions."""
+TOP_SHARE = 0.25
+"""Of an output vector's energy in one dimension: from here on it is channel-sparse."""
+DOM_RATIO = 3.0
+"""At the sink, over that elsewhere."""
+COSINE = 0.9
+RISE = 0.05
+"""Five points of the sink rate: what counts as a sink made, and the margin of equivalence for what makes none."""
+QUARTER = 0.25
+"""Of the sink: less is left where it was taken away."""
+SPARED = 0.8
+"""Of the sink: a matched random set leaves at least this."""
+
+
+def percent(share: float) -> str:
+    """A share as statements write it."""
+    return f"{100 * share:g} %"
+
+
+def the_mean(means: np.ndarray) -> np.ndarray:
+    return means
+
+
+def second_over_first(means: np.ndarray) -> np.ndarray:
+    return means[..., 1] / means[..., 0]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A statistic with the threshold that it must clear."""
+
+    rule: Rule
+    threshold: float
+    statistic: Callable[[np.ndarray], np.ndarray] = the_mean
+    """From means over sequences [..., what a sequence has] to numbers [...]."""
+
+    def cleared_by(self, value: float) -> bool:
+        return CLEARS[self.rule](value, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a claim is judged on."""
+
+    by_bar: Sequence[np.ndarray]
+    """For each bar [B, ...] numbers by sequence, whose means its statistic takes; NaN is empty, and left out."""
+    control: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Why a claim has no number to judge, and the verdict that it has for that."""
+
+    note: str
+    verdict: Verdict = "not applicable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim: fixed before any model is looked at."""
+
+    id: str
+    link: str
+    """The link of the chain that it is about, or causal."""
+    statement: str
+    bars: tuple[Bar, ...]
+    numbers: Callable[[Any], Numbers | Empty]
+    """From what a study measured."""
+    control_is: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A claim's verdict, with the estimate, interval and level of its leading bar."""
+
+    claim: Claim
+    verdict: Verdict
+    n: int
+    control: float | None = None
+    note: str = ""
+    bar: Bar | None = None
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+    confidence: float | None = None
+    p_value: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.claim.id
+
+
+Estimate = tuple[float, np.ndarray, float]
+"""(value, resampled values, p-value of its threshold)."""
+
+
+def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) -> list[Judgement]:
+    """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
+    weights_RB = resample_weights(num_sequences)
+    estimates = {
+        claim.id: [_estimate(bar, columns, weights_RB) for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)]
+        for claim, numbers in found
+        if isinstance(numbers, Numbers)
+    }
+    judged = [claim for claim, _ in found if claim.id in estimates]
+    p_values = [_p_value(claim, estimates[claim.id]) for claim in judged]
+    decided, levels = holm_levels(p_values, FAMILY_LEVEL)
+    by_id = {claim.id: found for claim, *found in zip(judged, p_values, decided, levels, strict=True)}
+    result = []
+    for claim, numbers in found:
+        if isinstance(numbers, Empty):
+            result.append(Judgement(claim=claim, verdict=numbers.verdict, n=num_sequences, note=numbers.note))
+            continue
+        p_value, is_decided, level = by_id[claim.id]
+        cleared = _cleared(claim, estimates[claim.id])
+        leading = cleared.index(False) if False in cleared else 0
+        value, resampled_R, _ = estimates[claim.id][leading]
+        tail = bootstrap_tail(num_sequences, 1 - level)
+        low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
+        verdict: Verdict = ("holds" if all(cleared) else "does not hold") if is_decided else "undecided"
+        result.append(
+            Judgement(
+                claim=claim,
+                verdict=verdict,
+                n=num_sequences,
+                control=numbers.control,
+                note=numbers.note,
+                bar=claim.bars[leading],
+                effect=value,
+                low=low,
+                high=high,
+                confidence=1 - level,
+                p_value=p_value,
+            )
+        )
+    return result
+
+
+def _estimate(bar: Bar, values: np.ndarray, weights_RB: np.ndarray) -> Estimate:
+    columns_BC, shape = values.reshape(len(values), -1), values.shape[1:]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = float(bar.statistic(seen_mean(columns_BC).reshape(shape)))
+        means = weighted_means(weights_RB, columns_BC).reshape(-1, *shape)
+        resampled_R = np.asarray(bar.statistic(means), dtype=np.float64)
+    if not np.isfinite(value):
+        return np.nan, np.full_like(resampled_R, np.nan), 1.0
+    # A resample without a single case (0 / 0) says nothing: it counts for both sides.
+    resampled_R = np.where(np.isfinite(resampled_R), resampled_R, bar.threshold)
+    seen_BC = np.where(np.isnan(columns_BC), seen_mean(columns_BC), columns_BC)
+    if np.ptp(seen_BC, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
+        return value, np.full_like(resampled_R, value), 0.0
+    return value, resampled_R, bootstrap_p_value(resampled_R, bar.threshold, len(columns_BC))
+
+
+def _cleared(claim: Claim, estimates: list[Estimate]) -> list[bool]:
+    return [bar.cleared_by(value) for bar, (value, _, _) in zip(claim.bars, estimates, strict=True)]
+
+
+def _p_value(claim: Claim, estimates: list[Estimate]) -> float:
+    """All bars are cleared: the weakest decides. One is not: the clearest failure, corrected for having looked at
+    several."""
+    cleared = _cleared(claim, estimates)
+    if all(cleared):
+        return max(p for _, _, p in estimates)
+    return min(1.0, len(cleared) * min(p for ok, (_, _, p) in zip(cleared, estimates, strict=True) if not ok))
