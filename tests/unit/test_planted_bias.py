@@ -187,5 +187,5 @@ def test_weights_that_are_not_numbers_and_too_few_sequences_are_refused():
     loaded.model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
     with pytest.raises(InputError, match="NaN in"):
         bias(loaded.model)
-    with pytest.raises(InputError, match="finite logits"):
+    with pytest.raises(InputError, match="NaN or infinity in what leaves layer 0"):
         read_bias(loaded, population())
