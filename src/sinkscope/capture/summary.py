@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sinkscope.capture.findings import Findings
+from sinkscope.measures.sink_score import SINK_RATE
 
 
 def trace_summary(findings: Findings) -> dict:
@@ -71,7 +72,7 @@ def story(findings: Findings) -> str:
         among = f" among the keys that were read ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
     if not sinks:
         text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
-        text += " (a sink needs 5 %)"
+        text += f" (a sink needs {100 * SINK_RATE:g} %)"
         if findings.massive_dimensions:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"
