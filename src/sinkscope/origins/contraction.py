@@ -79,7 +79,7 @@ def contraction_observables(length: int) -> list[Observable]:
             tap=Tap.RESIDUAL_OUT,
             reduce=lambda call: _directions(call)[:, positions_P],
             merge=Cosine(),
-            axes="LP",
+            axes="LT",
             meaning="Mean cosine of the states at a position over pairs of sequences",
         ),
         Observable(
@@ -87,7 +87,7 @@ def contraction_observables(length: int) -> list[Observable]:
             tap=Tap.AGGREGATION,
             reduce=lambda call: call.aggregation[:, positions_P].double(),
             merge=Moments(),
-            axes="LP",
+            axes="LT",
             meaning="Variance of the value aggregation across sequences, mean over channels",
         ),
     ]
