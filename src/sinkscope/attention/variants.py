@@ -308,7 +308,7 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
         raise InputError(
             expected=f"an attention variant: {', '.join(VARIANTS)}",
             found=repr(name),
-            next_step="Choose one with --variant",
+            next_step="Give one of them as `variant`",
         )
     defaults = _options_of(VARIANTS[name])
     for option, value in options.items():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from sinkscope.commands.options import integers
-from sinkscope.pretrain.training_config import TrainingConfig
+from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed
 from sinkscope.runtime import check_placement
 
 Sources = Annotated[
@@ -111,8 +111,14 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
     changes = {name: value for name, value in asdict(training).items() if value is not None}
     if asked.snapshots is not None:
         changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
+    if asked.config in TRAINING_PRESETS:  # a file is judged later, with the model that it describes
+        changed(TRAINING_PRESETS[asked.config], changes, "training")
+    from sinkscope.pretrain.text_sources import check_sources
+    from sinkscope.pretrain.token_shards import is_shards
     from sinkscope.results.run_folder import check_output, is_training_run
 
+    if not is_shards(asked.data):
+        check_sources(asked.data)
     if not is_training_run(asked.out):
         check_output(asked.out, asked.overwrite)
     from transformers.utils import logging

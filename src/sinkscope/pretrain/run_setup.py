@@ -19,7 +19,7 @@ from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.metrics_log import log_keys, read_first_rows
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.pretrain.token_shards import MANIFEST, SPLITS, TokenShards, open_shards
+from sinkscope.pretrain.token_shards import SPLITS, TokenShards, is_shards, open_shards
 from sinkscope.pretrain.token_stream import TokenStream
 from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
 from sinkscope.pretrain.trackers import check_tracker, tracker
@@ -191,7 +191,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
                 num_processes=group.num_processes,
             ),
         )
-        if not _is_shards(config.data):
+        if not is_shards(config.data):
             texts = TokenizeConfig(
                 data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
             )
@@ -246,18 +246,7 @@ def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
 
 def _shards(config: PretrainConfig, run: Path) -> TokenShards:
     """The shards that the data are, or that were made of the texts."""
-    return open_shards(user_path(config.data[0]) if _is_shards(config.data) else run / "tokens")
-
-
-def _is_shards(data: Sequence[str]) -> bool:
-    folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
-    if folders and len(data) > 1:
-        raise InputError(
-            expected="one folder of token shards, or texts",
-            found=f"{len(data)} sources, {folders[0]} among them",
-            next_step="Give the folder alone to --data",
-        )
-    return bool(folders)
+    return open_shards(user_path(config.data[0]) if is_shards(config.data) else run / "tokens")
 
 
 def _decoder_config(config: PretrainConfig, shards: TokenShards) -> DecoderConfig:

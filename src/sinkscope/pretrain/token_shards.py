@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from sinkscope.errors import InputError
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.validated import NAME, Int, read_json, shortened
+from sinkscope.user_paths import user_path
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -133,6 +134,18 @@ class ShardWriter:
             file.write(tokens.data)  # numpy's tofile would not say that the disk is full
         self._shards.append(Shard(path.name, split, tokens.size, len(documents), file_sha256(path)))
         self._pending[split] = []
+
+
+def is_shards(data: Sequence[str]) -> bool:
+    """Whether the sources of a training run are shards, which come alone; else they are texts."""
+    folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
+    if folders and len(data) > 1:
+        raise InputError(
+            expected="one folder of token shards, or texts",
+            found=f"{len(data)} sources, {folders[0]} among them",
+            next_step="Give the folder alone as `data`",
+        )
+    return bool(folders)
 
 
 def open_shards(path: Path) -> TokenShards:
