@@ -8,7 +8,7 @@ trace = sinkscope.trace(model, sinkscope.token_batch(model))
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sinkscope.pretrain.registration import register_decoder
+from sinkscope.models.names import RESOLVERS
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOMES = {
 }
 __all__ = sorted([*_HOMES, "__version__"])
 
-register_decoder()
+RESOLVERS.append("sinkscope.pretrain.model_specs")
 
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm

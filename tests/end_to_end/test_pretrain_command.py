@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import sinkscope as package
 from sinkscope.attention.variants import VARIANTS
@@ -94,10 +94,10 @@ def test_every_variant_learns_is_probed_and_loads_again(sinkscope, tokens, tmp_p
     for row in probes:
         expected = set(QUANTITIES) - ({"effective_rank"} if row["batch"] == "random" else set())
         assert set(row["layers"]) == expected
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    ids = torch.tensor([tokenizer("the token attends again")["input_ids"]])
-    assert model(ids).logits.shape == (1, ids.shape[1], open_shards(tokens).vocab_size)
+    loaded = package.load(tmp_path / "run")
+    assert loaded.tokenizer is not None
+    ids = torch.tensor([loaded.tokenizer("the token attends again")["input_ids"]])
+    assert loaded.model(ids).logits.shape == (1, ids.shape[1], open_shards(tokens).vocab_size)
 
 
 def test_a_run_can_be_replaced(sinkscope, tokens):

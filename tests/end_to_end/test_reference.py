@@ -8,8 +8,8 @@ from command_line import assert_refused
 from study_tables import write_study_folder
 
 from sinkscope import load, token_batch, trace
-from sinkscope.models.reference import FOLDER, REFERENCES, reference_run
-from sinkscope.pretrain.model_specs import find_configuration, load_model
+from sinkscope.models.names import FOLDER, REFERENCES, reference_run
+from sinkscope.pretrain.model_specs import find_configuration
 from sinkscope.report.comparison import compare
 
 TEXT = (
@@ -63,7 +63,7 @@ def test_they_differ_in_their_attention_alone():
 
 
 def test_the_first_weights_are_drawn_again_from_the_seed():
-    first, again = (load_model(f"init:{name}", device="cpu") for name in (REFERENCES[0], REFERENCES[0]))
+    first, again = (load(f"init:{name}", device="cpu") for name in (REFERENCES[0], REFERENCES[0]))
     assert first.weight_hash == again.weight_hash != load(REFERENCES[0], device="cpu").weight_hash
     found = find_configuration(REFERENCES[0])
     assert found is not None

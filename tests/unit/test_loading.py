@@ -30,8 +30,8 @@ from transformers import (
 from transformers.utils import logging
 
 from sinkscope.errors import InputError
-from sinkscope.models import gguf_loading, loading
-from sinkscope.models.gguf_header import read_gguf_header
+from sinkscope.models import gguf_files, loading
+from sinkscope.models.gguf_files import read_gguf_header
 from sinkscope.models.loading import bos_id, load, weight_hash
 
 LLAMA = {
@@ -146,7 +146,7 @@ class TestFolder:
     def test_device_map(self, saved):
         loaded = load(saved, device_map={"": "cpu"})
         assert loaded.weight_hash == load(saved, device="cpu").weight_hash
-        refused(saved, "--device or --device-map", "both", device="cpu", device_map="auto")
+        refused(saved, "`device` or `device_map`", "both", device="cpu", device_map="auto")
 
     def test_shards(self, tmp_path):
         model = llama()
@@ -261,7 +261,7 @@ class TestFolder:
     def test_no_bos(self, tmp_path):
         llama(bos_token_id=None).save_pretrained(tmp_path)
         loaded = load(tmp_path, device="cpu")
-        with pytest.raises(InputError, match=r"none in .*--no-bos"):
+        with pytest.raises(InputError, match=r"none in .*`bos=False`"):
             bos_id(loaded)
 
 
@@ -316,7 +316,7 @@ class TestRemoteCode:
             monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
         (folder / "own.py").write_text(self.CODE)
         edit_config(folder, model_type="own", auto_map=self.AUTO_MAP)
-        refused(folder, "part of transformers", "brings its own code", "type --trust-remote-code")
+        refused(folder, "part of transformers", "brings its own code", "`trust_remote_code=True`")
         assert not (tmp_path / "modules").exists()
         loaded = load(folder, trust_remote_code=True, device="cpu")
         assert type(loaded.model).__name__ == "OwnModel"
@@ -441,7 +441,7 @@ class TestHub:
             (ConnectionError("Name or service not known"), ["no way to reach the Hub (Name or service not known)"]),
             (RepositoryNotFoundError, ["no 'owner/name' here, nor on the Hub", "Check the spelling"]),
             (GatedRepoError, ["gated", "hf auth login"]),
-            (RevisionNotFoundError, ["a revision of owner/name", "'v9'", "--revision"]),
+            (RevisionNotFoundError, ["a revision of owner/name", "'v9'", "`revision`"]),
         ],
     )
     def test_errors(self, hub, error, parts):
@@ -463,8 +463,8 @@ class TestHub:
         refused(path, "that exists", "no '", "Check the path")
 
     def test_revision_is_for_the_hub(self, saved):
-        refused(saved, "--revision", "not on the Hub", revision="main")
-        refused(None, "--revision", revision="main")
+        refused(saved, "`revision`", "not on the Hub", revision="main")
+        refused(None, "`revision`", revision="main")
 
 
 @pytest.fixture(scope="session")
@@ -526,7 +526,7 @@ class TestGguf:
         assert loaded.model.config.vocab_size == 96
         assert not hasattr(loaded.model.config, "quantization_config")
         # The copy without the vocabulary is for speed alone.
-        monkeypatch.setattr(gguf_loading, "GGUF_COPY_LIMIT", 0)
+        monkeypatch.setattr(gguf_files, "GGUF_COPY_LIMIT", 0)
         plain = load(str(path), device="cpu")
         assert plain.weight_hash == loaded.weight_hash
         assert plain.model.config.to_dict() == loaded.model.config.to_dict()

@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load
-from sinkscope.models.reference import reference_run
+from sinkscope.models.names import reference_run
 
 BLOCK = 32
 

@@ -304,7 +304,7 @@ class TestSizes:
 
     def test_no_bos(self):
         loaded = loaded_llama(word_tokenizer(has_bos=False), bos_token_id=None)
-        refused(lambda: token_batch(loaded, bos=True), "beginning-of-sequence", "--no-bos")
+        refused(lambda: token_batch(loaded, bos=True), "beginning-of-sequence", "`bos=False`")
         refused(lambda: token_batch(loaded_llama(None, bos_token_id=500), bos=True), "ids from 0 to 95", "500")
 
 

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from sinkscope.errors import InputError
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making = threading.Lock()
+_num_readings = 0
+_eager = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def sole_reader(model: nn.Module) -> Iterator[None]:
-    """Keeps other threads from reading the model; the same thread may enter again."""
+    """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled: a
+    graph may know nothing of our hooks."""
     with _making:
         lock = _locks.setdefault(getattr(model, "base_model", model), threading.RLock())
     if not lock.acquire(blocking=False):
@@ -32,9 +36,28 @@ def sole_reader(model: nn.Module) -> Iterator[None]:
             next_step="Wait for it, or load the model a second time",
         )
     try:
-        yield
+        with _everything_eager():
+            yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def _everything_eager() -> Iterator[None]:
+    """Runs compiled parts as they are written. torch has one such switch for all threads, so the first reading turns it
+    and the last one turns it back."""
+    global _num_readings
+    with _making:
+        _num_readings += 1
+        if _num_readings == 1:
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _making:
+            _num_readings -= 1
+            if not _num_readings:
+                _eager.close()
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,12 +67,12 @@ class ModelOptions:
 
     def load(self) -> LoadedModel:
         """The model, with a sign of life while it loads."""
-        from sinkscope.pretrain.model_specs import load_model
+        from sinkscope.models.loading import load
         from sinkscope.report import terminal
 
         named = asdict(self)
         with terminal.working("loading the model"):
-            return load_model(named.pop("model"), **named)
+            return load(named.pop("model"), **named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     """Where the run goes; checked before any work, and ours until the command ends."""
     from datetime import datetime
 
-    from sinkscope.models.reference import DEFAULT_MODEL
+    from sinkscope.models.names import DEFAULT_MODEL
     from sinkscope.results.atomic import locked
     from sinkscope.results.run_folder import check_output, default_run_path, is_training_run
     from sinkscope.user_paths import user_path

@@ -233,6 +233,8 @@ def _family_of(model_type: str) -> Family:
 
 def _layer(family: Family, index: int, block: Part) -> Layer:
     experts = _part(block, family.experts)
+    if hasattr(experts, "base_layer"):
+        raise _adapted(index, experts)
     if experts is not None and not all(
         hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "is_transposed", "_apply_gate")
     ):
@@ -247,8 +249,6 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
     for projection in (output_projection, down_projection, shared_down_projection):
         if projection is not None and not _is_plain(projection):
             raise _adapted(index, projection)
-    if hasattr(experts, "base_layer"):
-        raise _adapted(index, experts)
     activations = (_part(block, path) for path in family.activations)
     return Layer(
         index=index,
@@ -277,7 +277,10 @@ def _part(block: Part, path: str | None) -> Part | None:
 
 
 def _is_plain(projection: Part) -> bool:
-    """Whether a module multiplies by its weight alone: an adapter or a scale of its own would not be in that weight."""
+    """Whether a module multiplies by its weight alone: an adapter or a scale of its own would not be in that weight.
+    A class of another kind may say of itself that it does."""
+    if getattr(projection, "acts_by_weight_alone", False):
+        return True
     own = {name for name, _ in projection.named_parameters(recurse=False)}
     return (isinstance(projection, nn.Linear) or type(projection).__name__ == "Conv1D") and own <= {"weight", "bias"}
 

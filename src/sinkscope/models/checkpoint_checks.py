@@ -158,7 +158,7 @@ def check_code(described: dict[str, Any], name: str, *, trusted: bool) -> None:
         raise InputError(
             expected="a model whose code is part of transformers",
             found=f"{name}, which brings its own code (auto_map in config.json)",
-            next_step="Read that code, then type --trust-remote-code to run it",
+            next_step="Read that code, then give `trust_remote_code=True` to run it",
         )
     if model_type not in CONFIG_MAPPING and not (trusted and auto_map):
         raise InputError(
@@ -271,7 +271,7 @@ def _not_finite(name: str, lowest: Tensor) -> InputError:
     return InputError(
         expected="finite weights",
         found=f"{'NaN' if torch.isnan(lowest) else 'an infinity'} in {name}",
-        next_step="Fetch the checkpoint again, or load it with --dtype float32 if a narrower dtype overflowed",
+        next_step="Fetch the checkpoint again, or give `dtype='float32'` if a narrower one overflowed",
     )
 
 

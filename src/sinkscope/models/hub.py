@@ -46,7 +46,7 @@ def download(name: str, path: Path, revision: str | None, trust_remote_code: boo
         raise InputError(
             expected=f"a revision of {name}",
             found=repr(revision),
-            next_step="Give a branch, tag or commit as --revision",
+            next_step="Give a branch, tag or commit as `revision`",
         ) from error
     except Exception as error:  # The HTTP library changes with the version of the Hub client; its errors share no base.
         try:

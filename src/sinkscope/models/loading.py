@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,12 +25,11 @@ from sinkscope.models.checkpoint_checks import (
     each_weight,
     looks_like_hub_name,
 )
-from sinkscope.models.gguf_header import read_gguf_header
-from sinkscope.models.gguf_loading import gguf_tokenizer, load_gguf
+from sinkscope.models.gguf_files import gguf_tokenizer, load_gguf, read_gguf_header
 from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
+from sinkscope.models.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.models.quantised import INSTALL, dense, dequantising
-from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import check_placement, check_torch_defaults, resolve_device, resolve_dtype
 from sinkscope.user_paths import user_path
@@ -57,7 +57,9 @@ class LoadedModel:
 
 
 def bare_model(model: Any) -> Any:
-    """The model itself, of a loaded model or of one that its owner made."""
+    """The model itself, of a loaded model or of one that its owner made and perhaps wrapped for several devices."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return model.module
     return model.model if isinstance(model, LoadedModel) else model
 
 
@@ -73,8 +75,9 @@ def load(
 ) -> LoadedModel:
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
-    `source` is a folder, also of a training run, a .gguf file, a Hugging Face name, a model (taken as it is), or one of
-    the package: reference:softmax, the default, or reference:learned_sink.
+    `source` is a folder, also of a training run, a .gguf file, a Hugging Face name, a model (taken as it is), one of
+    the package, reference:softmax, the default, or reference:learned_sink, or the first weights of a training run,
+    init:RUN, or its checkpoint, RUN/checkpoints/step-00001000.
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
@@ -83,16 +86,15 @@ def load(
     check_torch_defaults()
     if isinstance(source, LoadedModel):
         return source
-    if isinstance(source, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        source = source.module
+    source = bare_model(source)
     if source is None:
         source = DEFAULT_MODEL
     check_placement(dtype, device, device_map)
     if revision is not None and not (isinstance(source, str) and looks_like_hub_name(source)):
         raise InputError(
-            expected="--revision beside a Hugging Face name only",
+            expected="`revision` beside a Hugging Face name only",
             found="a model that is not on the Hub",
-            next_step="Leave --revision out",
+            next_step="Leave `revision` out",
         )
     if isinstance(source, nn.Module):
         if (dtype, device, device_map) != ("auto", "auto", None):
@@ -111,6 +113,11 @@ def load(
             next_step="Pass one of these to load()",
         )
 
+    for module in RESOLVERS:
+        placement = {"dtype": dtype, "device": device, "device_map": device_map}
+        found = import_module(module).resolve(source, tokenizer=tokenizer, **placement)
+        if found is not None:
+            return found
     target, wanted = resolve_device(device), resolve_dtype(dtype)
     on_cuda = target.type == "cuda"
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -146,7 +153,9 @@ def load(
             if tokenizer is None and any((path / file).is_file() for file in TOKENIZER_FILES):
                 tokenizer = path
         if device_map is None:
-            model = ask("weights that fit the device", "Use a smaller --dtype or --device-map auto", model.to, target)
+            model = ask(
+                "weights that fit the device", "Give a smaller `dtype`, or `device_map='auto'`", model.to, target
+            )
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
 
 
@@ -197,7 +206,7 @@ def bos_id(loaded: LoadedModel) -> int:
     raise InputError(
         expected="a model with a beginning-of-sequence token",
         found=f"none in {loaded.name}",
-        next_step="Use --no-bos, or --bos no in a study",
+        next_step="Give `bos=False`",
     )
 
 
@@ -237,7 +246,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         "weights that fit config.json",
         INSTALL
         if quantised
-        else "Fetch the checkpoint again; for lack of memory, take a smaller --dtype or --device-map auto",
+        else "Fetch the checkpoint again; for lack of memory, give a smaller `dtype` or `device_map='auto'`",
         AutoModelForCausalLM.from_pretrained,
         folder,
         config=config,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinkscope.arguments import Method, check_fingerprint
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
 from sinkscope.origins.seedprint import LEVEL, seedprint
@@ -34,7 +34,7 @@ from sinkscope.origins.signature import (
     load_signature,
     sign,
 )
-from sinkscope.pretrain.model_specs import INITIAL, draw, load_model
+from sinkscope.pretrain.model_specs import INITIAL, draw
 from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates
@@ -151,8 +151,8 @@ def fingerprint(
 ) -> Fingerprint:
     """The first model compared with each other one, or all pairs of them.
 
-    Models are anything that `load_model` takes, signatures, or files of signatures; where one is a signature, its
-    inputs are the default. `loading` goes to `load_model`. Models are read one after the other, never two at once.
+    Models are anything that `load` takes, signatures, or files of signatures; where one is a signature, its
+    inputs are the default. `loading` goes to `load`. Models are read one after the other, never two at once.
     """
     check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
@@ -309,7 +309,7 @@ def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
     """The model, called as it was named: a training run's last weights are all in folders called model."""
     if isinstance(source, LoadedModel):
         return source
-    loaded = load_model(source, **loading)
+    loaded = load(source, **loading)
     if not isinstance(source, str | Path):
         return loaded
     # Run folders are shared, so an absolute path is recorded by its last part.

@@ -16,7 +16,7 @@ from typing import Any
 from sinkscope.arguments import check_bias
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.origins.bias_controls import CONTROLS, controlled
 from sinkscope.origins.bias_reading import (
@@ -31,7 +31,7 @@ from sinkscope.origins.bias_reading import (
 )
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
-from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration, load_model
+from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration
 from sinkscope.results.bias_schemas import BIAS_TABLES
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.user_paths import user_path
@@ -133,7 +133,7 @@ def bias(
     assert first is not None
     checkpoints = []
     for place in later:
-        loaded = load_model(place, **options)
+        loaded = load(place, **options)
         _check_shape(loaded, first)
         reading = read(loaded, batches[0])
         others = [preference_correlation(other, reading) for other in readings[1:]]
@@ -175,7 +175,7 @@ def _models(
     """The models one after the other, so that only one of them is in memory beside the first."""
     for seed in seeds:
         if found is None or seed is None:
-            yield load_model(source, **options)
+            yield load(source, **options)
         else:
             yield draw(found, seed, dtype=options["dtype"], device=options["device"])
 

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | softmax | swiglu | LlamaForCausalLM |
 | qk_norm | swiglu | Qwen3ForCausalLM |
-| any other | any | Decoder: loads with AutoModelForCausalLM after `import sinkscope` |
+| any other | any | Decoder: `sinkscope.load`, or AutoModelForCausalLM after `import sinkscope.pretrain.decoder` |
 
 A softmax model whose heads do not divide its width is written as a Decoder too, since Llama's configuration refuses it.
 """

@@ -50,6 +50,9 @@ class BoundedLinear(nn.Module):
     matrix can learn to undo it.)
     """
 
+    acts_by_weight_alone = True
+    """What the anatomy asks of a projection that is no plain Linear."""
+
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
         self.raw_weight = nn.Parameter(torch.empty(num_outputs, num_inputs))

@@ -1,4 +1,4 @@
-"""Models as people name them: what `load` knows, the checkpoints of a training run, and a run's first weights.
+"""Models and configurations as people name them: what `load` knows, and what a training run adds to it.
 
 | name | weights | configuration, whose weights are drawn from seeds |
 | --- | --- | --- |
@@ -24,7 +24,7 @@ from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_config
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
-from sinkscope.models.reference import DEFAULT_MODEL, is_reference, reference_run
+from sinkscope.models.names import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.run_setup import initial_configuration
@@ -53,39 +53,41 @@ class Configuration:
     """The training run that it comes from."""
     seed: int | None = None
     """The seed of that run's first weights."""
+    trust_remote_code: bool = False
+    """Whether code that came with the configuration may run."""
 
 
-def load_model(source: Any = None, *, dtype: str = "auto", device: str = "auto", **options: Any) -> LoadedModel:
-    """The weights that a name of the table above stands for; anything else is left to `load`, with its options."""
-    if isinstance(source, str) and source.startswith(INITIAL):
-        _refuse_options(source, options)
-        found = _run_configuration(_run(source.removeprefix(INITIAL)))
-        assert found.seed is not None
-        return draw(found, found.seed, name=f"{INITIAL}{found.name}", dtype=dtype, device=device)
-    if isinstance(source, str | Path) and (path := user_path(source) / RECORD).is_file():
-        _refuse_options(source, options)
-        return _checkpoint(path.parent, dtype=dtype, device=device)
-    if isinstance(source, str) and source in PRESETS and not user_path(source).exists():
+def resolve(source: str | Path, *, dtype: str, device: str, device_map: Any, tokenizer: Any) -> LoadedModel | None:
+    """The weights that init:RUN or a checkpoint of a run stands for; None for names that `load` itself knows."""
+    checkpoint = user_path(source)
+    if str(source) in PRESETS and not checkpoint.exists():
         raise InputError(
             expected="a model with weights",
             found=f"{source}, a preset of pretrain, which has none",
             next_step=f"Train it with sinkscope pretrain --config {source}, or see what it prefers with sinkscope bias",
         )
-    return load(source, dtype=dtype, device=device, **options)
+    is_initial = str(source).startswith(INITIAL)
+    if not is_initial and not (checkpoint / RECORD).is_file():
+        return None
+    if device_map is not None:
+        raise InputError(
+            expected="`device_map` beside a model that is read as it was saved",
+            found=f"{source}, which is built here",
+            next_step="Leave `device_map` out",
+        )
+    if is_initial:
+        found = _run_configuration(_run(str(source).removeprefix(INITIAL)))
+        assert found.seed is not None
+        model = _drawn(found, found.seed)
+        name = f"{INITIAL}{found.name}"
+    else:
+        found, model = _checkpoint(checkpoint)
+        name = f"{found.name}, {checkpoint.resolve().name}"
+    return _placed(model, name, tokenizer or found.tokenizer, dtype=dtype, device=device)
 
 
-def _refuse_options(source: str | Path, options: dict[str, Any]) -> None:
-    for name, flag in (("revision", "--revision"), ("device_map", "--device-map")):
-        if options.get(name) is not None:
-            raise InputError(
-                expected=f"{flag} beside a model that is read as it was saved",
-                found=f"{source}, which is built here",
-                next_step=f"Leave {flag} out",
-            )
-
-
-def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
-    """A checkpoint's weights in a model of its run's configuration."""
+def _checkpoint(folder: Path) -> tuple[Configuration, Any]:
+    """(configuration of the run, model with a checkpoint's weights)."""
     run = folder.resolve().parent.parent
     if not is_training_run(run):
         raise InputError(
@@ -101,8 +103,7 @@ def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
             next_step="Take a snapshot of the run, or the run itself when it is finished",
         )
     found = _run_configuration(run)
-    with torch.random.fork_rng(devices=[]), quiet():
-        model = _drawn(found.config, 0)
+    model = _drawn(found, 0)
     if (reason := damage(folder, expected_layouts(dict(model.named_parameters()), []))) is not None:
         raise InputError(
             expected=f"a whole checkpoint in {folder}", found=reason, next_step="Give another checkpoint of the run"
@@ -110,10 +111,7 @@ def _checkpoint(folder: Path, *, dtype: str, device: str) -> LoadedModel:
     tensors = load_file(folder / TENSORS)
     weights = {name: tensors[f"model.{name}"] for name, _ in model.named_parameters()}
     model.load_state_dict(weights, strict=False)  # tied weights have one name there
-    wanted = resolve_dtype(dtype)
-    model = model.to(resolve_device(device), None if wanted == "auto" else wanted)
-    model.config.name_or_path = f"{found.name}, {folder.name}"
-    return load(model, tokenizer=found.tokenizer)
+    return found, model
 
 
 def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -> Configuration | None:
@@ -137,7 +135,7 @@ def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -
         return None
     name = path.resolve().name
     config = causal_config(path, name, trust_remote_code)
-    return Configuration(name=name, config=config, tokenizer=_with_tokenizer(path))
+    return Configuration(name=name, config=config, tokenizer=_with_tokenizer(path), trust_remote_code=trust_remote_code)
 
 
 def draw(
@@ -152,12 +150,17 @@ def draw(
     bits = 63 if configuration.config.model_type == "sinkscope_decoder" else 32
     if not 0 <= seed < 1 << bits:
         raise InputError(expected=f"a seed from 0 to 2^{bits} - 1", found=str(seed), next_step="Choose another seed")
-    target, wanted = resolve_device(device), resolve_dtype(dtype)
-    _check_size(configuration)
-    with torch.random.fork_rng(devices=[]), quiet():
-        model = _drawn(configuration.config, seed).to(target, None if wanted == "auto" else wanted)
-        model.config.name_or_path = name or f"{configuration.name}, seed {seed}"
-        return load(model, tokenizer=configuration.tokenizer)
+    model = _drawn(configuration, seed)
+    return _placed(
+        model, name or f"{configuration.name}, seed {seed}", configuration.tokenizer, dtype=dtype, device=device
+    )
+
+
+def _placed(model: Any, name: str, tokenizer: Any, *, dtype: str, device: str) -> LoadedModel:
+    wanted = resolve_dtype(dtype)
+    model = model.to(resolve_device(device), None if wanted == "auto" else wanted)
+    model.config.name_or_path = name
+    return load(model, tokenizer=tokenizer)
 
 
 def _check_size(configuration: Configuration) -> None:
@@ -170,7 +173,7 @@ def _check_size(configuration: Configuration) -> None:
     found = next((f"{name} {value:,}" for name, value in counts.items() if value > MOST_PARTS), None)
     if found is None:
         with torch.device("meta"), torch.random.fork_rng(devices=[]), quiet():
-            size = 4 * sum(each.numel() for each in _built(configuration.config).parameters())
+            size = 4 * sum(each.numel() for each in _built(configuration).parameters())
         memory = memory_bytes()
         found = f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory" if size > memory else None
     if found is not None:
@@ -181,24 +184,25 @@ def _check_size(configuration: Configuration) -> None:
         )
 
 
-def _drawn(config: Any, seed: int) -> Any:
-    config = copy.deepcopy(config)
-    if config.model_type == "sinkscope_decoder":
-        config.seed = seed  # its parameters are drawn by generators of their own
-    # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the caller's fork does not cover.
-    torch.default_generator.manual_seed(seed)
-    with torch.device("cpu"):
-        return _built(config).eval()
+def _drawn(configuration: Configuration, seed: int) -> Any:
+    _check_size(configuration)
+    with torch.random.fork_rng(devices=[]), quiet(), torch.device("cpu"):
+        # The CPU generator alone: torch.manual_seed would also reseed GPUs, whose state the fork does not cover.
+        torch.default_generator.manual_seed(seed)
+        return _built(configuration, seed).eval()
 
 
-def _built(config: Any) -> Any:
+def _built(configuration: Configuration, seed: int = 0) -> Any:
     """A model of the configuration, in full precision, on the device of the context."""
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(config)
+    config: Any = copy.deepcopy(configuration.config)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if config.model_type == "sinkscope_decoder":
+        config.seed = seed  # its parameters are drawn by generators of their own
+    trusted = configuration.trust_remote_code
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
 
 
 def _run(source: str | Path) -> Path:

@@ -6,9 +6,7 @@ so that the links can be put in the order of their birth before any of them is s
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +51,13 @@ class Probe:
 def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = True) -> Probe:
     """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights."""
     loaded = loaded_model(model)
-    with _eager():
-        findings = trace(loaded, batch, effective_rank=effective_rank).findings
-        with evaluation_mode(model):
-            # Not the key of the largest rate where none is a sink's: late keys, which few queries see, pass its
-            # threshold by chance.
-            position, rate = findings.strongest if findings.sinks else findings.most_attended
-            layers = _layers(findings, position)
-            num_super_neurons = len(findings.super_neurons)
+    findings = trace(loaded, batch, effective_rank=effective_rank).findings
+    with evaluation_mode(model):
+        # Not the key of the largest rate where none is a sink's: late keys, which few queries see, pass its
+        # threshold by chance.
+        position, rate = findings.strongest if findings.sinks else findings.most_attended
+        layers = _layers(findings, position)
+        num_super_neurons = len(findings.super_neurons)
     whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
     whole["num_sinks"] = len(findings.sinks)
     whole["num_massive_dimensions"] = len({entry.dimension for entry in findings.massive})
@@ -90,13 +87,6 @@ def loaded_model(model: PreTrainedModel) -> LoadedModel:
         dtype=dtype,
         trust_remote_code=False,
     )
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Runs compiled functions eagerly: the probe's hooks must see every part, and must cause no recompilation."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.reference import is_reference, reference_run
+from sinkscope.models.names import is_reference, reference_run
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.html import header, write_page

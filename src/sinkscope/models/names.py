@@ -1,6 +1,8 @@
-"""The models that come with the package: reference:softmax, the default, and reference:learned_sink.
+"""Names of models that are neither folders, files nor on the Hub.
 
-They were trained alike but for the attention. Each is the folder of its training run, with the final weights in model/.
+reference:softmax, the default, and reference:learned_sink come with the package. They were trained alike but for the
+attention. Each is the folder of its training run, with the final weights in model/. Others are known to the layers
+above, which name themselves in RESOLVERS.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from sinkscope.errors import InputError
 PREFIX = "reference:"
 REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}learned_sink")
 DEFAULT_MODEL = REFERENCES[0]
+RESOLVERS: list[str] = []
+"""Modules with a function `resolve`, which `load` asks for the model of a name before it looks for a folder or file.
+They are named, not imported: a name is all that may point upward, and `--help` must not import torch."""
 FOLDER = Path(__file__).resolve().parent.parent / "reference"
 
 
