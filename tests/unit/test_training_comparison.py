@@ -262,7 +262,7 @@ DAMAGED = {
         lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'),
         r"probes\.jsonl; found None for line 1\.",
     ),
-    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"0 rows, not one for each of {STEPS} steps"),
+    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"0 rows that do not go on to step {STEPS}"),
 }
 
 

@@ -415,7 +415,9 @@ def leaving(output: Any) -> Tensor:
 
 def value_variance(value_BKSD: Tensor) -> Tensor:
     """[K, S] variance across sequences of each key's value, mean over channels."""
-    return wide(value_BKSD).var(0).mean(-1)
+    value_BKSD = wide(value_BKSD)
+    squares_KSD = (value_BKSD - value_BKSD.mean(0)).square_().sum(0)  # on a CPU faster than var along the first axis
+    return squares_KSD.mean(-1) / (len(value_BKSD) - 1)
 
 
 def blame(anatomy: Anatomy) -> str:

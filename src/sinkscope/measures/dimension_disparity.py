@@ -31,7 +31,8 @@ def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """(sum h^2)^2 / sum h^4: how many dimensions share the energy."""
     h = _in_units_of_largest(h)
-    return h.square().sum(-1).square() / h.pow(4).sum(-1)
+    square = h.square()
+    return square.sum(-1).square() / square.square().sum(-1)
 
 
 def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
@@ -45,7 +46,8 @@ def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     constant = (h == h[..., :1]).all(-1) & (h[..., 0] != 0)
     h = _in_units_of_largest(h)
     centred = h - h.mean(-1, keepdim=True)
-    value = centred.pow(4).mean(-1) / centred.square().mean(-1).square()
+    square = centred.square()
+    value = square.square().mean(-1) / square.mean(-1).square()
     return value.masked_fill(constant, 0)
 
 

@@ -93,8 +93,9 @@ def read_finished_run(folder: Path) -> FinishedRun:
             f"one that is not complete: step {done} of {steps}",
             "Wait for it, or finish it: run the same sinkscope pretrain command again",
         )
-    if [row["step"] for row in metrics] != list(range(1, len(metrics) + 1)) or len(metrics) != steps:
-        raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows, not one for each of {steps} steps")
+    logged = [row["step"] for row in metrics]  # each step's, or of an experiment that was kept, the evaluations alone
+    if logged != sorted(set(logged)) or logged[-1:] != [steps]:
+        raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows that do not go on to step {steps}")
     probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
