@@ -1,5 +1,6 @@
 """What tests of the command line share."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,17 @@ def in_a_process(*arguments, cwd, before=""):
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
     )
+
+
+def in_a_fork(work):
+    """The status of a child process that does some work."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 def assert_refused(result, message, cwd):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sinkscope.errors import InputError
+from sinkscope.memory import memory_bytes
 from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.user_paths import user_path
 
@@ -165,14 +166,3 @@ def whole_numbers(text: str) -> list[int]:
     if not all(ranges) or sum(each.stop - each.start for each in ranges) > MOST_NUMBERS:
         raise ValueError("an empty range, or too many numbers")
     return [number for numbers in ranges for number in numbers]
-
-
-def memory_bytes() -> int:
-    """What this machine has, or what the control group of the process leaves of it."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else [2**36]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(file).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return min(limits)

@@ -24,6 +24,7 @@ from sinkscope.commands.pretrain import pretrain_command, tokenize_command
 from sinkscope.commands.study import study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
+from sinkscope.memory import is_out_of_memory
 from sinkscope.report.text import escape_what_cannot_be_printed, say, visible
 
 app = typer.Typer(
@@ -78,15 +79,16 @@ def main() -> None:
     try:
         with options.outputs:
             command_line()()
-    except InputError as error:
-        _refuse(error)
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        return
+    except Exception as error:
+        # Memory first: what reads strangers' files takes any error for a damaged file.
+        refused = OUT_OF_MEMORY if is_out_of_memory(error) else error
+        if not isinstance(refused, InputError):
             raise
-        _refuse(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         print("sinkscope: interrupted; no run was written", file=sys.stderr)
         sys.exit(130)
+    _refuse(refused)  # here the error is gone, and with it the frames that filled the memory
 
 
 @cache
@@ -131,9 +133,3 @@ def _as_typed(parameter: Any, text: str | None) -> str:
         value = ",".join(map(str, value))
     typed = shlex.quote(str(value))
     return typed if is_argument else f"{flag} {typed}"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """By name and text: asking torch for its class would import it for every --help."""
-    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return named or any(words in str(error) for words in ("can't allocate memory", "not enough memory"))

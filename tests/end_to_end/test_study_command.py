@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import signal
+import time
 
 import pytest
 import yaml
-from command_line import assert_refused
+from command_line import assert_refused, in_a_fork
 from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
 from tiny_models import tiny_model
@@ -17,6 +19,7 @@ from sinkscope.results.tables import read_table
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Conditions
 
+KILLS = 2
 SMALL = ("--num-sequences", 16, "--length", 32)
 FILES = {"config.yaml", "environment.json", "summary.json", "calibration.safetensors", "chain.png", "report.html"}
 TRACE_TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
@@ -78,7 +81,7 @@ def contents(run) -> tuple:
     """What must not depend on how a run came about."""
     summary = json.loads((run / "summary.json").read_text())
     means = {name: value.tolist() for name, value in load_file(run / "calibration.safetensors").items()}
-    return summary, means, read_table(run / "effects")
+    return summary, means, {table.stem: read_table(table) for table in run.glob("*.parquet")}
 
 
 def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinkscope, tmp_path):
@@ -181,6 +184,26 @@ def test_an_interrupted_study_goes_on_from_its_finished_parts(
     assert ran == [whole[2], *whole[7:]]
     assert {entry.name for entry in tmp_path.iterdir()} == {"whole", "run"}
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+def test_killed_at_random_moments_a_study_goes_on_to_the_same_tables(chain_folder, sinkscope, tmp_path):
+    command = ("study", chain_folder, *SMALL)
+    started_at = time.monotonic()
+    assert sinkscope(*command, "--out", "whole").code == 0
+    elapsed_s = time.monotonic() - started_at
+
+    def to_the_kill():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: it ends the process as kill -9 does
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.1, 0.9) * elapsed_s)
+        sinkscope(*command, "--out", "run")
+
+    for _ in range(KILLS):
+        in_a_fork(to_the_kill)
+    if not (tmp_path / "run").exists():
+        result = sinkscope(*command, "--out", "run")
+        assert result.code == 0, result.err
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"whole", "run"}
 
 
 def test_another_request_at_the_same_place_starts_anew(chain_folder, sinkscope, tmp_path, monkeypatch, ran):

@@ -219,6 +219,7 @@ def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
         MemoryError(),
     ],
 )
@@ -233,6 +234,24 @@ def test_a_full_memory_is_explained(sinkscope, monkeypatch, error):
     monkeypatch.setattr("sinkscope.capture.trace.record", raises(RuntimeError("shapes")))
     with pytest.raises(RuntimeError, match="shapes"):
         sinkscope("trace", "--out", "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the limits of Linux")
+def test_a_trace_beyond_the_memory_of_its_control_group_ends_with_a_message(tmp_path):
+    """The kernel kills a process there; an allocation of ours fails before. Every other test is the control."""
+    before = """
+import re
+from pathlib import Path
+from sinkscope import memory
+def little_more():
+    return (int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10) + (20 << 20)
+memory.memory_bytes = little_more
+"""
+    result = in_a_process("trace", "--length", 32, "--out", "run", cwd=tmp_path, before=before)
+    assert result.returncode == 2, result.stderr
+    assert "fewer or shorter sequences" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def raises(error):

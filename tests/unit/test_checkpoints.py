@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from command_line import in_a_fork
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -159,14 +160,11 @@ def killed_at(moment, number, work):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            setattr(owner, attribute, call)
-            work()
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    def to_the_kill():
+        setattr(owner, attribute, call)
+        work()
+
+    return os.WIFSIGNALED(in_a_fork(to_the_kill))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -17,6 +17,7 @@ LAYERS = {
     "arguments": 0,
     "user_paths": 0,
     "processes": 0,
+    "memory": 0,
     "statistics": 0,
     "results": 0,
     "measures": 0,
@@ -38,6 +39,7 @@ LAYERS = {
 WITHIN_LAYER_0 = {
     ("arguments", "measures.sink_score"),
     ("arguments", "user_paths"),
+    ("arguments", "memory"),
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
     ("results.run_folder", "results.atomic"),

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from safetensors import SafetensorError
 
 from sinkscope.errors import InputError
 from sinkscope.results import atomic
 from sinkscope.results import run_folder as module
 from sinkscope.results.atomic import locked, whole_file
+from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import check_output, check_page, default_run_path, remove_run, run_folder
 from sinkscope.results.tables import Column, Schema, read_table
 
@@ -424,6 +426,29 @@ def test_a_full_disk_is_the_persons_error(tmp_path, monkeypatch, code):
         folder.write_table(SCHEMA, {"position": [0]})
     assert names(tmp_path) == {"run"}
     assert text_of(path) == "before"
+
+
+def full_by_safetensors(tensors, path):
+    path.write_bytes(b"half")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def full_by_the_system(tensors, path):
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("full", [full_by_safetensors, full_by_the_system])
+def test_a_disk_that_fills_up_under_parts_costs_no_finished_part(tmp_path, monkeypatch, full):
+    parts = Parts(tmp_path / "run", {"seed": 0})
+    parts.save("one", {"a": np.arange(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr("sinkscope.results.parts.save_file", full)
+        with pytest.raises(InputError, match="Free some space"):
+            parts.save("two", {"a": np.arange(4)})
+    parts = Parts(tmp_path / "run", {"seed": 0})
+    assert (parts.load("one") or {})["a"].tolist() == [0, 1, 2]
+    assert parts.load("two") is None
+    assert Parts(tmp_path / "run", {"seed": 1}).load("one") is None  # the control: of another request
 
 
 def test_control_other_errors_in_the_block_are_not_blamed_on_the_disk(tmp_path):

@@ -67,9 +67,13 @@ class ModelOptions:
 
     def load(self) -> LoadedModel:
         """The model, with a sign of life while it loads."""
+        from sinkscope.memory import bound_memory
         from sinkscope.models.loading import load
         from sinkscope.report import terminal
+        from sinkscope.runtime import resolve_device
 
+        if resolve_device(self.device).type == "cpu":
+            bound_memory()
         named = asdict(self)
         with terminal.working("loading the model"):
             return load(named.pop("model"), **named)

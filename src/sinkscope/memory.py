@@ -1,0 +1,52 @@
+"""Memory: how much of it there is, and how it is told that it ran out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_SAID = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc", "failed to map segment")
+"""By torch, its allocator, safetensors and the dynamic linker."""
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """What this machine has, or what a control group of this process, or one above it, leaves of it."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        groups = []
+    for _, controllers, group in (line.split(":", 2) for line in groups):
+        if controllers in ("", "memory"):
+            place = root / "sys/fs/cgroup" / controllers
+            for folder in (place / group.lstrip("/"), *(place / group.lstrip("/")).parents):
+                try:
+                    sizes.append(int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text()))
+                except (OSError, ValueError):  # another version, outside of what is seen here, or "max"
+                    continue
+    return min(sizes)
+
+
+def bound_memory() -> None:
+    """From here on, an allocation beyond `memory_bytes` fails; the kernel would kill the process, without a word.
+
+    For programs alone, and on a CPU: the limit is of the whole process, and drivers of GPUs reserve more than they use.
+    """
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = memory_bytes()
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory that ran out is behind an error, by names and words: torch need not be imported."""
+    while error is not None:
+        named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        told = isinstance(error, OSError | RuntimeError | ImportError) and any(words in str(error) for words in _SAID)
+        if named or told or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
