@@ -5,14 +5,12 @@ The command line checks what it was given here, and so does each function that m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sinkscope.errors import InputError
-from sinkscope.memory import memory_bytes
 from sinkscope.measures.sink_score import LATER_QUERIES
+from sinkscope.memory import memory_bytes
 from sinkscope.user_paths import user_path
 
 Method = Literal["alignment", "seedprint"]

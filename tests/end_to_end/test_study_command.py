@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from tiny_models import tiny_model
 
 from sinkscope.report import study
-from sinkscope.results.study_schemas import STUDY_TABLES
 from sinkscope.results.tables import read_table
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Conditions
+from sinkscope.studies.study_schemas import STUDY_TABLES
 
 KILLS = 2
 SMALL = ("--num-sequences", 16, "--length", 32)

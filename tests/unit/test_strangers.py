@@ -18,6 +18,7 @@ from study_tables import write_study_folder
 from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
+from sinkscope.origins.bias_schemas import BIAS_TABLES, QUANTITIES
 from sinkscope.origins.signature import Inputs, Signature, load_signature
 from sinkscope.pretrain.model_specs import draw
 from sinkscope.pretrain.run_setup import resolve
@@ -26,7 +27,6 @@ from sinkscope.report.bias import write_bias_page
 from sinkscope.report.comparison import compare
 from sinkscope.report.study import write_study_page
 from sinkscope.results import tables
-from sinkscope.results.bias_schemas import BIAS_TABLES, QUANTITIES
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import Column, Schema, read_table, write_table
 from sinkscope.results.validated import check_safetensors, read_json, read_yaml

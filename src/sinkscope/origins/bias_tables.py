@@ -14,7 +14,7 @@ import torch
 
 from sinkscope.measures.directional_collapse import cosine_from_sum
 from sinkscope.origins.bias_reading import BiasReadings, sample_interval
-from sinkscope.results.bias_schemas import (
+from sinkscope.origins.bias_schemas import (
     BIAS,
     BIAS_TABLES,
     CONTRACTION,

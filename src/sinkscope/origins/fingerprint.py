@@ -25,6 +25,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
+from sinkscope.origins.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import (
     Inputs,
@@ -35,7 +36,6 @@ from sinkscope.origins.signature import (
     sign,
 )
 from sinkscope.pretrain.model_specs import INITIAL, draw
-from sinkscope.results.fingerprint_schemas import PAIRS, UNRELATED
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates
 from sinkscope.user_paths import user_path

@@ -29,10 +29,10 @@ from sinkscope.origins.bias_reading import (
     read_bias,
     vocabulary_of,
 )
+from sinkscope.origins.bias_schemas import BIAS_TABLES
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
 from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration
-from sinkscope.results.bias_schemas import BIAS_TABLES
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.user_paths import user_path
 

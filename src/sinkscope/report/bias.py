@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
+from sinkscope.origins.bias_schemas import QUANTITIES
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line, log_axis
 from sinkscope.report.html import header, write_page
 from sinkscope.report.run import Run, read_run
 from sinkscope.report.study import circumstances, method
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
-from sinkscope.results.bias_schemas import QUANTITIES
 
 METHOD = (
     "Each model reads its own uniformly random sequences, without special tokens, and is asked for the token after the "

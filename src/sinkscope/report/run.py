@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from sinkscope.capture.trace_schemas import TRACE_TABLES
 from sinkscope.errors import InputError
-from sinkscope.results.bias_schemas import BIAS, BIAS_TABLES
+from sinkscope.origins.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.run_folder import is_training_run
-from sinkscope.results.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, checked, read_json, read_yaml, refused
+from sinkscope.studies.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
 
 Table = dict[str, list]
 Kind = Literal["study", "trace", "bias"]

@@ -24,7 +24,6 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.results.study_schemas import STUDY_TABLES
 from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
@@ -33,6 +32,7 @@ from sinkscope.studies.judging import Empty, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set
 from sinkscope.studies.plan import Plan, make_plan
+from sinkscope.studies.study_schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
 
 NUM_CHOOSING = 32

@@ -1,4 +1,4 @@
-"""A study as tidy tables; their columns are declared in `results.study_schemas`."""
+"""A study as tidy tables; their columns are declared in `studies.study_schemas`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from sinkscope.capture.trace import Trace
 from sinkscope.models.anatomy import Unit
-from sinkscope.results.study_schemas import STUDY_TABLES
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.conditions import (
     DIMENSIONS,
@@ -24,6 +23,7 @@ from sinkscope.studies.conditions import (
 )
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
+from sinkscope.studies.study_schemas import STUDY_TABLES
 
 NUM_BINS = 24
 NUM_RANKS = 64
