@@ -60,14 +60,14 @@ def ran(monkeypatch):
     return names
 
 
-def interrupt_after(monkeypatch, count: int, name: str = "SIGINT") -> None:
-    """Sends a signal when `count` conditions are done."""
+def interrupt_after(monkeypatch, count: int) -> None:
+    """Sends Ctrl-C when `count` conditions are done."""
     run, done = Conditions.run, []
 
     def interrupted(self, condition, **options):
         done.append(condition)
         if len(done) > count:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid(), signal.SIGINT)
         return run(self, condition, **options)
 
     monkeypatch.setattr(Conditions, "run", interrupted)
@@ -151,27 +151,24 @@ def test_refused_options_leave_nothing(options, message, sinkscope, chain_folder
 
 
 def test_an_interrupted_comparison_says_which_study_goes_on(chain_folder, sinkless_folder, sinkscope, monkeypatch):
-    interrupt_after(monkeypatch, 2, "SIGINT")
+    interrupt_after(monkeypatch, 2)
     result = sinkscope("compare", chain_folder, sinkless_folder, "--out", "page.html")
     assert result.code == 130
     assert f"sinkscope study {chain_folder} --out runs/" in result.err
     assert "can be compared" in result.err
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_an_interrupted_study_goes_on_from_its_finished_parts(
-    name, code, chain_folder, sinkscope, tmp_path, monkeypatch, ran
-):
+def test_an_interrupted_study_goes_on_from_its_finished_parts(chain_folder, sinkscope, tmp_path, monkeypatch, ran):
     command = ("study", chain_folder, *SMALL)
     assert sinkscope(*command, "--out", "whole").code == 0
     whole = list(ran)
     ran.clear()
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 7, name)
+        interrupt_after(patch, 7)
         result = sinkscope(*command, "--out", "run")
-    assert result.code == code
+    assert result.code == 130
     assert "Traceback" not in result.err
-    assert ("--out run goes on" in result.err) == (name == "SIGINT")
+    assert "--out run goes on" in result.err
     assert visible(tmp_path) == {"whole"}
     assert ran == whole[:7]
     # A part that was cut off is made again.

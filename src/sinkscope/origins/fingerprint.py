@@ -294,7 +294,10 @@ def _check_widths(signatures: list[Signature]) -> None:
 
 
 def _read_if_signature(source: Any) -> Any:
-    return load_signature(user_path(source)) if is_signature_file(source) else source
+    if not isinstance(source, str | Path):
+        return source
+    path = user_path(str(source).removeprefix(INITIAL))  # a name that can be no model's is refused here too
+    return load_signature(path) if is_signature_file(source) else source
 
 
 def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:

@@ -94,6 +94,9 @@ def bias(
         raise InputError(
             expected=f"`controls` among {', '.join(CONTROLS)}", found=unknown[0], next_step="Choose some of them"
         )
+    for place in along:
+        if isinstance(place, str | Path):
+            user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take
     check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
     options |= {"dtype": dtype, "device": device}
     found = find_configuration(source, trust_remote_code=bool(options.get("trust_remote_code")))
