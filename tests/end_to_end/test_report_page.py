@@ -92,7 +92,7 @@ def test_answer_and_verdicts_are_on_the_first_screen(pages, browser, name):
 def test_a_trace_has_no_verdicts_and_says_why(pages, browser):
     browser.open(pages["trace"])
     assert browser.evaluate("document.querySelector('#verdicts')") is None
-    assert "gives no verdicts" in browser.evaluate("document.body.innerText")
+    assert "gives no verdicts on causes" in browser.evaluate("document.body.innerText")
     assert browser.evaluate("document.querySelectorAll('.arrow').length") == 0
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from sinkscope.results.tables import Column, Schema
 
 QUANTITIES = {
-    "prediction_ratio": "times as often as chance is the preferred token the most likely one",
-    "probability_ratio": "times its uniform share is the preferred token's mean probability",
-    "entropy": "nats of entropy in the histogram of most likely tokens",
-    "entropy_deficit": "nats below uniform predictions",
-    "inter_cosine": "mean cosine between sequences behind the last layer",
-    "intra_cosine": "mean cosine between positions behind the last layer",
+    "prediction_ratio": "how often the preferred token is the most likely one, divided by chance",
+    "probability_ratio": "mean probability of the preferred token, divided by its uniform share",
+    "entropy": "entropy of the histogram of most likely tokens, in nats",
+    "entropy_deficit": "how far that entropy lies below that of uniform predictions, in nats",
+    "inter_cosine": "mean cosine between sequences after the last layer",
+    "intra_cosine": "mean cosine between positions after the last layer",
 }
-"""What is measured, in the words that follow its number."""
+"""What is measured, in words."""
 
 _SEED = Column("seed", "int", "Seed of the weights; null for a model that has its own", nullable=True)
 _OVER = Column("over", "str", "What the interval is over: seeds or sequences")
-_N = Column("n", "int", "How many of them stand behind the number")
+_N = Column("n", "int", "How many of them the number is made of")
 _QUANTITY = Column("quantity", "str", "What is measured; docs/born_biased.md defines each")
 _LAYER = Column("layer", "int", "Layer, counted from 0; -1 is the stream that enters layer 0")
-_PART = Column("part", "str", "Behind which part of the layer: attention or feed_forward; embeddings for layer -1")
+_PART = Column("part", "str", "After which part of the layer: attention or feed_forward; embeddings for layer -1")
 
 
 def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
@@ -70,7 +70,7 @@ CONTRACTION_POSITIONS = Schema(
     (
         _LAYER,
         Column("position", "int", "Position, counted from 0"),
-        *_value("inter", "Mean cosine between sequences behind the layer; an interval over seeds only"),
+        *_value("inter", "Mean cosine between sequences after the layer; an interval over seeds only"),
         *_value("value_variance", "Variance of the value aggregation across sequences; null for layer -1"),
         _N,
     ),

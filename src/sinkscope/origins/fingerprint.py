@@ -322,7 +322,7 @@ def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
 
 
 def _with_own_names(signatures: list[Signature]) -> list[Signature]:
-    """The same with a number behind names that occur twice."""
+    """The same with a number after names that occur twice."""
     seen: dict[str, int] = {}
     result = []
     for signature in signatures:

@@ -2,8 +2,8 @@
 
 Runs that differ in nothing but their seed are replicas of one variant. The baseline is softmax, or the first run's
 variant where there is none. Validation losses are taken as they were evaluated, without smoothing, and lie on straight
-lines in tokens between two evaluations. A run reaches a loss where its line first comes down to it; the baseline is
-held to the same rule, so against itself its ratio is 1. Ratios are told by seed, each run against the baseline's run
+lines in tokens between two evaluations. A run reaches a loss where its line first falls to it; the same rule is
+used for the baseline, whose ratio to itself is 1. Ratios are taken seed by seed, each run with the baseline's run
 with the same seed, and their mean is geometric.
 """
 
@@ -34,7 +34,7 @@ from sinkscope.statistics import mean_interval
 
 Row = dict[str, Any]
 PROBED = ("sink_rate", "dom_ratio", "effective_rank")
-"""Observables whose end of training is told by variant: means over layers, on held-out text."""
+"""Observables that are compared at the end of training: means over layers, on held-out text."""
 RATIOS = ("tokens_ratio", "seconds_ratio")
 
 
@@ -103,7 +103,7 @@ def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
 
 
 def reach(evaluations: Sequence[Row], target: float) -> Reach:
-    """Where the validation loss first comes down to the target, on straight lines in tokens between evaluations."""
+    """Where the validation loss first falls to the target, on straight lines in tokens between evaluations."""
     before = None
     for row in evaluations:
         if row["validation_loss"] <= target:

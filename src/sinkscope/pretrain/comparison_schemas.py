@@ -66,8 +66,8 @@ VARIANTS = Schema(
     "variants",
     (
         _RUN[0],
-        Column("quantity", "str", "what is told; ratios are to the baseline, all else at the end of training"),
-        Column("num_seeds", "int", "runs behind the mean; for ratios, those paired with the baseline by seed"),
+        Column("quantity", "str", "what was measured; ratios are to the baseline, all else at the end of training"),
+        Column("num_seeds", "int", "runs in the mean; for ratios, those paired with the baseline by seed"),
         Column("mean", "float", "mean over seeds; of ratios the geometric one", nullable=True),
         Column("low", "float", "low end of the 95 % interval over seeds; empty with one seed", nullable=True),
         Column("high", "float", "high end", nullable=True),

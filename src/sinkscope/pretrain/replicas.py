@@ -11,7 +11,7 @@ from sinkscope.pretrain.finished_run import FinishedRun
 
 Groups = dict[str, list[FinishedRun]]
 """Runs by the label of their variant, the baseline's first."""
-# What must be equal for losses and observables to be told against one another: the same batches of the same tokens, and
+# What must be equal for losses and observables to be compared: the same batches of the same tokens, and
 # the same held-out windows.
 SHARED = (
     *("batch_size", "sequence_length", "skipped_targets", "evaluation_sequences", "probe_length", "probe_sequences"),
@@ -19,7 +19,7 @@ SHARED = (
 
 
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
-    """Returns if the losses of these runs can be told against one another, else raises InputError."""
+    """Returns if the losses of these runs can be compared, else raises InputError."""
     # Runs of earlier versions have no hash of their tokens in the summary; their sources' names must do.
     hashed = all("data" in run.summary for run in runs)
     first, *others = [
@@ -74,9 +74,9 @@ def unequal_conditions(groups: Groups) -> list[str]:
     seeds = {run.seed for run in groups[baseline]}
     common = {label: seeds & {run.seed for run in group} for label, group in list(groups.items())[1:]}
     if none := [label for label, shared in common.items() if not shared]:
-        notes.append(f"No seed in common with {baseline}, so held against its mean, without interval: {_listed(none)}.")
+        notes.append(f"No seed in common with {baseline}, so compared with its mean, no interval: {_listed(none)}.")
     if one := [label for label, shared in common.items() if len(shared) == 1]:
-        notes.append(f"One seed in common with {baseline}, so ratios without interval: {_listed(one)}.")
+        notes.append(f"One seed in common with {baseline}, so ratios have no interval: {_listed(one)}.")
     for label, shared in common.items():
         if alone := sorted({run.seed for run in groups[label]} - shared) if shared else []:
             notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")

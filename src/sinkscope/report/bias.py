@@ -18,11 +18,11 @@ from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, plotted
 METHOD = (
     "Each model reads its own uniformly random sequences, without special tokens, and is asked for the token after the "
     "last. The preferred token is chosen on every other sequence and counted in the rest. Intervals are at 95 %: over "
-    "seeds where several were drawn, else over sequences; too few of them give none. Controls are paired with the "
-    "untouched model on the same sequences. Rank correlations hold one model's preference on some sequences against "
+    "seeds where several were drawn, else over sequences; too few give no interval. Controls are paired with the "
+    "untouched model on the same sequences. Rank correlations compare one model's preference on some sequences with "
     "the other's on different ones."
 )
-LINK = "Behind the layer. Where values lose their variance and share a direction, this rises as the variance falls."
+LINK = "After the layer. The cosine rises where values lose their variance and share a direction."
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
@@ -58,7 +58,7 @@ def bias_section(run: Run) -> tuple[str, list[Figure]]:
         parts.append(_figures("controls", "What causes it", "Differences from the untouched model.", controls, run))
         parts.append(_refused(run))
     if persistence:
-        text = "A correlation means something only above that with beginnings of other seeds."
+        text = "A correlation counts only where it is above that with the first weights of other seeds."
         parts.append(_figures("persistence", "What training leaves of it", text, persistence, run))
     return "".join(parts), [*contraction, *controls, *persistence]
 
@@ -103,16 +103,16 @@ def _tokens(run: Run) -> str:
 def _contraction_text(run: Run) -> str:
     last = run.rows("contraction")[-1]
     text = (
-        "Behind the last layer the mean state has a cosine with the top principal direction of "
-        f"{last['alignment']:.2f}, and that direction {last['top_share']:.0%} of the energy; mean states of two halves "
-        f"of the sequences have {last['split_half']:.2f}"
+        "After the last layer the cosine of the mean state with the top principal direction is "
+        f"{last['alignment']:.2f}, and that direction holds {last['top_share']:.0%} of the energy. The mean states of "
+        f"two halves of the sequences have a cosine of {last['split_half']:.2f}"
     )
     between = last["between_seeds"]
-    return f"{text}." if between is None else f"{text}, of two seeds {between:.2f}."
+    return f"{text}." if between is None else f"{text}, those of two seeds of {between:.2f}."
 
 
 def _depth(row: dict[str, Any]) -> float:
-    """The layers passed: a half behind an attention."""
+    """The layers passed: a half after an attention."""
     return row["layer"] + {"embeddings": 1.0, "attention": 0.5, "feed_forward": 1.0}[row["part"]]
 
 
@@ -127,7 +127,7 @@ def _cosines(run: Run) -> Figure:
     return Figure(
         "cosines",
         "Mean cosine of states",
-        "By layers passed; halves lie between attention and feed-forward.",
+        "By the number of layers passed. A half is the point between attention and feed-forward.",
         ("contraction",),
         traces,
         {"xaxis": axis("layers passed"), "yaxis": axis("")},
@@ -149,7 +149,7 @@ def _added(run: Run, name: str) -> Figure:
     return Figure(
         f"added-{name}",
         f"What each part adds between {between}",
-        f"Change of the mean cosine between {between} from before the part to behind it.",
+        f"Mean cosine between {between} after the part, minus that before it.",
         ("contraction",),
         traces,
         {"xaxis": axis("layer"), "yaxis": axis(""), **levels(level(0, ""))},
@@ -184,7 +184,7 @@ def _effects(run: Run, quantity: str) -> Figure:
     return Figure(
         f"effect-{quantity.replace('_', '-')}",
         f"Change of {quantity.replace('_', ' ')}",
-        f"In {QUANTITIES[quantity]}.",
+        f"Change of: {QUANTITIES[quantity]}.",
         ("controls",),
         [trace],
         {"xaxis": categories(shown), "yaxis": axis(""), **levels(level(0, ""))},
@@ -199,16 +199,16 @@ def _effects(run: Run, quantity: str) -> Figure:
 def _persistence(run: Run) -> Figure:
     rows = run.rows("persistence")
     names = [plotted(row["checkpoint"]) for row in rows]
-    traces = [_line(names, rows, "correlation", "with its own beginning", 0)]
+    traces = [_line(names, rows, "correlation", "with its own first weights", 0)]
     for look, (name, label) in enumerate(
-        (("other_seeds", "with other seeds' beginnings"), ("ceiling", "most to expect"))
+        (("other_seeds", "with other seeds' first weights"), ("ceiling", "the most to expect"))
     ):
         if rows[0][name] is not None:
             traces.append(line(names, [row[name] for row in rows], label, look + 1))
     columns = ("correlation", "other_seeds", "ceiling", "mean_state_cosine", "prediction_ratio", "entropy_deficit")
     return Figure(
         "persistence-correlation",
-        "Rank correlation with the preference at the beginning",
+        "Rank correlation with the preference of the first weights",
         "Of the mean probabilities of all tokens.",
         ("persistence",),
         traces,
@@ -221,7 +221,7 @@ def _persistence(run: Run) -> Figure:
 def _refused(run: Run) -> str:
     refused = {name: entry["refused"] for name, entry in run.summary["controls"].items() if "refused" in entry}
     items = "".join(f"<li>{escaped(name)}: {isolated(reason)}</li>" for name, reason in refused.items())
-    return f"<p>Controls that this family cannot honour:</p><ul>{items}</ul>" if refused else ""
+    return f"<p>Controls that are not possible in this family:</p><ul>{items}</ul>" if refused else ""
 
 
 def _line(x: Sequence, rows: list[dict[str, Any]], column: str, label: str, look: int) -> dict[str, Any]:

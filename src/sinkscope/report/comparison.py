@@ -224,7 +224,7 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
     sources = tuple(dict.fromkeys("rates" if "rates" in run.tables else "positions" for _, run in runs))
     figures = [_overlay("rates", "Sink rate by position", "Untouched models.", sources, rates, "key position")]
     by_layer = (
-        ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have none.", True),
+        ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have no curve.", True),
         ("variance_ratio", "Variance ratio", "Value variance at position 0 over the later half.", True),
         ("effective_rank", "Effective rank", "Of up to 1,024 tokens.", False),
     )

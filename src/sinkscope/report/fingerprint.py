@@ -42,12 +42,17 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
         )
         for pair in sorted(result.pairs, key=lambda pair: (math.isnan(pair.z), -pair.z))
     ]
+    unrelated = [
+        (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"])) for row in result.unrelated_rows
+    ]
+    compared = html.table(("model", "unrelated model", "alignment", "z"), unrelated)
     body = [
         header(title, circumstances),
         '<main id="main">',
         f'<p class="answer">{isolated(result.answer)}</p>',
         f"<p>{escaped(result.caveat)}</p>",
         f"<h2>Pairs</h2>{html.table(columns, rows)}",
+        f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
         f'<h2>Map</h2><div class="figures">{html.figure(figure, None, wide=True)}</div>',
         f"<h2>Method</h2><p>{escaped(METHOD[result.method])}</p><p><code>{isolated(command)}</code></p></main>",
     ]

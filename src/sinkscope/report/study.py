@@ -46,26 +46,37 @@ ARROWS = (
         ),
     ),
     (1, 5, "Less variance removes it", ("equalising_removes_sink",)),
-    (1, 2, "Through the super neurons", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
-    (3, 5, "It needs their sparse output vectors", ("channel_sparsity_necessary",)),
-    (1, 4, "Through the massive dimensions", ("mediation_mask_dimensions", "mediation_amplification_dimensions")),
-    (2, 5, "Super neurons make it, and it needs them", ("super_neurons_necessary", "super_neurons_sufficient")),
+    (1, 2, "The super neurons carry it", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
+    (3, 5, "The sink needs their sparse output vectors", ("channel_sparsity_necessary",)),
+    (1, 4, "The massive dimensions carry it", ("mediation_mask_dimensions", "mediation_amplification_dimensions")),
+    (
+        2,
+        5,
+        "Super neurons make the sink, and it needs them",
+        ("super_neurons_necessary", "super_neurons_sufficient"),
+    ),
 )
 SECTIONS = {
-    "creation": ("What makes a sink", "Each intervention acts on one position of an ordinary sequence."),
-    "necessity": ("What the sink needs", "Each removal takes one part away, and leaves the rest as it was."),
-    "mediation": ("Through what it acts", "An effect that passes through a part is gone while that part is held."),
-    "confounds": ("What else moves", "An intervention that changes everything explains nothing."),
-    "histograms": ("Super neurons before and after", "The first units and conditions; the table holds all of them."),
+    "creation": ("What makes a sink", "Each intervention changes one position of an ordinary sequence."),
+    "necessity": ("What the sink needs", "Each removal takes one thing away and leaves the rest as it was."),
+    "mediation": (
+        "What carries the effect",
+        "If an effect passes through a part, it disappears while that part is held at its untouched values.",
+    ),
+    "confounds": ("What else changes", "An intervention that changes everything explains nothing."),
+    "histograms": (
+        "Super neurons before and after",
+        "The first units and conditions are drawn; the table holds all of them.",
+    ),
 }
 WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
 """Figures that take the whole width."""
 FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
 METHOD = (
     "Claims, statistics, controls, thresholds and rules were fixed before any model was looked at. Units and means are "
-    "chosen on other sequences than those that judge them. Intervals are bootstrap intervals over sequences at a "
-    "family-wise 95 % (Holm over the claims). A claim is undecided where its interval is too wide for either verdict, "
-    "and not applicable where there is nothing to explain."
+    "chosen on one set of sequences, and the claims are judged on another. Intervals are bootstrap intervals over "
+    "sequences at a family-wise 95 % (Holm over the claims). A claim is undecided where its interval is too wide for "
+    "either verdict, and not applicable where there is nothing to explain."
 )
 
 
@@ -92,11 +103,12 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
         if figures:
             extra = _minimal_set(run) if name == "necessity" else ""
             parts.append(_section(name, *SECTIONS[name], figures, run, extra))
+    parts.append(_massive(run))
     parts.append(
         _section(
             "maps",
             "Maps",
-            f"Over every layer. {run.file_name('positions')} and {run.file_name('heads')} hold every cell.",
+            f"All layers. {run.file_name('positions')} and {run.file_name('heads')} hold every value.",
             maps_drawn + curves,
             run,
         )
@@ -117,7 +129,7 @@ def circumstances(run: Run) -> str:
 def _verdicts(run: Run) -> str:
     claims = list(run.claims.values())
     groups = (
-        ("What is seen", [claim for claim in claims if claim["link"] != "causal"]),
+        ("What is seen in the untouched model", [claim for claim in claims if claim["link"] != "causal"]),
         ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
     )
     body = "".join(
@@ -126,11 +138,11 @@ def _verdicts(run: Run) -> str:
         if own
     )
     notes = [
-        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"])
+        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"], claim["p_value"], claim["confidence"])
         for claim in claims
         if claim["note"] or claim["control_name"]
     ]
-    listed = html.table(("claim", "control", "note"), notes)
+    listed = html.table(("claim", "control", "note", "p before Holm", "confidence of the interval"), notes)
     return (
         f"{html.tally([claim['verdict'] for claim in claims])}"
         '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
@@ -169,7 +181,8 @@ def _found(run: Run) -> str:
         for row in run.rows("sinks")
     ]
     text = (
-        f"A trace reads a model and changes nothing, so it gives no verdicts. For causes: sinkscope study {run.model}"
+        "A trace changes nothing in the model, so it gives no verdicts on causes. To test them: "
+        f"sinkscope study {run.model}"
     )
     parts = [f'<p class="muted">{isolated(text)}</p>']
     if sinks:
@@ -207,9 +220,9 @@ def _chain(run: Run, panels: Sequence[Figure]) -> str:
                 f'<section class="arrow" style="grid-column:{first}/{last + 1}">'
                 f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {label}</h3><ul>{''.join(claims)}</ul></section>"
             )
-    causes = " Below, each causal step spans the links it joins." if run.claims else ""
+    causes = " Below, each causal step spans the links that it connects." if run.claims else ""
     return (
-        f'<h2 id="chain">The chain</h2><p class="caption">From left to right.{causes} '
+        f'<h2 id="chain">The chain</h2><p class="caption">Read it from left to right.{causes} '
         '<button data-action="chain-png">PNG of the chain</button></p>'
         f'<div class="chain">{"".join(cards)}</div>'
     )
@@ -229,6 +242,21 @@ def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
     return (
         f'<h2 id="{id}">{title}</h2><p class="caption">{text}</p>{extra}'
         f'<div class="figures{size}">{"".join(drawn)}</div>'
+    )
+
+
+def _massive(run: Run) -> str:
+    """The dimensions that dominate at the strongest key, layer by layer."""
+    columns = ("layer", "dimension", "value", "magnitude", "ratio", "contrast")
+    rows = [tuple(row[name] for name in columns) for row in run.rows("dimensions", position=run.strongest)]
+    if not rows:
+        return ""
+    cut = f", {html.MAX_ROWS} of {len(rows)} rows" if len(rows) > html.MAX_ROWS else ""
+    return (
+        f"<details><summary>Massive dimensions at position {run.strongest}{cut}</summary>"
+        '<p class="caption">Mean value over sequences; its magnitude, that over the mean of all dimensions there, and '
+        "that over the same dimension at other positions. Layer -1 is what enters layer 0.</p>"
+        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
     )
 
 
@@ -256,7 +284,7 @@ def _tokens(run: Run) -> str:
 
 
 def method(run: Run, text: str = "") -> str:
-    """The last section: how the numbers came about, what was typed, where it ran and which files it left."""
+    """The last section: how the numbers were made, what was typed, where it ran and which files it wrote."""
     shown = f"<pre><code>{isolated(run.command)}</code></pre>" if run.command else ""
     files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
     return (

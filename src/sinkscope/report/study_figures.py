@@ -31,9 +31,9 @@ NUM_TARGETS = 4
 REMOVALS = {
     "open_to_later": "opened to later positions",
     "equalise_variance": "variance equalised",
-    "remove_mean": "mean taken away",
-    "remove_deviation": "deviation taken away",
-    "remove_energy": "energy taken away",
+    "remove_mean": "mean removed",
+    "remove_deviation": "deviation removed",
+    "remove_energy": "energy removed",
     "ablate_minimal_set": "minimal set removed",
     "mean_minimal_set": "minimal set at its mean",
     "densify_minimal_set": "minimal set densified",
@@ -118,9 +118,8 @@ def _created(run: Run) -> Figure | None:
     return _rates_figure(
         run,
         "created",
-        f"What acting on position {target} makes",
-        "Sink rate at every position; amplification at its largest factor. "
-        "A new sink usually stands beside the old one.",
+        f"Sinks after acting on position {target}",
+        "Sink rate at every position, with amplification at its largest factor. Usually the old sink stays.",
         [("mask_to_self", target), ("amplify_variance", target)],
     )
 
@@ -131,7 +130,7 @@ def _moved(run: Run) -> Figure | None:
         run,
         "moved",
         "Where the sink went",
-        "Sink rate at every position after each removal: gone, weaker, or at another position.",
+        "Sink rate at every position after each removal. The sink may be gone, weaker, or somewhere else.",
         [pair for pair in done if pair[0] in MOVED and pair[1] not in _targets(run)],
     )
 
@@ -160,7 +159,7 @@ def _dose_response(run: Run) -> list[Figure]:
                 Figure(
                     f"dose-{target}",
                     f"Dose and response at position {target}",
-                    "Sink rate there by factor: amplified variance, and controls that change as much otherwise.",
+                    "Sink rate there by factor: amplified variance, and controls that change as much in other ways.",
                     ("rates",),
                     traces,
                     {
@@ -202,8 +201,8 @@ def _forest(run: Run) -> Figure | None:
     return Figure(
         "forest",
         "Change of the sink rate under every intervention",
-        "With intervals over sequences; between the dotted lines lies the equivalence margin of 5 points. "
-        "Interventions with a factor at their largest.",
+        "Bars are intervals over sequences. A change between the dotted lines, 5 points, counts as none. "
+        "Interventions with a factor are shown at their largest.",
         ("effects",),
         traces,
         {
@@ -267,7 +266,8 @@ def _remaining(run: Run) -> Figure | None:
     return Figure(
         "remaining",
         "How much of the sink is left",
-        "Sink rate over the untouched one. The set is necessary below a quarter, if matched random sets leave 80 %.",
+        "Sink rate divided by the untouched one. The minimal set is necessary if less than a quarter is left without "
+        "it, while matched random sets leave 80 %.",
         ("effects", "random_sets"),
         traces,
         {
@@ -309,8 +309,8 @@ def mediation(run: Run) -> Figure:
     return Figure(
         "mediation-effects",
         "Total, direct and indirect effect",
-        "Rise of the sink rate at the target: in all, while the mediator is held at its untouched values, and the rest "
-        "with its share and interval.",
+        "Rise of the sink rate at the target: in total; directly, while the mediator is held at its untouched values; "
+        "and indirectly, the rest, with its share and interval.",
         ("mediation",),
         [
             {
@@ -346,7 +346,7 @@ def confounds(run: Run) -> Figure:
     return Figure(
         "confounds",
         "Every quantity, after over before",
-        "A stronger shade is further from 1, either way; blank where there is no ratio. Factors at their largest.",
+        "A stronger shade is further from 1 in either direction. Blank: no ratio. Factors at their largest.",
         ("effects",),
         [
             {

@@ -49,7 +49,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """One bar for each of several pieces of work; yields the function that names a piece and returns its mover."""
+    """One bar for each of several tasks; yields a function that starts the bar of a task and returns what moves it."""
     with _bar() as bar:
 
         def begin(what: str) -> Callable[[int, int], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE, SINK_THRESHOLD
@@ -46,7 +48,16 @@ def maps(run: Run) -> list[Figure]:
         _position_map(run, "largest_write", "Largest neuron write", "of any unit in any sequence", True),
         head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate"),
         head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
+        *_locks(run),
     ]
+
+
+def _locks(run: Run) -> list[Figure]:
+    """How far each head's score for the strongest key rests on the massive dimensions; none where there are none."""
+    if all(row["lock_share"] is None for row in run.rows("heads", position=run.strongest)):
+        return []
+    drawn = head_map(run, "lock_share", "Lock share by head", "heads-lock-share")
+    return [replace(drawn, caption=f"{drawn.caption} Share of q . k that is gone without the massive dimensions.")]
 
 
 def layer_curves(run: Run) -> list[Figure]:
@@ -100,7 +111,7 @@ def _variance(run: Run) -> Figure:
     return Figure(
         "variance",
         "Variance by position" if applicable else "Energy by position",
-        "Value aggregation across sequences; dotted: the law that averaging predicts."
+        "Variance of the value aggregation across sequences. Dotted: what averaging predicts."
         if applicable
         else "Position 0 has no variance across sequences here, so its second moment is shown.",
         ("positions",),
@@ -120,7 +131,7 @@ def _writes(run: Run) -> Figure:
     return Figure(
         "writes",
         "Neuron activations",
-        "Largest |activation| x output norm of any unit, where disparity is born.",
+        "Largest |activation| x output norm of any unit, in the layers where disparity is born.",
         ("positions",),
         [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
         {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
@@ -206,7 +217,7 @@ def _dom_ratio(run: Run) -> Figure:
     return Figure(
         "dom-ratio",
         "Residual dimensions",
-        "DomRatio, max |h| / mean |h|, by layer; mean over positions that are no sink.",
+        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks.",
         ("layers",),
         traces,
         {
@@ -340,7 +351,7 @@ def _distances(run: Run) -> Figure:
     return Figure(
         "distances",
         "Attention by distance",
-        "Mean attention on the key that far back, over layers: recency stands beside the sink.",
+        "Attention on the key that many positions back, mean over layers: what recent tokens receive.",
         ("distances",),
         [line(names, values, "attention", 0, showlegend=False)],
         {"xaxis": axis("distance", **categories(names)), "yaxis": axis("", rangemode="tozero")},

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 COLUMNS = {
     "validation_loss": "final validation loss",
     "tokens_ratio": "tokens to the baseline's loss",
-    "seconds_ratio": "seconds to it",
+    "seconds_ratio": "seconds to the baseline's loss",
     "sink_rate": "sink rate",
     "dom_ratio": "DomRatio",
     "effective_rank": "effective rank",
@@ -43,7 +43,7 @@ def answer(comparison: TrainingComparison) -> str:
     final = f"{baseline}'s final validation loss of {loss['mean']:.4f}"
     ratios = [row for row in comparison.rows("variants", quantity="tokens_ratio") if row["variant"] != baseline]
     if not ratios:
-        return f"{len(comparison.runs)} runs of {baseline}, and nothing to hold them against: {final}."
+        return f"{len(comparison.runs)} runs of {baseline}, and no other variant to compare them with: {final}."
     reached = [row for row in ratios if row["mean"] is not None and row["bound"] != ">"]
     if not reached:
         names, does = ", ".join(row["variant"] for row in ratios), "does" if len(ratios) == 1 else "do"
@@ -209,13 +209,13 @@ def _method(comparison: TrainingComparison, tables: TablesBeside) -> str:
         f"<li>{escaped(link.name)}: {escaped(link.observable)}, at least {link.threshold:g}</li>" for link in LINKS
     )
     return (
-        "<h2>Method</h2><p>Runs that differ in their seed alone are replicas of a variant. Validation losses are not "
-        "smoothed; between two evaluations they lie on a straight line in tokens. A run reaches "
-        f"{isolated(comparison.baseline)}'s final loss, that of the same seed, where its line first comes down to it. "
-        "Ratios are told by seed; their mean is geometric, their interval Student's t over seeds on the logarithm. "
+        "<h2>Method</h2><p>Runs that differ only in their seed are replicas of a variant. Validation losses are not "
+        "smoothed; between two evaluations they are interpolated on a straight line in tokens. A run reaches "
+        f"{isolated(comparison.baseline)}'s final loss (that of the same seed) where its line first falls to it. "
+        "Ratios are taken seed by seed. Their mean is geometric; their interval is Student's t of the logarithms. "
         "Seconds include evaluation, probes and compilation. Sink rate, DomRatio and effective rank are means over "
         "layers at the last probe of held-out text.</p>"
         "<p>A link is born at the first probe at which its observable, in the layer where it is largest, reaches its "
-        f"threshold and keeps it to the end of the run:</p><ul>{rules}</ul>"
+        f"threshold and stays there to the end of the run:</p><ul>{rules}</ul>"
         f'<p class="caption">All tables: <code>{escaped(tables.folder)}/</code></p>'
     )

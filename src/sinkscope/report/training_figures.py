@@ -94,9 +94,9 @@ def _ratios(comparison: TrainingComparison) -> Figure:
         )
     return Figure(
         "ratios",
-        f"Way to {comparison.baseline}'s final loss",
-        "Tokens and seconds over the baseline's; left of 1 is sooner. Bars: 95 % interval over seeds. "
-        "An arrowhead: never reached, so the ratio lies further on.",
+        f"Tokens and seconds to {comparison.baseline}'s final loss",
+        "Divided by the baseline's; left of 1 is sooner. Bars: 95 % interval over seeds. "
+        "Arrowhead: never reached, so the ratio lies further in that direction.",
         ("variants",),
         traces,
         {
@@ -128,7 +128,7 @@ def _losses(comparison: TrainingComparison, x_name: str, x_title: str) -> Figure
     return _curves(
         f"loss-{x_name.replace('_', '-')}",
         f"Validation loss against {x_title}",
-        "As evaluated, not smoothed. The first fall is cut off; the table has it.",
+        "As evaluated, not smoothed. The steep beginning is cut off; the table holds it.",
         ("losses",),
         _series(comparison, rows, x_name, "validation_loss"),
         x_title,
@@ -156,7 +156,7 @@ def _advantage(comparison: TrainingComparison) -> Figure:
     return _curves(
         "advantage",
         f"Validation loss minus {comparison.baseline}'s",
-        "At the same tokens, by seed; below 0 is ahead. Bands: from the lowest to the highest seed.",
+        "At the same number of tokens, seed by seed; below 0 is better. Bands: from the lowest to the highest seed.",
         ("losses",),
         _series(comparison, differences, "tokens", "difference"),
         "training tokens",
@@ -268,8 +268,8 @@ def _births(comparison: TrainingComparison, batch: str) -> Figure:
     return Figure(
         f"births-{batch}",
         f"Order of birth, on {BATCHES[batch]}",
-        "Tokens at which each link passed its threshold for good, in its largest layer: middle seed, and from the "
-        "first to the last. At the right edge, open: not born.",
+        "Tokens at which each link passed its threshold for good, in the layer where it is largest. Marker: the middle "
+        "seed; bar: from the first to the last. Open, at the right edge: not born.",
         ("births",),
         traces,
         {

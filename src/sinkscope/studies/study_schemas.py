@@ -14,7 +14,7 @@ _CONDITION = Column("condition", "str", "What was done to the model")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
 _NEURON = Column("neuron", "int", "Unit within the layer or expert")
-_N = Column("n", "int", "Sequences behind the numbers")
+_N = Column("n", "int", "Sequences that the numbers are made of")
 
 CLAIMS = Schema(
     "claims",
