@@ -70,10 +70,15 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(errors)
 
 
+SHAPES = [(2, 7, 3, 32), (1, 130, 2, 64), (2, 5, 4, 128), (1, 3, 1, 256)]
+
+
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(2, 7, 3, 32), (1, 130, 2, 64), (2, 5, 4, 128), (1, 3, 1, 256)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES), (SHAPES[0], torch.bfloat16), (SHAPES[2], torch.float16)],
+)
 def test_matches_definition(shape, layout, dtype, path, device) -> None:
     x_BTHD, (weight, offset) = heads(shape, layout, dtype, device), parameters(shape, False, False, device)
     found = outputs_and_gradients(head_rms_norm, x_BTHD, weight, offset, path=path)
