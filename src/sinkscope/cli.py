@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sinkscope import __version__
+from sinkscope import __version__, processes
 from sinkscope.commands import options
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
@@ -64,6 +66,8 @@ app.command("fingerprint")(options.command(fingerprint_command))
 app.command("models")(options.command(models_command))
 
 
+SHARED = ("trace", "study", "fingerprint", "bias")
+"""Commands whose work the processes of torchrun share; `pretrain` has its own way."""
 OUT_OF_MEMORY = InputError(
     expected="memory for this model and these tokens",
     found="the device full",
@@ -76,8 +80,11 @@ def main() -> None:
     escape_what_cannot_be_printed()
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    shares = next(iter(sys.argv[1:]), "") in SHARED
+    if shares and int(os.environ.get("RANK", "0")) > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        with options.outputs:
+        with options.outputs, processes.joined() if shares else nullcontext():
             command_line()()
         return
     except Exception as error:
@@ -100,6 +107,7 @@ def command_line() -> Any:
 def _refuse(error: InputError) -> NoReturn:
     # The group itself has no option that takes a value, so the command's name comes first.
     command = command_line().commands.get(next(iter(sys.argv[1:]), ""))
+    sys.stderr = sys.__stderr__  # what a process of torchrun must say is heard, whichever it is
     say(f"sinkscope: {in_options(visible(str(error)), command.params if command else ())}", error=True)
     sys.exit(2)
 

@@ -28,9 +28,11 @@ def count() -> int:
 
 def rank() -> int:
     """The number of this process; 0 is the one that writes."""
+    if count() == 1:
+        return 0
     import torch.distributed
 
-    return torch.distributed.get_rank() if count() > 1 else 0
+    return torch.distributed.get_rank()
 
 
 def share(items: Sequence[T] | Any) -> Any:
@@ -42,10 +44,10 @@ def share(items: Sequence[T] | Any) -> Any:
 
 def gathered(value: T) -> list[T]:
     """What every process has, in their order, with tensors on the CPU."""
-    import torch.distributed
-
     if count() == 1:
         return [value]
+    import torch.distributed
+
     values: list[Any] = [None] * count()
     try:
         torch.distributed.all_gather_object(values, _on_cpu(value))
@@ -59,7 +61,7 @@ def gathered(value: T) -> list[T]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What the first process makes, in all of them."""
+    """What the first process makes, in all of them; without torchrun, no torch is imported for it."""
     return gathered(make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
@@ -72,6 +74,8 @@ def joined() -> Iterator[None]:
     import torch.distributed
 
     global _sharing
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.distributed.init_process_group("gloo")
     _sharing = True
     try:

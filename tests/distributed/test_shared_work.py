@@ -1,11 +1,15 @@
 """Two gloo processes share a trace: the same findings and tables as one, a user's own observable included."""
 
+import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from forked_processes import in_two_processes
+from forked_processes import free_port, in_two_processes
+from planted_models import planted_chain
 from tiny_models import tiny_model
 
 import sinkscope
@@ -13,6 +17,7 @@ from sinkscope import processes
 from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import CHAIN, Observable, Tap
 from sinkscope.origins.signature import Inputs, sign
+from sinkscope.results.parts import Parts
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
@@ -82,6 +87,43 @@ def test_two_processes_find_the_bias_and_the_signature_that_one_finds(tmp_path):
         shared = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         torch.testing.assert_close(shared["states"], states)
         assert shared["summary"]["story"] == summary["story"]
+
+
+def test_two_processes_judge_what_one_judges(tmp_path):
+    model, _ = planted_chain(0)
+
+    def judged(parts=None):
+        found = sinkscope.study(model, num_sequences=16, length=32, parts=parts)
+        return [(judgement.id, judgement.verdict, judgement.effect) for judgement in found.judgements]
+
+    def work():
+        with processes.joined():
+            parts = Parts(tmp_path / "run", {})
+            processes.from_first(parts.prepare)
+            (tmp_path / f"{processes.rank()}.json").write_text(json.dumps(judged(parts)))
+
+    in_two_processes(work)
+    expected = judged()
+    assert any(verdict == "holds" for _, verdict, _ in expected)
+    for rank in range(2):
+        for found, (claim, verdict, effect) in zip(
+            json.loads((tmp_path / f"{rank}.json").read_text()), expected, strict=True
+        ):
+            assert found[:2] == [claim, verdict]
+            assert found[2] == pytest.approx(effect, rel=1e-4, nan_ok=True), claim
+
+
+def test_the_first_process_of_torchrun_writes_and_speaks(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "sinkscope"]
+    options = ["--length=20", "--num-sequences=3", "--device=cpu", "--out", str(tmp_path / "run")]
+    command = [sys.executable, *launcher, "trace", "reference:learned_sink", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("No sink") == 1
+    assert (tmp_path / "run" / "summary.json").is_file()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode != 0
+    assert "sinkscope: expected no folder at" in again.stderr
 
 
 def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from sinkscope.arguments import check_bias
-from sinkscope.commands.options import Length, ModelOptions, NumSequences, Output, Seed, run_environment, write_request
+from sinkscope.commands.options import (
+    Length,
+    ModelOptions,
+    NumSequences,
+    Output,
+    Seed,
+    first_process_writes,
+    run_environment,
+    write_request,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,7 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     named: dict[str, Any] = asdict(source) | asdict(asked) | {"controls": controls, "along": asked.along or []}
     with terminal.progress("readings") as progress:
         result = bias(named.pop("model"), **named, progress=progress)
+    first_process_writes()
     with terminal.working("writing tables"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.readings.model))

@@ -16,6 +16,7 @@ from sinkscope.commands.options import (
     TrustRemoteCode,
     command_text,
     finished_parts_are_kept,
+    first_process_writes,
     write_request,
 )
 from sinkscope.errors import InputError
@@ -67,7 +68,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     Example: sinkscope fingerprint init:runs/a runs/a runs/b --out runs/origins
     """
     path = output.path("fingerprint")
-    from sinkscope import __version__
+    from sinkscope import __version__, processes
     from sinkscope.origins.fingerprint import fingerprint
     from sinkscope.report import terminal
     from sinkscope.results.parts import Parts
@@ -81,11 +82,13 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     try:
         way_on = f"the same command with --out {path} goes on"
         with finished_parts_are_kept(way_on), terminal.steps() as work:
+            processes.from_first(parts.prepare)
             result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
     except InputError:
         if not goes_on:
             parts.discard()  # a command that is refused leaves all as it was
         raise
+    first_process_writes()
     with run_folder(path, output.overwrite) as folder:
         write_request(folder, asked)
         folder.write_json("environment.json", environment(device=resolve_device(asked.device)))

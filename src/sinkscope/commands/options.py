@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from sinkscope import processes
 from sinkscope.arguments import check_batch, whole_numbers
 from sinkscope.errors import InputError
 from sinkscope.runtime import check_placement
@@ -157,8 +158,18 @@ def run_environment(loaded: LoadedModel, **others: Any) -> dict:
     )
 
 
+def first_process_writes() -> None:
+    """Ends the other processes of torchrun, which have done their share."""
+    if processes.rank() > 0:
+        raise typer.Exit
+
+
 def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     """Where the run goes; checked before any work, and ours until the command ends."""
+    return processes.from_first(lambda: _checked_run_path(out, model, overwrite))
+
+
+def _checked_run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
     from datetime import datetime
 
     from sinkscope.models.names import DEFAULT_MODEL

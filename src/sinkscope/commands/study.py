@@ -16,6 +16,7 @@ from sinkscope.commands.options import (
     ModelOptions,
     Output,
     finished_parts_are_kept,
+    first_process_writes,
     run_environment,
     run_path,
     write_pictures,
@@ -89,7 +90,7 @@ def _study(
 ) -> None:
     """Studies one model in one way or several. No run is written before all studies are done: a command that was
     interrupted can be given again as it was."""
-    from sinkscope import __version__
+    from sinkscope import __version__, processes
     from sinkscope.report import terminal
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
@@ -100,8 +101,10 @@ def _study(
     parts = {path: Parts(path, identity | asdict(asked)) for path, asked in runs.items()}
     results: dict[Path, Study] = {}
     for path, asked in runs.items():
+        processes.from_first(parts[path].prepare)
         with terminal.progress("conditions") as progress:
             results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=progress)
+    first_process_writes()
     for path, result in results.items():
         with terminal.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:
             write_request(folder, source, tokens, runs[path])

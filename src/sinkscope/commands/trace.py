@@ -13,6 +13,7 @@ from sinkscope.commands.options import (
     Bos,
     ModelOptions,
     Output,
+    first_process_writes,
     integers,
     run_environment,
     write_pictures,
@@ -51,6 +52,7 @@ def trace_command(asked: TraceOptions, tokens: BatchOptions, source: ModelOption
     batch = token_batch(loaded, bos=asked.bos, **asdict(tokens))
     with terminal.progress("forward passes") as progress:
         result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=progress)
+    first_process_writes()
     with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, tokens, asked)
         recording = result.recording

@@ -44,6 +44,10 @@ class Parts:
                 partial.write_text(self._request, encoding="utf-8")
         return self.path
 
+    def prepare(self) -> None:
+        """Makes or clears the folder now: of several processes that share it, one must come before the others."""
+        _ = self._folder
+
     def load(self, name: str) -> dict[str, np.ndarray] | None:
         """The arrays of a part, or None where it is not finished."""
         if self._folder is None or not (file := self._folder / f"{name}.safetensors").is_file():

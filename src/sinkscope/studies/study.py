@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from transformers import PreTrainedModel
 
+from sinkscope import processes
 from sinkscope.arguments import check_study
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
@@ -220,8 +221,10 @@ class _Run:
         )
 
     def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
+        """Under torchrun each process runs its share of the conditions."""
         outcomes = {}
-        wanted = conditions.all(sink_varies=sink_varies)
+        every = conditions.all(sink_varies=sink_varies)
+        wanted = processes.share(every)
         # Over a large vocabulary the loss costs more than all layers: it is read where the first target is acted on.
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
@@ -234,4 +237,6 @@ class _Run:
             else:
                 outcomes[condition] = Outcome.of_tensors(kept)
         self.progress(len(wanted), len(wanted))
-        return outcomes
+        found = [outcome.tensors() for outcome in outcomes.values()]
+        tensors = [each for share in processes.gathered(found) for each in share]
+        return {condition: Outcome.of_tensors(each) for condition, each in zip(every, tensors, strict=True)}
