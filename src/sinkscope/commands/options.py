@@ -10,11 +10,11 @@ import importlib.util
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -120,7 +120,8 @@ class Output:
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """The function that typer makes a command of: it has the fields of the configurations that `run` takes."""
     kinds = {name: kind for name, kind in get_type_hints(run).items() if name != "return"}
-    options = [field for kind in kinds.values() for field in inspect.signature(kind, eval_str=True).parameters.values()]
+    parameters = [inspect.signature(kind, eval_str=True).parameters.values() for kind in kinds.values()]
+    options = [_described(field) for each in parameters for field in each]
 
     def filled(**values: Any) -> None:
         given = {name: {field.name: values[field.name] for field in fields(kind)} for name, kind in kinds.items()}
@@ -130,6 +131,18 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     filled.__annotations__ = {option.name: option.annotation for option in options}
     filled.__doc__ = run.__doc__
     return filled
+
+
+def _described(field: inspect.Parameter) -> inspect.Parameter:
+    """A field of the library's own configurations, which say their help in words, as typer's option."""
+    kind, *described = get_args(field.annotation)
+    if not described or not isinstance(described[0], str):
+        return field
+    several = kind == Sequence[str]
+    option = typer.Option(
+        help=f"{described[0]}{'; may be repeated' * several}.", show_default=bool(field.default) and not several
+    )
+    return field.replace(annotation=Annotated[list[str] if several else kind, option])
 
 
 def write_request(folder: RunFolder, *configurations: Any, **others: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -10,58 +11,39 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from sinkscope.commands.options import integers
+from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
 from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed
 from sinkscope.runtime import check_placement
 
-Sources = Annotated[
-    list[str],
-    typer.Option("--data", help="Text files or folders, hf:NAME, or one folder of token shards. May be repeated."),
-]
-HeldOut = Annotated[
-    list[str] | None,
-    typer.Option("--validation", help="Texts to hold out; else a share of the documents is.", show_default=False),
-]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
-    """What is tokenised, and how."""
+class TokenizeOutput:
+    """Where the shards go."""
 
-    data: Sources
     out: Annotated[Path, typer.Option(help="Folder to write: shards, manifest.json and the tokenizer.")]
-    validation: HeldOut = None
-    validation_share: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.01
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE that is trained.")] = 8192
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name of a tokenizer to use instead.", show_default=False)
-    ] = None
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many training tokens.", show_default=False)] = (
-        None
-    )
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of a shard.")] = 1 << 27
     overwrite: Overwrite = False
 
 
-def tokenize_command(asked: TokenizeOptions) -> None:
+def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
     """Turn text into token shards: train a byte-level BPE, encode, hold documents out.
 
     Example: sinkscope tokenize --data books/ --out tokens --vocab-size 8192
     """
-    from sinkscope.pretrain.tokenizing import TokenizeConfig, tokenize
+    asked.check()
+    from sinkscope.pretrain.tokenizing import tokenize
 
-    options: dict[str, Any] = asdict(asked) | {"data": tuple(asked.data), "validation": tuple(asked.validation or ())}
-    out, overwrite = options.pop("out"), options.pop("overwrite")
-    shards = tokenize(TokenizeConfig(**options), out, overwrite=overwrite, progress=_say)
+    shards = tokenize(asked, output.out, overwrite=output.overwrite, progress=_say)
     counts = [f"{shards.num_tokens(split):,} {split} tokens" for split in ("train", "validation")]
-    print(f"{', '.join(counts)}, vocabulary {shards.vocab_size}: {out}")
+    print(f"{', '.join(counts)}, vocabulary {shards.vocab_size}: {output.out}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainOptions:
     """What is trained on what, and where."""
 
-    data: Sources
+    data: Annotated[Sequence[str], DATA]
     out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there goes on.")]
     config: Annotated[
         str, typer.Option(help="Preset (tiny, 30m, 152m, 1b), a YAML file, or the config.yaml of a run.")
@@ -69,7 +51,7 @@ class PretrainOptions:
     variant: Annotated[
         str | None, typer.Option(help="Attention: softmax, head_norm, gate, sigmoid, ...", show_default=False)
     ] = None
-    validation: HeldOut = None
+    validation: Annotated[Sequence[str], VALIDATION] = ()
     snapshots: Annotated[
         str | None, typer.Option("--keep", help="Steps whose weights are kept, such as 0,100,1000.", show_default=False)
     ] = None
@@ -92,10 +74,7 @@ def _training_options() -> list[tuple[str, Any, None]]:
     """Every number and word of the training's configuration as an option that may be left out."""
     hints = get_type_hints(TrainingConfig, include_extras=True)
     described = {name: get_args(hint) for name, hint in hints.items() if name != "snapshots"}
-    return [
-        (name, Annotated[kind | None, typer.Option(help=f"{text}.", show_default=False)], None)
-        for name, (kind, text) in described.items()
-    ]
+    return [(name, Annotated[kind | None, text], None) for name, (kind, text) in described.items()]
 
 
 TrainingOptions = make_dataclass("TrainingOptions", _training_options(), frozen=True, kw_only=True)
@@ -113,7 +92,6 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
         changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
     if asked.config in TRAINING_PRESETS:  # a file is judged later, with the model that it describes
         changed(TRAINING_PRESETS[asked.config], changes, "training")
-    from sinkscope.pretrain.text_sources import check_sources
     from sinkscope.pretrain.token_shards import is_shards
     from sinkscope.results.run_folder import check_output, is_training_run
 
@@ -127,7 +105,7 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
     from sinkscope.pretrain.run_setup import pretrain, resolve
 
     config = resolve(
-        asked.config, variant=asked.variant, data=asked.data, validation=asked.validation or (), training=changes
+        asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes
     )
     logging.disable_progress_bar()  # a bar for every file that is saved
     options = {name: getattr(asked, name) for name in ("compile", "overwrite", "track")}

@@ -11,9 +11,11 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
+from sinkscope.arguments import check_count
 from sinkscope.errors import InputError
 from sinkscope.user_paths import user_path
 
@@ -21,7 +23,43 @@ SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_CHARACTERS = 1 << 20
 FORMS = "a text file, a folder of them, hf:NAME, hf:NAME:CONFIG or hf:FILE"
+DATA = "Text files or folders, hf:NAME, or one folder of token shards"
+VALIDATION = "Texts to hold out; else a share of the documents is"
 HF_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+
+
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
+LARGEST_VOCABULARY = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """What one tokenisation is asked to do, each field with its help; written to config.yaml."""
+
+    data: Annotated[Sequence[str], DATA]
+    validation: Annotated[Sequence[str], VALIDATION] = ()
+    validation_share: Annotated[float, "Share of the documents to hold out, where no texts are"] = 0.01
+    vocab_size: Annotated[int, "Tokens of the byte-level BPE that is trained"] = 8192
+    tokenizer: Annotated[str | None, "Folder or Hugging Face name of a tokenizer to use instead"] = None
+    max_tokens: Annotated[int | None, "Stop after so many training tokens: a streamed dataset may have no end"] = None
+    shard_tokens: Annotated[int, "Tokens of a shard"] = 1 << 27
+
+    def check(self) -> None:
+        check_sources(self.data)
+        if self.validation:
+            check_sources(self.validation)
+        if not 0 < self.validation_share < 1:
+            raise InputError(
+                expected="`validation_share` between 0 and 1",
+                found=str(self.validation_share),
+                next_step="Give for example `validation_share=0.01`",
+            )
+        if self.tokenizer is None:
+            check_count("vocab_size", self.vocab_size, SMALLEST_VOCABULARY, LARGEST_VOCABULARY)
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens, 1)
+        check_count("shard_tokens", self.shard_tokens, 1)
 
 
 def documents(sources: Sequence[str]) -> Iterator[str]:
@@ -36,13 +74,13 @@ def documents(sources: Sequence[str]) -> Iterator[str]:
                 num_documents += 1
                 yield document
         if not num_documents:
-            raise InputError(expected="text", found=f"{source}, empty", next_step=f"Give {FORMS} to --data")
+            raise InputError(expected="text", found=f"{source}, empty", next_step=f"Give {FORMS} as `data`")
 
 
 def check_sources(sources: Sequence[str]) -> None:
     """Returns if every source is there, else raises InputError; nothing is read but names."""
     if not sources:
-        raise InputError(expected="text to read", found="no source", next_step=f"Give {FORMS} to --data")
+        raise InputError(expected="text to read", found="no source", next_step=f"Give {FORMS} as `data`")
     for source in sources:
         if source.startswith("hf:"):
             _datasets_package()
@@ -63,13 +101,13 @@ def _files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise InputError(expected=FORMS, found=f"no {source!r}", next_step="Give a path that exists to --data")
+        raise InputError(expected=FORMS, found=f"no {source!r}", next_step="Give a path that exists as `data`")
     found = sorted(file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
     if not found:
         raise InputError(
             expected=f"files that end in {', '.join(SUFFIXES)} (or these with .gz, .xz)",
             found=f"none in the folder {source}",
-            next_step="Give the files themselves to --data",
+            next_step="Give the files themselves as `data`",
         )
     return found
 
@@ -150,7 +188,7 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
             yield row["text"]
     except (OSError, ValueError) as error:  # among them the package's own "not found"
         found = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise InputError(expected=f"a dataset at {source}", found=found, next_step=f"Give {FORMS} to --data") from error
+        raise InputError(expected=f"a dataset at {source}", found=found, next_step=f"Give {FORMS} as `data`") from error
 
 
 def _datasets_package():
@@ -168,4 +206,4 @@ def _datasets_package():
 
 
 def _not_text(path: Path, found: str) -> InputError:
-    return InputError(expected=f"text in UTF-8 in {path.name}", found=found, next_step=f"Give {FORMS} to --data")
+    return InputError(expected=f"text in UTF-8 in {path.name}", found=found, next_step=f"Give {FORMS} as `data`")

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from sinkscope.errors import InputError
+from sinkscope.pretrain.text_sources import LARGEST_VOCABULARY
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.validated import NAME, Int, read_json, shortened
 from sinkscope.user_paths import user_path
 
 MANIFEST = "manifest.json"
 VERSION = 1
-LARGEST_VOCABULARY = 1 << 24
 DTYPES = ("<u2", "<u4")
 SHARD_SHAPE = {"file": NAME, "split": NAME, "num_tokens": Int(1), "num_documents": Int(), "sha256": NAME}
 MANIFEST_SHAPE = {

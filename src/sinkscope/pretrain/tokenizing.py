@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.text_sources import SEPARATOR, check_sources, documents
-from sinkscope.pretrain.token_shards import LARGEST_VOCABULARY, SPLITS, ShardWriter, Split, TokenShards, open_shards
+from sinkscope.pretrain.text_sources import SEPARATOR, TokenizeConfig, documents
+from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
 from sinkscope.user_paths import user_path
 
@@ -25,40 +24,7 @@ BPE_TRAINING_CHARACTERS = 1 << 26
 """Characters of the training documents that the BPE is trained on: merges hardly change beyond that."""
 BATCH_CHARACTERS = 1 << 22
 """Characters encoded in one call, which the tokenizer spreads over the cores."""
-SMALLEST_VOCABULARY = 257
-"""256 bytes and the end-of-text token."""
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizeConfig:
-    """What one tokenisation was asked to do; written to config.yaml."""
-
-    data: tuple[str, ...]
-    validation: tuple[str, ...] = ()
-    """Sources held out as a whole; without any, a share of the documents is held out."""
-    validation_share: float = 0.01
-    vocab_size: int = 8192
-    tokenizer: str | None = None
-    """A folder or Hugging Face name to use in place of a new BPE."""
-    max_tokens: int | None = None
-    """Stop after so many training tokens: a streamed dataset may have no end."""
-    shard_tokens: int = 1 << 27
-
-    def check(self) -> None:
-        check_sources(self.data)
-        if self.validation:
-            check_sources(self.validation)
-        if not 0 < self.validation_share < 1:
-            raise _wrong("a share between 0 and 1", self.validation_share, "--validation-share 0.01")
-        if self.tokenizer is None and not SMALLEST_VOCABULARY <= self.vocab_size <= LARGEST_VOCABULARY:
-            allowed = f"a vocabulary of at least {SMALLEST_VOCABULARY} and at most {LARGEST_VOCABULARY} tokens"
-            raise _wrong(allowed, self.vocab_size, "--vocab-size 8192")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise _wrong("at least 1 token", self.max_tokens, "--max-tokens 100000000")
-        if self.shard_tokens < 1:
-            raise _wrong("at least 1 token a shard", self.shard_tokens, "--shard-tokens 100000000")
 
 
 def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Progress) -> TokenShards:
@@ -189,7 +155,3 @@ def _first_characters(texts: Iterator[str], limit: int) -> Iterator[str]:
         seen += len(text)
         if seen >= limit:
             return
-
-
-def _wrong(expected: str, found: object, option: str) -> InputError:
-    return InputError(expected=expected, found=str(found), next_step=f"Give for example {option}")

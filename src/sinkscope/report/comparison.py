@@ -54,7 +54,7 @@ def compare(
         raise InputError(
             expected="a page whose name ends in .html",
             found=str(destination),
-            next_step=f"Write it with --out {destination.with_suffix('.html')}",
+            next_step=f"Give `out='{destination.with_suffix('.html')}'`",
         )
     if trained:
         check_output(tables_path(destination), overwrite)
