@@ -8,8 +8,8 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
@@ -81,10 +81,9 @@ def main() -> None:
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shares = next(iter(sys.argv[1:]), "") in SHARED
-    if shares and int(os.environ.get("RANK", "0")) > 0:
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    quiet = shares and int(os.environ.get("RANK", "0")) > 0
     try:
-        with options.outputs, processes.joined() if shares else nullcontext():
+        with options.outputs, processes.joined() if shares else nullcontext(), _unheard() if quiet else nullcontext():
             command_line()()
         return
     except Exception as error:
@@ -98,6 +97,13 @@ def main() -> None:
     _refuse(refused)  # here the error is gone, and with it the frames that filled the memory
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Nothing is printed while open; an error that leaves it is, whichever process of torchrun it comes from."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 @cache
 def command_line() -> Any:
     """The application as click has it: `commands` by name, each with its `params`."""
@@ -107,7 +113,6 @@ def command_line() -> Any:
 def _refuse(error: InputError) -> NoReturn:
     # The group itself has no option that takes a value, so the command's name comes first.
     command = command_line().commands.get(next(iter(sys.argv[1:]), ""))
-    sys.stderr = sys.__stderr__  # what a process of torchrun must say is heard, whichever it is
     say(f"sinkscope: {in_options(visible(str(error)), command.params if command else ())}", error=True)
     sys.exit(2)
 
