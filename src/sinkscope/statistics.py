@@ -164,7 +164,7 @@ def holm_levels(p_values: Sequence[float], level: float = 0.05) -> tuple[list[bo
     """
     order = np.argsort(p_values, kind="stable")
     rejected, levels = [False] * len(p_values), [level] * len(p_values)
-    stopped = False
+    stopped, current = False, level
     for rank, index in enumerate(order):
         if not stopped:
             current = level / (len(p_values) - rank)

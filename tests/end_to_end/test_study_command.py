@@ -101,7 +101,7 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert summary["sink_without_minimal_set"] == "gone"
     assert f"minimal set of units (2:{facts.super_neurons[0][1]})" in summary["verdict"]
     tables = {schema.name for schema in STUDY_TABLES} | set(TRACE_TABLES)
-    assert {entry.name for entry in run.iterdir()} == FILES | {f"{name}.parquet" for name in tables}
+    assert visible(run) == FILES | {f"{name}.parquet" for name in tables}
     assert {name: len(read_table(run / name)) > 0 for name in tables} == dict.fromkeys(tables, True)
     assert {entry.name for entry in tmp_path.iterdir()} == {"run"}, "its parts are gone"
     config = yaml.safe_load((run / "config.yaml").read_text())

@@ -19,8 +19,6 @@ from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from sinkscope.models.anatomy import Anatomy, Unit
     from sinkscope.models.loading import LoadedModel
     from sinkscope.models.token_batches import TokenBatch
@@ -43,7 +41,7 @@ class Setting:
     """Units that a control must not take."""
 
 
-Make = Callable[[Setting, Sequence[tuple], dict[str, Any]], "list[AbstractContextManager]"]
+Make = Callable[[Setting, Sequence[tuple], dict[str, Any]], Sequence[Any]]
 """(setting, what was asked for, the layers and heads chosen, if any) -> interventions."""
 
 
@@ -89,7 +87,7 @@ class Request:
         """The positions that they act on."""
         return [] if self.kind.acts_at is None else [self.kind.acts_at(value) for value in self.values]
 
-    def make(self, setting: Setting, *, control: bool) -> list[AbstractContextManager]:
+    def make(self, setting: Setting, *, control: bool) -> Sequence[Any]:
         """The interventions, or what stands in for them."""
         make = self.kind.control if control else self.kind.make
         where = {name: chosen for name, chosen in self.where.items() if name in self.kind.takes}
@@ -271,7 +269,8 @@ def _clamp(what: str) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.residual import clamp
 
-        return [clamp(setting.loaded, setting.batch, **{what: [item]}, positions=at) for item, at in values]
+        held: list[tuple[dict[str, Any], int]] = [({what: [item]}, at) for item, at in values]
+        return [clamp(setting.loaded, setting.batch, **items, positions=at) for items, at in held]
 
     return make
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
 FELL_BACK = "the eigenvalue solver did not converge; singular values, from another algorithm, stand in for it"
 
@@ -15,7 +16,7 @@ def eigenvalues(
     """The eigenvalues of a Gram matrix, smallest first; `fell_back` is told where they had to be found another way."""
     try:
         return torch.linalg.eigvalsh(gram)
-    except torch.linalg.LinAlgError:  # too many repeated eigenvalues for its divide and conquer
+    except LinAlgError:  # too many repeated eigenvalues for its divide and conquer
         fell_back(FELL_BACK)
         return torch.linalg.svdvals(gram.cpu()).flip(0).to(gram)
 
@@ -24,6 +25,6 @@ def eigenvectors(gram: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float
     """(eigenvalues, eigenvectors as columns) of a Gram matrix, smallest first."""
     try:
         return torch.linalg.eigh(gram)
-    except torch.linalg.LinAlgError:  # as above
+    except LinAlgError:  # as above
         vectors, values, _ = torch.linalg.svd(gram.cpu())
         return values.flip(0).to(gram), vectors.flip(1).to(gram)

@@ -101,7 +101,10 @@ class Outcome:
         return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
+    def of_tensors(cls, tensors: dict[str, np.ndarray] | None) -> Outcome | None:
+        """What a part holds; None where there is none, or one that an earlier version wrote in another form."""
+        if tensors is None or "places" not in tensors:
+            return None
         return cls(
             rate_BS=tensors["rate_BS"],
             places=tuple(tensors["places"].tolist()),

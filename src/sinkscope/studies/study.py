@@ -229,13 +229,12 @@ class _Run:
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
-            kept = self.parts.load(condition.part)
-            if kept is None:
+            outcome = Outcome.of_tensors(self.parts.load(condition.part))
+            if outcome is None:
                 loss = condition.name != "random_set" and condition.target in with_loss
-                outcomes[condition] = conditions.run(condition, loss=loss)
-                self.parts.save(condition.part, outcomes[condition].tensors())
-            else:
-                outcomes[condition] = Outcome.of_tensors(kept)
+                outcome = conditions.run(condition, loss=loss)
+                self.parts.save(condition.part, outcome.tensors())
+            outcomes[condition] = outcome
         self.progress(len(wanted), len(wanted))
         found = [outcome.tensors() for outcome in outcomes.values()]
         tensors = [each for share in processes.gathered(found) for each in share]
