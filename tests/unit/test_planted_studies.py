@@ -14,8 +14,8 @@ from sinkscope.studies.study import NO_SINK, UNPLANNED, Study, study
 SMALL = dict(num_sequences=STUDY_SEQUENCES, length=32)
 """The smallest study there is: models this small take about a second each."""
 CAUSAL = {name for name, claim in CLAIMS.items() if claim.link == "causal"}
-NUM_SEEDS = 25
-QUARTERS = 4
+SEEDS = range(3, 25, 4)
+"""A quarter of the 200 decoys that the rules were once held against; studies of all take a third of a test run."""
 HOLDS, FAILS, EMPTY = "holds", "does not hold", "not applicable"
 
 
@@ -85,16 +85,14 @@ def test_the_right_link_of_a_decoy_fails(kind):
     assert {claim for claim in not_holds if verdicts[claim] == HOLDS} == set()
 
 
-@pytest.mark.parametrize("quarter", range(QUARTERS))
-def test_200_decoys_and_at_most_4_with_a_causal_claim_wrongly_at_holds(quarter):
-    """A quarter of them each, with at most one that is wrong: four at most in all."""
+def test_48_decoys_and_at_most_1_with_a_causal_claim_wrongly_at_holds():
     wrong = {}
     for kind in DECOYS:
-        for seed in range(quarter, NUM_SEEDS, QUARTERS):
+        for seed in SEEDS:
             _, verdicts, not_holds = studied(kind, seed)
             if claimed := {claim for claim in not_holds & CAUSAL if verdicts[claim] == HOLDS}:
                 wrong[kind, seed] = claimed
-    assert len(DECOYS) * NUM_SEEDS == 200
+    assert len(DECOYS) * len(SEEDS) == 48
     assert len(wrong) <= 1, wrong
 
 
