@@ -101,10 +101,12 @@ class Outcome:
         return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, np.ndarray] | None) -> Outcome | None:
+    def of_part(cls, tensors: dict[str, np.ndarray] | None) -> Outcome | None:
         """What a part holds; None where there is none, or one that an earlier version wrote in another form."""
-        if tensors is None or "places" not in tensors:
-            return None
+        return None if tensors is None or "places" not in tensors else cls.of_tensors(tensors)
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
         return cls(
             rate_BS=tensors["rate_BS"],
             places=tuple(tensors["places"].tolist()),

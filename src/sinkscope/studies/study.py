@@ -229,7 +229,7 @@ class _Run:
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
-            outcome = Outcome.of_tensors(self.parts.load(condition.part))
+            outcome = Outcome.of_part(self.parts.load(condition.part))
             if outcome is None:
                 loss = condition.name != "random_set" and condition.target in with_loss
                 outcome = conditions.run(condition, loss=loss)
