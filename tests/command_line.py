@@ -10,7 +10,7 @@ def in_a_process(*arguments, cwd, before=""):
     """Runs a command in a process of its own, after some lines of Python."""
     code = f"{before}\nfrom sinkscope.cli import main\nmain()"
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=900
     )
 
 

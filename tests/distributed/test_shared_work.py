@@ -117,11 +117,11 @@ def test_the_first_process_of_torchrun_writes_and_speaks(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "sinkscope"]
     options = ["--length=20", "--num-sequences=3", "--device=cpu", "--out", str(tmp_path / "run")]
     command = [sys.executable, *launcher, "trace", "reference:learned_sink", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("No sink") == 1
     assert (tmp_path / "run" / "summary.json").is_file()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert again.returncode != 0
     assert "sinkscope: expected no folder at" in again.stderr
 

@@ -79,7 +79,7 @@ def test_ddp_under_torchrun_is_one_process(text, alone, tmp_path):
     options = [f"--{name.replace('_', '-')}={value}" for name, value in TRAINING.items()]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "sinkscope"]
     command = [*launcher, "pretrain", "--data", str(text), "--out", str(run), "--device=cpu", *options]
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "cpu x 2 (ddp)" in result.stderr
     assert result.stderr.count("step 6/6") == 1, "one process speaks"

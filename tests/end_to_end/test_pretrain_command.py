@@ -38,7 +38,7 @@ def text(tmp_path_factory):
 def tokens(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("shards") / "tokens"
     command = [sys.executable, "-m", "sinkscope", "tokenize", "--data", str(text), "--out", str(out)]
-    result = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([*command, "--vocab-size", "300"], capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     shards = open_shards(out)
     assert f"{shards.num_tokens('train'):,} train tokens" in result.stdout
@@ -73,7 +73,7 @@ def test_tiny_trains_on_plain_text_and_its_model_is_loaded_without_the_package(s
         "assert 'sinkscope' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program, str(run / "model")]
-    loaded = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert loaded.returncode == 0, loaded.stderr
     name, loss = loaded.stdout.split()
     assert name == "LlamaForCausalLM"

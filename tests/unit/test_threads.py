@@ -25,7 +25,7 @@ def in_a_thread(call):
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=900)
     return found[0]
 
 
