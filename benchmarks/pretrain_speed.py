@@ -29,15 +29,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from sinkscope.pretrain import training_step
+from sinkscope.pretrain.config import TRAINING_PRESETS, decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.model_flops import flops_per_token
 from sinkscope.pretrain.parallel import Processes
-from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.pretrain.probes import probe, random_batch
-from sinkscope.pretrain.token_shards import ShardWriter, open_shards
-from sinkscope.pretrain.token_stream import TokenStream
-from sinkscope.pretrain.training_config import TRAINING_PRESETS
+from sinkscope.pretrain.step import flops_per_token
+from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards
 from sinkscope.results.run_folder import run_folder
 
 LARGEST_LOSS_DIFFERENCE = 0.02

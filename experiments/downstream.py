@@ -35,8 +35,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import given_batch, token_batch
-from sinkscope.pretrain.token_shards import MANIFEST, open_shards
-from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.pretrain.tokens import MANIFEST, TokenStream, open_shards
 from sinkscope.results.atomic import whole_file
 from sinkscope.runtime import environment
 from sinkscope.statistics import bootstrap_mean_interval

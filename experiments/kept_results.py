@@ -13,7 +13,7 @@ import yaml
 from paper_plan import Run
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.metrics_log import read_rows
+from sinkscope.pretrain.metrics import read_rows
 
 FILE_BYTES, NUM_FILES = 15 << 20, 4
 """Limits on what is kept: a machine that is lent for training may hand back only a few files of at most 16 MiB."""

@@ -29,9 +29,8 @@ from training_pool import TrainingPool, add_options, positive_number, say, stop_
 
 from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
-from sinkscope.pretrain.run_setup import KEYS_OF_A_RUN
-from sinkscope.pretrain.token_shards import open_shards
-from sinkscope.pretrain.training_config import read_recipe
+from sinkscope.pretrain.config import KEYS_OF_A_RUN, read_recipe
+from sinkscope.pretrain.tokens import open_shards
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from sink_plan import chosen_runs, configuration, planned_runs, read_plan
 from training_pool import TrainingPool, add_options, positive_number, say, stop_with_the_parent
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.token_shards import open_shards
+from sinkscope.pretrain.tokens import open_shards
 
 MEASURES = Path(__file__).with_name("sink_measures.py")
 SMALL_MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}

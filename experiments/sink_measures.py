@@ -37,9 +37,8 @@ from sinkscope.measures.dimension_disparity import dom_ratio, effective_rank, ku
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.pretrain.feed_forward import BoundedLinear
-from sinkscope.pretrain.token_shards import open_shards
-from sinkscope.pretrain.token_stream import TokenStream
+from sinkscope.pretrain.decoder import BoundedLinear
+from sinkscope.pretrain.tokens import TokenStream, open_shards
 from sinkscope.results.run_folder import whole_file
 
 SKIPPED = 1

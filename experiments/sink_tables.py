@@ -29,7 +29,7 @@ from sink_plan import read_plan
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.comparison import compare_training
-from sinkscope.pretrain.token_shards import open_shards
+from sinkscope.pretrain.tokens import open_shards
 from sinkscope.statistics import resample_weights
 
 BASELINE, NORM, CONTROL = "softmax", "head_norm", "scale"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load
+from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.presets import decoder_config, preset
 
 LENGTH = 20
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.parallel import Processes
-from sinkscope.pretrain.run_setup import pretrain, resolve
+from sinkscope.pretrain.train import pretrain
 
 ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))
 

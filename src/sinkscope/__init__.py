@@ -43,7 +43,7 @@ _HOMES = {
     "HeadRMSNorm": "sinkscope.attention.head_norm",
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
-    "SinkProbe": "sinkscope.pretrain.sink_probe",
+    "SinkProbe": "sinkscope.pretrain.probes",
     "bias": "sinkscope.origins.initial_bias",
     "Bias": "sinkscope.origins.initial_bias",
     "fingerprint": "sinkscope.origins.fingerprint",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from sinkscope.origins.initial_bias import bias as bias
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
-    from sinkscope.pretrain.sink_probe import SinkProbe as SinkProbe
+    from sinkscope.pretrain.probes import SinkProbe as SinkProbe
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from forked_processes import free_port, in_two_processes
 
+from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.parallel import processes
-from sinkscope.pretrain.run_setup import pretrain, resolve
+from sinkscope.pretrain.train import pretrain
 
 TOLERANCE = 1e-5
 """Sums over two halves of a batch in another order; losses are near 6, a rounding step of float32 there 5e-7."""

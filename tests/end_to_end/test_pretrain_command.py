@@ -14,9 +14,9 @@ from transformers import Trainer, TrainingArguments
 
 import sinkscope as package
 from sinkscope.attention.variants import VARIANTS
-from sinkscope.pretrain.metrics_log import read_rows
+from sinkscope.pretrain.metrics import read_rows
 from sinkscope.pretrain.probes import QUANTITIES
-from sinkscope.pretrain.token_shards import open_shards
+from sinkscope.pretrain.tokens import open_shards
 from sinkscope.results.tables import read_table
 
 SHORT = ("--steps", 12, "--warmup-steps", 2, "--batch-size", 8, "--sequence-length", 64, "--learning-rate", 1e-2)

@@ -15,14 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain import checkpoints, metrics_log, training_run, training_step
+from sinkscope.pretrain import checkpoints, metrics
+from sinkscope.pretrain import step as step_module
+from sinkscope.pretrain import train as train_module
+from sinkscope.pretrain.config import PretrainConfig, TrainingConfig, decoder_config
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers
 from sinkscope.pretrain.parallel import processes
-from sinkscope.pretrain.presets import decoder_config
-from sinkscope.pretrain.run_setup import PretrainConfig, pretrain
-from sinkscope.pretrain.tokenizing import TokenizeConfig, tokenize
-from sinkscope.pretrain.training_config import TrainingConfig
+from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
+from sinkscope.pretrain.train import pretrain
 from sinkscope.results import run_folder
 from sinkscope.results.tables import read_table
 
@@ -60,7 +61,7 @@ def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "matrix_rate", lambda device: 1e9)  # a speed, which is measured for long
+        patch.setattr(train_module, "matrix_rate", lambda device: 1e9)  # a speed, which is measured for long
         yield
     torch.set_num_threads(threads)
 
@@ -132,10 +133,10 @@ MOMENTS = {
     "tensors": (checkpoints, "save_file", half_the_tensors),
     "rename": (run_folder, "_move_into_place", None),
     "removal of the oldest": (run_folder.shutil, "rmtree", None),
-    "row": (metrics_log.JsonLines, "write", half_a_row),
-    "probe": (training_run, "probe", None),
-    "export": (training_run, "export", None),
-    "tables": (training_run, "write_tables", None),
+    "row": (metrics.JsonLines, "write", half_a_row),
+    "probe": (train_module, "probe", None),
+    "export": (train_module, "export", None),
+    "tables": (train_module, "write_tables", None),
 }
 
 
@@ -339,7 +340,7 @@ def test_a_damaged_summary_is_written_again(train, whole, tmp_path):
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_goes_on(train, whole, tmp_path, monkeypatch):
-    real, errors = training_run.probe, []
+    real, errors = train_module.probe, []
 
     def probe(*args, **kwargs):
         if not errors:
@@ -347,7 +348,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_goes_on(
                 errors.append(pool.submit(train).exception())
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(training_run, "probe", probe)
+    monkeypatch.setattr(train_module, "probe", probe)
     train()
     assert isinstance(errors[0], InputError)
     assert "another run that is writing there" in str(errors[0])
@@ -408,7 +409,7 @@ def test_other_data_behind_the_same_name_are_refused(train, tokens, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(train, whole, tmp_path, monkeypatch):
-    real = training_step.TrainingStep.update
+    real = step_module.TrainingStep.update
 
     def update(self, step, stream):
         loss, norm = real(self, step, stream)
@@ -419,7 +420,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(trai
         return loss, norm
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_step.TrainingStep, "update", update)
+        patch.setattr(step_module.TrainingStep, "update", update)
         with pytest.raises(InputError, match=r"loss nan.* at step 6.*last good checkpoint is step-00000003"):
             train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
@@ -460,7 +461,7 @@ def test_a_full_disk_under_the_log_is_an_error_too(train, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics_log.JsonLines, "write", full)
+        patch.setattr(metrics.JsonLines, "write", full)
         with pytest.raises(InputError, match="No space left"):
             train()
 

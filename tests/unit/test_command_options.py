@@ -8,7 +8,7 @@ import typer
 from sinkscope import cli
 from sinkscope.commands.options import Output, command
 from sinkscope.commands.pretrain import TrainingOptions
-from sinkscope.pretrain.training_config import TrainingConfig
+from sinkscope.pretrain.config import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,9 @@ import sinkscope
 from sinkscope.attention.variants import VARIANTS
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.export import export
-from sinkscope.pretrain.feed_forward import FEED_FORWARD_VARIANTS, BoundedLinear
-from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
+from sinkscope.pretrain.checkpoints import export
+from sinkscope.pretrain.config import PRESETS, decoder_config, preset
+from sinkscope.pretrain.decoder import FEED_FORWARD_VARIANTS, BoundedLinear, Decoder
 
 TINY = dict(
     vocab_size=97,

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoTokenizer
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain import text_sources, tokenizing
+from sinkscope.pretrain import text_sources
+from sinkscope.pretrain import tokenize as tokenize_module
 from sinkscope.pretrain.text_sources import check_sources, documents
-from sinkscope.pretrain.token_shards import ShardWriter, open_shards
-from sinkscope.pretrain.token_stream import TokenStream, permuted
-from sinkscope.pretrain.tokenizing import TokenizeConfig, load_tokenizer, tokenize
+from sinkscope.pretrain.tokenize import TokenizeConfig, load_tokenizer, tokenize
+from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards, permuted
 from sinkscope.results.run_folder import run_folder
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\nIt ends here." for n in range(40)]
@@ -170,7 +170,7 @@ def test_the_split_depends_on_the_document_alone(text_file, tmp_path):
 
     def held_out(path):
         config = TokenizeConfig(data=(str(path),), validation_share=0.2)
-        pairs = list(tokenizing._split_documents(config))
+        pairs = list(tokenize_module._split_documents(config))
         train, validation = ({text for split, text in pairs if split == name} for name in ("train", "validation"))
         assert not train & validation
         return validation
@@ -183,7 +183,7 @@ def test_few_documents_still_leave_one_to_hold_out(tmp_path):
 
     def splits(text):
         path.write_text(text)
-        return list(tokenizing._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
+        return list(tokenize_module._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
 
     assert splits("one<|endoftext|>two") == [("train", "one"), ("validation", "two")]
     lines = [f"line {number}\n" for number in range(100)]
@@ -196,7 +196,7 @@ def test_few_documents_still_leave_one_to_hold_out(tmp_path):
 def test_validation_can_be_given(text_file, tmp_path):
     (tmp_path / "held.txt").write_text("held out")
     config = TokenizeConfig(data=(str(text_file),), validation=(str(tmp_path / "held.txt"),), vocab_size=300)
-    pairs = list(tokenizing._split_documents(config))
+    pairs = list(tokenize_module._split_documents(config))
     assert [text for split, text in pairs if split == "validation"] == ["held out"]
     assert [text for split, text in pairs if split == "train"] == TEXTS
 

@@ -9,16 +9,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain import vocabulary_loss as loss_module
+from sinkscope.pretrain import step as loss_module
+from sinkscope.pretrain.config import TRAINING_PRESETS, TrainingConfig, changed, decoder_config, preset, resolve
 from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.model_flops import flops_per_token
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate
 from sinkscope.pretrain.parallel import Processes
-from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.pretrain.run_setup import resolve
-from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed
-from sinkscope.pretrain.training_step import TrainingStep
-from sinkscope.pretrain.vocabulary_loss import vocabulary_loss
+from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
 
 TINY = TRAINING_PRESETS["tiny"]
 ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))

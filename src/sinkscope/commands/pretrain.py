@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from sinkscope.commands.options import integers
+from sinkscope.pretrain.config import TRAINING_PRESETS, TrainingConfig, changed
 from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
-from sinkscope.pretrain.training_config import TRAINING_PRESETS, TrainingConfig, changed
 from sinkscope.runtime import check_placement
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")]
@@ -32,7 +32,7 @@ def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
     Example: sinkscope tokenize --data books/ --out tokens --vocab-size 8192
     """
     asked.check()
-    from sinkscope.pretrain.tokenizing import tokenize
+    from sinkscope.pretrain.tokenize import tokenize
 
     shards = tokenize(asked, output.out, overwrite=output.overwrite, progress=_say)
     counts = [f"{shards.num_tokens(split):,} {split} tokens" for split in ("train", "validation")]
@@ -92,7 +92,7 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
         changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
     if asked.config in TRAINING_PRESETS:  # a file is judged later, with the model that it describes
         changed(TRAINING_PRESETS[asked.config], changes, "training")
-    from sinkscope.pretrain.token_shards import is_shards
+    from sinkscope.pretrain.tokens import is_shards
     from sinkscope.results.run_folder import check_output, is_training_run
 
     if not is_shards(asked.data):
@@ -101,8 +101,9 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
         check_output(asked.out, asked.overwrite)
     from transformers.utils import logging
 
+    from sinkscope.pretrain.config import resolve
     from sinkscope.pretrain.parallel import processes
-    from sinkscope.pretrain.run_setup import pretrain, resolve
+    from sinkscope.pretrain.train import pretrain
 
     config = resolve(
         asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes

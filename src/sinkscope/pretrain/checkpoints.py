@@ -1,9 +1,19 @@
-"""Complete checkpoints of a training run, each a folder that is whole or absent.
+"""Complete checkpoints of a training run, each a folder that is whole or absent, and the model that a run exports.
 
 A checkpoint holds the weights, the optimisers' state and the generators' in safetensors, and `checkpoint.json` with
 the step, which is the position in the data too, and the hash of every file. Sharded by FSDP2, the tensors go through
 torch.distributed.checkpoint instead, each process writing its own; its `.metadata` file is a pickle, as torch writes
 it, and is unpickled on resuming: resume no such run that you don't trust.
+
+An export is a folder that transformers loads: where it can, without this package.
+
+| attention | feed-forward | written as |
+| --- | --- | --- |
+| softmax | swiglu | LlamaForCausalLM |
+| qk_norm | swiglu | Qwen3ForCausalLM |
+| any other | any | Decoder: `sinkscope.load`, or AutoModelForCausalLM after `import sinkscope.pretrain.decoder` |
+
+A softmax model whose heads do not divide its width is written as a Decoder too, since Llama's configuration refuses it.
 """
 
 from __future__ import annotations
@@ -21,10 +31,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from sinkscope.errors import InputError
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.parallel import Processes
-from sinkscope.pretrain.token_shards import file_sha256
+from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json, refused
 
@@ -50,6 +63,12 @@ RECORD_SHAPE = {
 _STATE = {torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)), torch.optim.Muon: (("momentum_buffer",), ())}
 # As safetensors names them.
 _DTYPES = {"F32": torch.float32, "U8": torch.uint8}
+
+SHARED_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
+)
 
 
 def save_checkpoint(
@@ -94,7 +113,7 @@ def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Callable[[
         raise InputError(
             expected=f"a whole checkpoint in {run / FOLDER}",
             found=f"damaged ones only; {found[0].name}: {damage(found[0], expected)}",
-            next_step="Start the run again with --overwrite, or choose another folder with --out",
+            next_step="Start the run again with `overwrite=True`, or choose another `out`",
         )
     return None
 
@@ -106,9 +125,9 @@ def load_checkpoint(
     sharded = (path / SHARDS).is_dir()
     if sharded != (group.mode == "fsdp"):
         raise InputError(
-            expected=f"a checkpoint written with --parallel {group.mode}",
+            expected=f"a checkpoint written with `parallel={group.mode!r}`",
             found=f"one {'with' if sharded else 'without'} shards",
-            next_step=f"Resume {'with' if sharded else 'without'} --parallel fsdp",
+            next_step=f"Resume {'with' if sharded else 'without'} `parallel='fsdp'`",
         )
     tensors = _load_shards(path / SHARDS, parameters, group.device) if sharded else load_file(path / TENSORS)
     with torch.no_grad():
@@ -227,3 +246,32 @@ def _load_shards(path: Path, parameters: Parameters, device: torch.device) -> di
             tensors[name] = torch.empty(size, dtype=dtype, device="cpu" if name.startswith("generator") else device)
     load_shards(tensors, checkpoint_id=path)
     return tensors
+
+
+def export(model: Decoder, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """Writes weights (safetensors), configuration and tokenizer into `folder`; returns the architecture's name."""
+    config = model.config
+    known = _known_config(config)
+    if known is None:
+        model.save_pretrained(folder)
+    else:
+        weights = model.state_dict().items()
+        # The variant's own parameters, the norms of qk_norm, stand one level higher there.
+        model.save_pretrained(folder, state_dict={name.replace(".variant.", "."): weight for name, weight in weights})
+        known.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return ((known or config).architectures or ["Decoder"])[0]
+
+
+def _known_config(config: DecoderConfig) -> PreTrainedConfig | None:
+    """The configuration of the family that has the same forward pass, if there is one."""
+    if config.feed_forward_variant != "swiglu":
+        return None
+    options: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS}
+    options["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.attention_variant == "softmax" and config.hidden_size % config.num_attention_heads == 0:
+        return LlamaConfig(**options, architectures=["LlamaForCausalLM"])
+    if config.attention_variant == "qk_norm":
+        return Qwen3Config(**options, architectures=["Qwen3ForCausalLM"])
+    return None

@@ -19,6 +19,7 @@ Axes: B batch, T position, H heads, K key-value heads, D head size, E width, F n
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,12 +34,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.head_norm import HeadRMSNorm, HeadScale
 from sinkscope.attention.variants import RMSNorm, Rotation, build_variant
+from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, describe
 from sinkscope.models.families import Family
 from sinkscope.pretrain.decoder_config import DecoderConfig
-from sinkscope.pretrain.feed_forward import build_feed_forward
 
 FAMILY = Family(name="sinkscope_decoder", model_types=("sinkscope_decoder",), notes="attention variants")
+
+LARGEST_TO_MEDIAN = 4.0
+"""Bound on max / median of |output vector|. Normal entries reach it at 2.7 standard deviations."""
 
 
 class Attention(nn.Module):
@@ -66,7 +70,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k, v = self.variant.prepare(q, k, v)
-        # Views, not copies, of tensors with heads behind positions: attention then leaves its output so too. With heads
+        # Views, not copies, of tensors with heads after positions: attention then leaves its output so too. With heads
         # first, gradients were seen to be wrong on CUDA (docs/lab/benchmarks.md).
         q, k, v = rotated(q, rotation).transpose(1, 2), rotated(k, rotation).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
@@ -96,14 +100,14 @@ class Block(nn.Module):
     def forward(
         self, hidden_states: Tensor, rotation: Rotation, attention_mask: Any = None, cache: Cache | None = None
     ) -> Tensor:
-        """[B, T, E] the residual stream behind the layer; no mask means causal."""
+        """[B, T, E] the residual stream after the layer; no mask means causal."""
         update, _ = self.self_attn(self.input_layernorm(hidden_states), rotation, attention_mask, cache)
         hidden_states = hidden_states + update
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class DecoderBody(nn.Module):
-    """Tokens to the normalised state behind the last layer."""
+    """Tokens to the normalised state after the last layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -192,7 +196,7 @@ class Decoder(PreTrainedModel, GenerationMixin):
         return self.model.embed_tokens(input_ids)
 
     def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """[B, T, E] the normalised states behind the last layer, without logits."""
+        """[B, T, E] the normalised states after the last layer, without logits."""
         return self.model(input_ids).last_hidden_state
 
     def paths(self, dtype: torch.dtype | None = None) -> dict[str, str]:
@@ -263,3 +267,67 @@ def rotated(x_BTHD: Tensor, rotation: Rotation) -> Tensor:
 
 
 AutoModelForCausalLM.register(DecoderConfig, Decoder)
+
+
+class SwiGLU(nn.Module):
+    """W_down (silu(W_gate x) * W_up x)."""
+
+    def __init__(self, width: int, num_neurons: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, num_neurons, bias=False)
+        self.up_proj = nn.Linear(width, num_neurons, bias=False)
+        self.down_proj = self.build_down_projection(width, num_neurons)
+        self.act_fn = nn.SiLU()  # a module, as the families have it, so that it can be swapped
+
+    def build_down_projection(self, width: int, num_neurons: int) -> nn.Module:
+        return nn.Linear(num_neurons, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BoundedSwiGLU(SwiGLU):
+    """SwiGLU with a `BoundedLinear` as its down projection."""
+
+    def build_down_projection(self, width: int, num_neurons: int) -> nn.Module:
+        return BoundedLinear(num_neurons, width)
+
+
+class BoundedLinear(nn.Module):
+    """A linear map whose every output vector w_j = W[:, j] keeps max |w| <= c median |w|, c = LARGEST_TO_MEDIAN.
+
+    At least half of a vector's E entries reach its median m, and none passes c m. So the largest entry has at most
+    2 c^2 / E of the energy, the participation ratio is at least E / (2 c^2), and a vector that is zero in more than
+    half of its dimensions is zero in all. (A fixed orthogonal mixing after a free matrix promises none of this: the
+    matrix can learn to undo it.)
+    """
+
+    acts_by_weight_alone = True
+    """What the anatomy asks of a projection that is no plain Linear."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.raw_weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
+
+    @property
+    def weight(self) -> Tensor:
+        """[E, F] the weights that act: the free ones, clipped per output vector."""
+        limit_F = LARGEST_TO_MEDIAN * self.raw_weight.abs().median(0).values
+        return torch.clamp(self.raw_weight, -limit_F, limit_F)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+FEED_FORWARD_VARIANTS: Mapping[str, type[SwiGLU]] = {"swiglu": SwiGLU, "bounded_swiglu": BoundedSwiGLU}
+
+
+def build_feed_forward(name: str, width: int, num_neurons: int) -> SwiGLU:
+    """The feed-forward called `name`."""
+    if name not in FEED_FORWARD_VARIANTS:
+        raise InputError(
+            expected=f"a feed-forward variant: {', '.join(FEED_FORWARD_VARIANTS)}",
+            found=repr(name),
+            next_step="Change feed_forward_variant in the configuration",
+        )
+    return FEED_FORWARD_VARIANTS[name](width, num_neurons)

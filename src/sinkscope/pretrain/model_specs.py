@@ -26,8 +26,8 @@ from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_co
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
 from sinkscope.models.names import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
-from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
-from sinkscope.pretrain.run_setup import initial_configuration
+from sinkscope.pretrain.config import PRESETS, decoder_config, preset
+from sinkscope.pretrain.runs import initial_configuration
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.validated import shortened
 from sinkscope.runtime import resolve_device, resolve_dtype

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sinkscope.attention.head_norm import HeadRMSNorm
-from sinkscope.pretrain.training_config import TrainingConfig
+from sinkscope.pretrain.config import TrainingConfig
 
 
 def build_optimisers(

@@ -57,20 +57,20 @@ class Processes:
 
 
 @contextlib.contextmanager
-def processes(mode: str = "auto", device: str = "auto") -> Iterator[Processes]:
+def processes(parallel: str = "auto", device: str = "auto") -> Iterator[Processes]:
     """Joins the process group that torchrun describes, or stays alone without torchrun; leaves it at the end."""
-    if mode not in MODES:
+    if parallel not in MODES:
         raise InputError(
-            expected=f"one of {', '.join(MODES)}", found=repr(mode), next_step="Choose one with --parallel"
+            expected=f"one of {', '.join(MODES)}", found=repr(parallel), next_step="Choose one as `parallel`"
         )
     given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    if mode == "single" or (mode == "auto" and not given):
+    if parallel == "single" or (parallel == "auto" and not given):
         yield Processes(mode="single", rank=0, num_processes=1, device=resolve_device(device))
         return
     if len(given) < len(TORCHRUN_VARIABLES):
         missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in given)
         raise InputError(
-            expected=f"a process group as torchrun describes it, for --parallel {mode}",
+            expected=f"a process group as torchrun describes it, for `parallel={parallel!r}`",
             found=f"no {missing} in the environment",
             next_step=f"Start it with: {TORCHRUN}",
         )
@@ -89,7 +89,7 @@ def processes(mode: str = "auto", device: str = "auto") -> Iterator[Processes]:
         ) from error
     try:
         yield Processes(
-            mode="fsdp" if mode == "fsdp" else "ddp",
+            mode="fsdp" if parallel == "fsdp" else "ddp",
             rank=dist.get_rank(),
             num_processes=dist.get_world_size(),
             device=resolved,

@@ -1,4 +1,4 @@
-"""The training loop: optimise, evaluate, probe, checkpoint, resume.
+"""Training from a configuration to a finished run: open the folder, optimise, evaluate, probe, checkpoint, resume.
 
 A run is a folder: config.yaml, environment.json, metrics.jsonl and probes.jsonl while it goes on, checkpoints/,
 snapshots/, and at the end model/, the tables and summary.json, whose presence says that the run is complete.
@@ -6,7 +6,9 @@ snapshots/, and at the end model/, the tables and summary.json, whose presence s
 
 from __future__ import annotations
 
+import contextlib
 import math
+import reprlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,29 +21,168 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.pretrain.checkpoints import (
     FOLDER,
     expected_layouts,
+    export,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
 )
+from sinkscope.pretrain.config import PretrainConfig, TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.export import export
-from sinkscope.pretrain.metrics_log import PROBE_BATCHES, JsonLines, log_keys, read_first_rows, read_rows, write_tables
-from sinkscope.pretrain.model_flops import flops_per_token, matrix_rate
+from sinkscope.pretrain.metrics import (
+    PROBE_BATCHES,
+    JsonLines,
+    StepNumbers,
+    Tracker,
+    check_tracker,
+    log_keys,
+    read_first_rows,
+    read_rows,
+    tracker,
+    write_tables,
+)
 from sinkscope.pretrain.parallel import Processes, whole
 from sinkscope.pretrain.probes import probe, random_batch, text_batch
-from sinkscope.pretrain.step_numbers import StepNumbers
-from sinkscope.pretrain.token_shards import TokenShards
-from sinkscope.pretrain.token_stream import TokenStream
-from sinkscope.pretrain.tokenizing import load_tokenizer
-from sinkscope.pretrain.trackers import Tracker
-from sinkscope.pretrain.training_config import TrainingConfig
-from sinkscope.pretrain.training_step import TrainingStep
-from sinkscope.results.run_folder import RunFolder, run_folder
+from sinkscope.pretrain.runs import decoder_config_of_run, saved_configuration, shards_of_run
+from sinkscope.pretrain.step import TrainingStep, flops_per_token, matrix_rate
+from sinkscope.pretrain.tokenize import TokenizeConfig, load_tokenizer, tokenize
+from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
+from sinkscope.results.atomic import DISK_FULL, explained, locked
+from sinkscope.results.run_folder import RunFolder, is_training_run, run_folder
+from sinkscope.results.validated import read_json
+from sinkscope.runtime import environment
+from sinkscope.user_paths import user_path
+
+WRITTEN_LATER = (
+    *("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard/events.*"),
+    *("checkpoints/step-*", "snapshots/step-*", "model"),
+)
+"""What training adds to the run folder."""
 
 PROGRESS_S = 5.0
 """Seconds between lines of progress."""
 
 Say = Callable[[str], None]
+
+
+def pretrain(
+    config: PretrainConfig,
+    out: Path,
+    group: Processes,
+    *,
+    compile: bool | None = None,
+    overwrite: bool = False,
+    track: str | None = None,
+    say: Say,
+) -> dict[str, Any]:
+    """The summary of a run in the folder `out`, trained to its end; a run that was stopped goes on where it was.
+
+    Blocks are compiled on CUDA unless `compile` says otherwise. Every process of the group calls it.
+    """
+    out = user_path(out)
+    say = say if group.is_first else lambda text: None
+    config.training.rows(group.rank, group.num_processes)
+    compile = group.device.type == "cuda" if compile is None else compile
+    with locked(out) if group.is_first else contextlib.nullcontext():
+        return _pretrain(config, out, group, compile, overwrite, track, say)
+
+
+def _pretrain(
+    config: PretrainConfig, out: Path, group: Processes, compile: bool, overwrite: bool, track: str | None, say: Say
+) -> dict[str, Any]:
+    if group.is_first:
+        check_tracker(track)
+        _open_run(config, out, overwrite, group, compile, say)
+    group.from_first(None)
+    shards = shards_of_run(config, out)
+    summary = group.from_first(_finished_summary(config, out, say) if group.is_first else None)
+    if summary is not None:
+        say(f"the run in {out} is complete; choose another folder to train again, or overwrite it")
+        return summary
+    model = Decoder(decoder_config_of_run(config, shards))
+    with tracker(track if group.is_first else None, out, config.plain()) as send:
+        run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
+        say(_opening(run, config, shards, compile))
+        with explained(out, only=DISK_FULL):
+            return run.train()
+
+
+def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
+    """Makes the run folder with all that training needs, or sees that the one there has the same configuration.
+
+    Texts are tokenized into it once. What cannot be trained is refused before the folder is there.
+    """
+    if is_training_run(out) and not overwrite:
+        if differences := _differences(saved_configuration(out), config.plain()):
+            raise InputError(
+                expected=f"the configuration that the run in {out} began with",
+                found="; ".join(differences[:3]),
+                next_step="Choose another `out`, or replace the run with `overwrite=True`",
+            )
+        shards_of_run(config, out).verify()
+        return
+    with run_folder(out, overwrite, later=WRITTEN_LATER) as folder:
+        folder.write_yaml("config.yaml", config.plain())
+        precision = "bfloat16 autocast" if group.device.type == "cuda" else "float32"
+        folder.write_json(
+            "environment.json",
+            environment(
+                device=group.device,
+                precision=precision,
+                compiled=compile,
+                parallel=group.mode,
+                num_processes=group.num_processes,
+            ),
+        )
+        if not is_shards(config.data):
+            texts = TokenizeConfig(
+                data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
+            )
+            tokenize(texts, folder.path / "tokens", progress=say)
+        shards = shards_of_run(config, folder.path)
+        shards.verify()
+        decoder_config_of_run(config, shards)
+        settings = config.training
+        for split in SPLITS:
+            TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
+
+
+def _finished_summary(config: PretrainConfig, out: Path, say: Say) -> dict[str, Any] | None:
+    """The summary of a run that is complete, with all of its rows; None where there is more to do."""
+    file = out / "summary.json"
+    if not file.is_file():
+        return None
+    try:
+        summary = read_json(file, {})
+    except InputError as error:
+        say(f"{file} is damaged ({error.found}); the end of the run is written again")
+        return None
+    for name, keys in log_keys(config.training, config.training.steps).items():
+        read_first_rows(out / name, keys)
+    return summary
+
+
+def _differences(found: Any, expected: Any, where: str = "") -> list[str]:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = [*expected, *(key for key in found if key not in expected)]
+        return [
+            line
+            for key in keys
+            for line in _differences(found.get(key), expected.get(key), f"{where}.{key}" if where else str(key))
+        ]
+    return [] if found == expected else [f"{where} {reprlib.repr(found)} there, {reprlib.repr(expected)} now"]
+
+
+def _opening(run: TrainingRun, config: PretrainConfig, shards: TokenShards, compile: bool) -> str:
+    settings, group = config.training, run.group
+    num_tokens, wanted = shards.num_tokens("train"), settings.steps * settings.batch_size * settings.sequence_length
+    return (
+        f"{config.model.get('attention_variant', 'softmax')}, {run.num_parameters / 1e6:,.1f} M parameters; "
+        f"{settings.steps} steps of {settings.batch_size} x {settings.sequence_length} tokens, "
+        f"{wanted / num_tokens:.2f} epochs of {num_tokens / 1e6:,.1f} M; "
+        f"{group.device.type} x {group.num_processes} ({group.mode}), "
+        f"{'bfloat16 autocast' if group.device.type == 'cuda' else 'float32'}, "
+        f"{'blocks compiled' if compile else 'eager'}, {settings.optimiser}"
+    )
 
 
 class TrainingRun:
@@ -113,7 +254,7 @@ class TrainingRun:
             raise InputError(
                 expected=f"the data that the run in {self.run} began with",
                 found="other tokens",
-                next_step="Give the first ones to --data, or start again with --overwrite",
+                next_step="Give the first ones as `data`, or start again with `overwrite=True`",
             )
         self.numbers.elapsed_before = record["elapsed_s"]
         self.seconds = {name: record["seconds"].get(name, 0.0) for name in self.seconds}

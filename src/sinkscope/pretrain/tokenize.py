@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import SEPARATOR, TokenizeConfig, documents
-from sinkscope.pretrain.token_shards import SPLITS, ShardWriter, Split, TokenShards, open_shards
+from sinkscope.pretrain.tokens import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.results.run_folder import run_folder
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
 
 BPE_TRAINING_CHARACTERS = 1 << 26
 """Characters of the training documents that the BPE is trained on: merges hardly change beyond that."""

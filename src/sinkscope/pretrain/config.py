@@ -7,21 +7,27 @@ A YAML file may hold three mappings, each of which leaves out what it doesn't ch
     training: {steps: 20000, learning_rate: 0.002}
 
 Unknown keys are refused. The whole configuration is written to the run folder, and a run is resumed only with an equal
-one.
+one. torch is imported inside the functions: the command line reads this module for its options.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.results.validated import LARGEST_FLOAT, NAME, Int, Maybe, read_yaml, shortened
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from sinkscope.pretrain.decoder_config import DecoderConfig
+
 
 LARGEST_COUNT = 1 << 31
 OPTIMISERS = ("adamw", "muon")
@@ -33,6 +39,33 @@ RECIPE = {
     "training": Maybe({}),
     "vocab_size": Maybe(Int(1, 1 << 26)),
 }
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": dict(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=192,
+        max_position_embeddings=128,
+    ),
+    "30m": dict(hidden_size=320, num_hidden_layers=12, num_attention_heads=5, intermediate_size=864),
+    # The paper's: 12 layers of width 768 with the tied vocabulary of GPT-2 make 152 million.
+    "152m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072),
+    "1b": dict(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        max_position_embeddings=2048,
+        rope_theta=500000.0,
+    ),
+}
+"""By name, the fields of DecoderConfig that differ from its defaults."""
+
+DEFAULT_PRESET = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +175,7 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
             )
         if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
-                expected=f"{key} like {known[key]!r}", found=reprlib.repr(value), next_step=f"Correct {key} in --config"
+                expected=f"{key} like {known[key]!r}", found=reprlib.repr(value), next_step=f"Correct {key} in `config`"
             )
     return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
 
@@ -196,7 +229,7 @@ def _check_count(config: TrainingConfig, name: str, least: int) -> None:
 
 
 def _wrong(expected: str, found: object) -> InputError:
-    return InputError(expected=expected, found=str(found), next_step="Correct it in --config or with its option")
+    return InputError(expected=expected, found=str(found), next_step="Correct it in `config`, or where it was given")
 
 
 # Learning rates are those usual for the size; batches hold 2^11, 2^16, 2^19 and 2^20 tokens.
@@ -249,3 +282,97 @@ TRAINING_PRESETS: dict[str, TrainingConfig] = {
         checkpoint_every=500,
     ),
 }
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The fields of the preset called `name`."""
+    if name not in PRESETS:
+        raise InputError(
+            expected=f"a preset: {', '.join(PRESETS)}",
+            found=repr(name),
+            next_step="Choose one as `config`, or give a YAML file",
+        )
+    return dict(PRESETS[name])
+
+
+def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration with these fields, as they stand in a YAML file; unknown ones are refused."""
+    from sinkscope.pretrain.decoder_config import DecoderConfig
+
+    known = DecoderConfig.__annotations__.keys()
+    if unknown := fields.keys() - known:
+        raise InputError(
+            expected=f"fields of a model: {', '.join(known)}",
+            found=", ".join(sorted(map(str, unknown))),
+            next_step="Remove them from the configuration",
+        )
+    try:
+        return DecoderConfig(**fields)
+    except TypeError as error:
+        raise InputError(
+            expected="values of the right type for the model", found=str(error), next_step="Correct them below model"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """What one training run was asked to do; written to config.yaml."""
+
+    data: list[str]
+    validation: list[str]
+    model: dict[str, Any]
+    """Fields of the decoder's configuration; `vocab_size` only where it was asked for, else the data decides."""
+    vocab_size: int
+    """Of the BPE that is trained where the data are texts."""
+    training: TrainingConfig
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration in the types that JSON and YAML have."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+KEYS_OF_A_RUN = {field.name for field in fields(PretrainConfig)}
+
+
+def resolve(
+    config: str,
+    *,
+    variant: str | None = None,
+    data: Sequence[str],
+    validation: Sequence[str] = (),
+    training: Mapping[str, Any],
+) -> PretrainConfig:
+    """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
+    import torch
+
+    from sinkscope.pretrain.decoder import Decoder
+
+    model, vocab_size, settings = _recipe(config)
+    settings = changed(settings, {key: value for key, value in training.items() if value is not None}, "training")
+    if variant is not None:
+        model["attention_variant"] = variant
+    if training.get("seed") is not None or "seed" not in model:
+        model["seed"] = settings.seed
+    vocab_size = model.get("vocab_size", vocab_size)
+    if type(length := model.get("max_position_embeddings", 0)) is int:  # else refused below
+        model["max_position_embeddings"] = max(settings.sequence_length, length)
+    with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
+        Decoder(decoder_config(model | {"vocab_size": vocab_size}))
+    return PretrainConfig(
+        data=list(data), validation=list(validation), model=model, vocab_size=vocab_size, training=settings
+    )
+
+
+def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
+    """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
+    from sinkscope.pretrain.decoder_config import DecoderConfig
+
+    is_file = config.endswith((".yaml", ".yml"))
+    file: dict[str, Any] = read_recipe(user_path(config), KEYS_OF_A_RUN) if is_file else {"preset": config}
+    name = file.get("preset", DEFAULT_PRESET)
+    model = preset(name)
+    vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
+    training = file.get("training", {})
+    if "vocab_size" in file:  # a run's, which is complete: what a preset has and it has not was not there
+        model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)
+    return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training, "training")

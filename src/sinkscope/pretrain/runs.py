@@ -1,0 +1,282 @@
+"""Training runs in their folders: what one was asked to do, what it left at its end, and which runs can be compared.
+
+Everything is checked when it is read. A run that is not complete is refused, as are runs that saw different data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.pretrain.config import (
+    DEFAULT_PRESET,
+    KEYS_OF_A_RUN,
+    TRAINING_PRESETS,
+    PretrainConfig,
+    changed,
+    decoder_config,
+    with_defaults,
+)
+from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.metrics import read_rows
+from sinkscope.pretrain.tokenize import load_tokenizer
+from sinkscope.pretrain.tokens import TokenShards, is_shards, open_shards
+from sinkscope.results.run_folder import is_training_run
+from sinkscope.results.validated import (
+    LARGEST_INT,
+    NAME,
+    SCALAR,
+    Each,
+    Int,
+    Maybe,
+    checked,
+    read_json,
+    read_yaml,
+    refused,
+)
+from sinkscope.user_paths import user_path
+
+# What changes how often a run is looked at or stored, or how its batch is cut, and nothing of what it learns.
+WITHOUT_EFFECT = (
+    *("micro_batch_size", "evaluate_every", "probe_every", "checkpoint_every", "keep_checkpoints", "snapshots", "seed"),
+)
+CONFIG = {
+    "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
+    "training": {"steps": Int(1), "seed": Maybe(Int(0, LARGEST_INT))},
+}
+SUMMARY = {"data": Maybe(NAME)}
+# What must be equal for losses and observables to be compared: the same batches of the same tokens, and
+# the same held-out windows.
+SHARED = (
+    *("batch_size", "sequence_length", "skipped_targets", "evaluation_sequences", "probe_length", "probe_sequences"),
+)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One complete training run. `evaluations` are the rows of metrics.jsonl that have a validation loss."""
+
+    path: Path
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    evaluations: list[dict[str, Any]]
+    probes: list[dict[str, Any]]
+    tokens_per_second: float
+    """Median over updates, so that compilation does not count."""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, also where it was given as a dot."""
+        return self.path.resolve().name
+
+    @property
+    def variant(self) -> str:
+        return self.config["model"].get("attention_variant", DecoderConfig.attention_variant)
+
+    @property
+    def seed(self) -> int:
+        return self.config["training"]["seed"]
+
+    @property
+    def validation_loss(self) -> float:
+        return self.evaluations[-1]["validation_loss"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tells this run from all but its replicas, by name; what the decoder has by default is left out."""
+        training = {key: value for key, value in self.config["training"].items() if key not in WITHOUT_EFFECT}
+        model = self.config["model"]
+        shape = {key: value for key, value in model.items() if key not in ("seed", "max_position_embeddings")}
+        if model.get("seed", self.seed) != self.seed:
+            shape["model_seed"] = model["seed"]
+        usual = {key: getattr(DecoderConfig, key, None) for key in shape} | {"variant_options": {}}
+        return training | {key: value for key, value in shape.items() if value not in (None, usual[key])}
+
+
+def read_finished_run(folder: Path) -> FinishedRun:
+    """The training run in a folder; a run that goes on, was stopped, or is damaged is refused."""
+    folder = Path(folder)
+    for name in ("config.yaml", "metrics.jsonl", "environment.json"):
+        if not (folder / name).is_file():
+            found = f"no {name}" if folder.is_dir() else "no such folder"
+            raise _refused(folder, found, "Give a folder that sinkscope pretrain wrote")
+    config = read_yaml(folder / "config.yaml", CONFIG)
+    config["training"] = with_defaults(config["training"])
+    metrics, steps = read_rows(folder / "metrics.jsonl"), config["training"]["steps"]
+    if not (folder / "summary.json").is_file():
+        done = metrics[-1]["step"] if metrics else 0
+        raise _refused(
+            folder,
+            f"one that is not complete: step {done} of {steps}",
+            "Wait for it, or finish it: run the same sinkscope pretrain command again",
+        )
+    logged = [row["step"] for row in metrics]  # each step's, or of an experiment that was kept, the evaluations alone
+    if logged != sorted(set(logged)) or logged[-1:] != [steps]:
+        raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows that do not go on to step {steps}")
+    probes = folder / "probes.jsonl"
+    run = FinishedRun(
+        path=folder,
+        summary=read_json(folder / "summary.json", SUMMARY),
+        config=config,
+        environment=read_json(folder / "environment.json", Each(SCALAR)),
+        evaluations=[row for row in metrics if row.get("validation_loss") is not None],
+        probes=read_rows(probes) if probes.exists() else [],
+        tokens_per_second=median([row["tokens_per_second"] for row in metrics]),
+    )
+    if not run.evaluations:
+        raise _refused(folder, "no validation loss in metrics.jsonl", "Train it again with `overwrite=True`")
+    return run
+
+
+def _refused(folder: Path, found: str, next_step: str) -> InputError:
+    return InputError(expected=f"a complete training run in {folder}", found=found, next_step=next_step)
+
+
+Groups = dict[str, list[FinishedRun]]
+"""Runs by the label of their variant, the baseline's first."""
+
+
+def check_comparable(runs: Sequence[FinishedRun]) -> None:
+    """Returns if the losses of these runs can be compared, else raises InputError."""
+    # Runs of earlier versions have no hash of their tokens in the summary; their sources' names must do.
+    hashed = all("data" in run.summary for run in runs)
+    first, *others = [
+        {name: run.config["training"].get(name) for name in SHARED}
+        | {"data": run.summary["data"][:12] if hashed else [run.config.get("data"), run.config.get("validation")]}
+        for run in runs
+    ]
+    for run, conditions in zip(runs[1:], others, strict=True):
+        for name, value in conditions.items():
+            if value != first[name]:
+                raise InputError(
+                    expected="training runs on the same data, in batches and held-out windows of the same size; "
+                    f"{name} {first[name]} as in {runs[0].path}",
+                    found=f"{name} {value} in {run.path}",
+                    next_step=f"Leave {run.path} out, or train it again with the same {name}",
+                )
+
+
+def replicas(runs: list[FinishedRun]) -> Groups:
+    """Replicas by label, the baseline first; a label names the variant and what else differs from the baseline."""
+    settings: list[tuple[dict[str, Any], list[FinishedRun]]] = []
+    for run in runs:
+        group = next((group for found, group in settings if found == run.settings), None)
+        if group is None:
+            settings.append((run.settings, [run]))
+        elif twin := next((other for other in group if other.seed == run.seed), None):
+            raise InputError(
+                expected=f"one run of {run.variant} with seed {run.seed}",
+                found=f"two, {twin.path} and {run.path}",
+                next_step=f"Leave one of them out, or train it with a `seed` other than {run.seed}",
+            )
+        else:
+            group.append(run)
+    first = next((index for index, (_, group) in enumerate(settings) if group[0].variant == "softmax"), 0)
+    settings.insert(0, settings.pop(first))
+    return {_label(group[0], found, settings[0][0]): group for found, group in settings}
+
+
+def num_machines(runs: Sequence[FinishedRun]) -> int:
+    """On how many kinds of machine the runs were timed."""
+    names = ("device_name", "num_processes", "parallel", "precision", "compiled", "num_threads")
+    return len({tuple(str(run.environment.get(name)) for name in names) for run in runs})
+
+
+def unequal_conditions(groups: Groups) -> list[str]:
+    """What a reader must know about seeds, machines and probes that the variants do not share."""
+    notes = []
+    runs = [run for group in groups.values() for run in group]
+    if num_machines(runs) > 1:
+        notes.append("Seconds are not compared: the runs were made on different machines or numbers of devices.")
+    baseline = next(iter(groups))
+    seeds = {run.seed for run in groups[baseline]}
+    common = {label: seeds & {run.seed for run in group} for label, group in list(groups.items())[1:]}
+    if none := [label for label, shared in common.items() if not shared]:
+        notes.append(f"No seed in common with {baseline}, so compared with its mean, no interval: {_listed(none)}.")
+    if one := [label for label, shared in common.items() if len(shared) == 1]:
+        notes.append(f"One seed in common with {baseline}, so ratios have no interval: {_listed(one)}.")
+    for label, shared in common.items():
+        if alone := sorted({run.seed for run in groups[label]} - shared) if shared else []:
+            notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")
+    if any(not run.probes for run in runs):
+        without = [run.name for run in runs if not run.probes]
+        notes.append(f"Without probes, so without sinks, disparity and births: {_listed(without)}.")
+    return notes
+
+
+def _listed(items: Sequence[str | int]) -> str:
+    return ", ".join(map(str, items))
+
+
+def _label(run: FinishedRun, settings: dict[str, Any], baseline: dict[str, Any]) -> str:
+    entries = [run.variant]
+    for key in sorted(settings.keys() | baseline.keys()):
+        value, usual = (found.get(key, getattr(DecoderConfig, key, None)) for found in (settings, baseline))
+        if key == "attention_variant" or value == usual:
+            continue
+        if key == "variant_options":
+            entries += [f"{name} {option}" for name, option in (value or {}).items()]
+        else:
+            entries.append(f"{key} {value}")
+    return ", ".join(entries)
+
+
+def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
+    """The configuration, with its seed, that a run's first weights are drawn from, and the folder of its tokenizer.
+
+    The size of the vocabulary is read from an exported model, which travels with the run, else from the data.
+    """
+    saved = saved_configuration(run)
+    if not saved:
+        raise InputError(
+            expected=f"a training run in {run}",
+            found=_instead_of_a_run(run),
+            next_step="Give a folder that sinkscope pretrain wrote",
+        )
+    for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
+        if (file := folder / "config.json").is_file():
+            token = Maybe(Int())
+            shape = {"vocab_size": Int(1), "bos_token_id": token, "eos_token_id": token}
+            known = {name: value for name, value in read_json(file, shape).items() if name in shape}
+            return decoder_config(saved["model"] | known), folder
+    checked(saved, {"data": [NAME], "validation": [NAME], "vocab_size": Int(1)}, run / "config.yaml")
+    training = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"], "training")
+    config = PretrainConfig(**saved | {"training": training})
+    shards = shards_of_run(config, run)
+    return decoder_config_of_run(config, shards), shards.path
+
+
+def saved_configuration(run: Path) -> dict[str, Any]:
+    """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
+    if not is_training_run(run):
+        return {}
+    saved = read_yaml(run / "config.yaml")
+    return saved | {"training": with_defaults(saved["training"])} if saved.keys() == KEYS_OF_A_RUN else {}
+
+
+def _instead_of_a_run(folder: Path) -> str:
+    if is_training_run(folder):
+        return "one that another version of sinkscope wrote"
+    return "no config.yaml of one" if folder.is_dir() else "no such folder"
+
+
+def shards_of_run(config: PretrainConfig, run: Path) -> TokenShards:
+    """The shards that the data are, or that were made of the texts."""
+    return open_shards(user_path(config.data[0]) if is_shards(config.data) else run / "tokens")
+
+
+def decoder_config_of_run(config: PretrainConfig, shards: TokenShards) -> DecoderConfig:
+    vocab_size = config.model.get("vocab_size", shards.vocab_size)
+    if vocab_size < shards.vocab_size:
+        raise InputError(
+            expected=f"a vocabulary of at least {shards.vocab_size} tokens, those of the data",
+            found=f"vocab_size {vocab_size} in the model's configuration",
+            next_step="Leave vocab_size out of the model's configuration, or tokenize the data with a smaller one",
+        )
+    end = load_tokenizer(shards.path).eos_token_id
+    return decoder_config(config.model | {"vocab_size": vocab_size, "bos_token_id": end, "eos_token_id": end})
