@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: study test lint check-code check-format check-types real-weights clean
+.PHONY: study test proof lint check-code check-format check-types real-weights clean
 
 study: $(INSTALLED)
 	$(BIN)/sinkscope study reference:softmax --out runs/softmax --overwrite
@@ -13,7 +13,10 @@ study: $(INSTALLED)
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not real_weights"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+proof: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m proof tests/unit/test_planted_studies.py
 
 lint: check-code check-format check-types
 

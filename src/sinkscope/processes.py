@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from sinkscope.errors import InputError
@@ -50,7 +51,7 @@ def gathered(value: T) -> list[T]:
 
     values: list[Any] = [None] * count()
     try:
-        torch.distributed.all_gather_object(values, _on_cpu(value))
+        torch.distributed.all_gather_object(values, moved(value, "cpu"))
     except RuntimeError as error:
         raise InputError(
             expected=f"{count()} processes at work",
@@ -85,13 +86,16 @@ def joined() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _on_cpu(value: Any) -> Any:
+def moved(value: Any, device: Any) -> Any:
+    """The value with every tensor in it on a device."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        return value.cpu()
+        return value.to(device)
     if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_on_cpu(item) for item in value)
-    return value.cpu() if hasattr(value, "cpu") else value
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return value

@@ -17,6 +17,7 @@ from sinkscope.capture.attention_tap import CausalMask, attention_tap, enter_lay
 from sinkscope.capture.edits import suspend
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy
+from sinkscope.processes import moved
 
 LOCK_SEQUENCES = 8
 """Sequences that the lock is read on."""
@@ -43,8 +44,12 @@ class LockInput:
     def joined(self, other: LockInput) -> LockInput:
         """Both parts' sequences, as far as the lock is read on them."""
         names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
-        rows = {name: torch.cat([getattr(self, name), getattr(other, name)])[:LOCK_SEQUENCES] for name in names}
-        return replace(self, **rows)
+
+        def of_both(name: str) -> Tensor:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return torch.cat([mine, theirs.to(mine.device)])[:LOCK_SEQUENCES]
+
+        return replace(self, **{name: of_both(name) for name in names})
 
 
 @torch.no_grad()
@@ -63,7 +68,9 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
     positive, share = [], []
     # An intervention that is on acted on the rows already, and is not meant for these few.
     with suspend(), attention_tap(anatomy, keep_key):
-        for layer, rows in zip(anatomy.layers, inputs, strict=True):
+        for layer, given in zip(anatomy.layers, inputs, strict=True):
+            # Rows of another process come by the CPU.
+            rows: LockInput = moved(given, next(layer.attention.parameters()).device)
             magnitude_BQE = rows.residual_BQE.abs()
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
             edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)

@@ -218,4 +218,4 @@ def _thinned_tau(x: Tensor, y: Tensor) -> float:
     from scipy.stats import kendalltau
 
     index = torch.linspace(0, len(x) - 1, min(len(x), KENDALL_POINTS)).long()
-    return float(kendalltau(x[index].numpy(), y[index].numpy()).statistic)
+    return float(kendalltau(x[index].numpy(), y[index].numpy())[0])

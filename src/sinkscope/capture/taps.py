@@ -157,8 +157,9 @@ class LayerCall:
     @cached_property
     def tokens(self) -> TokenStatistics:
         """Statistics of the residual's tokens, [B, T] each but for [E] of its channels."""
-        *of_tokens, channel_abs_E = token_statistics(self.residual.flatten(0, 1))
-        return TokenStatistics(*(values_N.view(self.passing.shape) for values_N in of_tokens), channel_abs_E)
+        found = token_statistics(self.residual.flatten(0, 1))
+        of_tokens = {name: getattr(found, name).view(self.passing.shape) for name in found._fields[:-1]}
+        return found._replace(**of_tokens)
 
     @property
     def largest(self) -> Tensor:

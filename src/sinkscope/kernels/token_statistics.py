@@ -43,8 +43,8 @@ class WeightedLargest(NamedTuple):
 def token_statistics(x_NC: Tensor) -> TokenStatistics:
     """Statistics of each token of a residual stream. A nan in a row makes all but its place nan."""
     if _has_kernel(x_NC):
-        stats_SN, largest_at_N, channel_C = _by_kernel(x_NC, None)
-        return TokenStatistics(stats_SN[0], largest_at_N, *stats_SN[1:], channel_C)
+        (largest_N, *others), largest_at_N, channel_C = _by_kernel(x_NC, None)
+        return TokenStatistics._make([largest_N, largest_at_N, *others, channel_C])
     x_NC = x_NC.to(torch.promote_types(x_NC.dtype, torch.float32))
     magnitude_NC = x_NC.abs()
     largest_N, largest_at_N = _row_max(magnitude_NC)
