@@ -262,7 +262,10 @@ class Findings:
     def effective_ranks_without(self, positions: Sequence[int]) -> list[float]:
         """[L] the effective rank of each layer's tokens, without those at some positions."""
         batch = self.recording.batch
-        kept = ~torch.isin(rank_index(batch.num_sequences, batch.length) % batch.length, torch.tensor(list(positions)))
+        kept = ~torch.isin(
+            rank_index(batch.num_sequences, batch.length, torch.device("cpu")) % batch.length,
+            torch.tensor(list(positions)),
+        )
 
         def rank(layer: int, tokens_NE: Tensor) -> float:
             return effective_rank(

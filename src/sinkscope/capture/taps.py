@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +194,7 @@ class LayerCall:
     @cached_property
     def rank_tokens(self) -> Tensor:
         """[N, E] tokens that the effective rank is taken over."""
-        return self.residual.flatten(0, 1)[rank_index(*self.passing.shape).to(self.residual.device)]
+        return self.residual.flatten(0, 1)[rank_index(*self.passing.shape, self.residual.device)]
 
     @cached_property
     def writes(self) -> UnitWrites:
@@ -233,12 +233,16 @@ def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
     return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(NUM_POINTED_AT, dim=1).indices
 
 
-def rank_index(num_sequences: int, length: int) -> Tensor:
+@lru_cache(maxsize=64)
+def rank_index(num_sequences: int, length: int, device: torch.device) -> Tensor:
     """[N] the first tokens of a batch, or evenly spaced ones of its first sequence where that is longer than all of
-    them."""
+    them.
+
+    Kept per device: a copy from the host would make every layer wait for the one before.
+    """
     if length > RANK_TOKENS:
-        return torch.linspace(0, length - 1, RANK_TOKENS).long()
-    return torch.arange(min(RANK_TOKENS, num_sequences * length))
+        return torch.linspace(0, length - 1, RANK_TOKENS).long().to(device)
+    return torch.arange(min(RANK_TOKENS, num_sequences * length), device=device)
 
 
 @contextlib.contextmanager
