@@ -53,7 +53,7 @@ def test_a_configuration_is_drawn_from_seeds_and_every_table_is_whole(sinkscope,
         assert len(table[schema.columns[0].name]) > 0 or schema.name == "persistence"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["seeds"] == [0, 1, 2, 3, 4]
-    assert summary["tokens"] == {"kind": "random", "length": 8, "count": 32, "seed": 0, "bos": False}
+    assert summary["tokens"] == {"kind": "random", "length": 8, "count": 32, "seed": 0, "bos": False, "left_out": 0}
     assert set(summary["bias"]) == set(QUANTITIES)
     assert set(summary["controls"]) == set(CONTROLS)
     rows = read_run(run).rows
@@ -230,5 +230,5 @@ def test_weights_that_are_all_zero_are_refused(sinkscope, trained, tmp_path):
     model.save_pretrained(tmp_path / "zero")
     result = sinkscope("bias", tmp_path / "zero", *FEW, "--controls", "none", "--out", "run")
     assert result.code == 2
-    assert "not all 0" in result.err
+    assert "unused ones only" in result.err
     assert not (tmp_path / "run").exists()

@@ -72,8 +72,8 @@ def test_the_published_method(run, sinkscope):
     [
         (("{run}", "--length", 129), "the context of"),
         (("{run}", "--vocabulary", 100_000), "ids, those of the sequences"),
-        (("nothing/here.safetensors",), "a signature in nothing/here.safetensors"),
-        (("{run}/model/model.safetensors",), "a signature in"),
+        (("nothing/here.safetensors",), "in nothing/here.safetensors; found no such file"),
+        (("{run}/model/model.safetensors",), "found no signature of a model"),
         (("init:nothing",), "a training run in nothing"),
         (("tiny",), "a preset of pretrain, which has none"),
     ],
