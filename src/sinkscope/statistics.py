@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -89,6 +90,14 @@ def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray
     below = int(rank)
     above = min(below + 1, sorted_CR.shape[1] - 1)
     return sorted_CR[:, below] + (rank - below) * (sorted_CR[:, above] - sorted_CR[:, below])
+
+
+def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
+    """Kendall's tau-b of two samples of equal length; NaN where one of them is constant."""
+    from scipy.stats import kendalltau  # where it is used: a machine that only traces long texts need not have it
+
+    found: Any = kendalltau(x, y)
+    return float(found.statistic)
 
 
 def average_ranks(values: ArrayLike) -> np.ndarray:

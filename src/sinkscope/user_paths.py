@@ -14,8 +14,9 @@ def user_path(path: str | Path) -> Path:
 
     A path that passes may be asked whether it exists, and what it is, without an error.
     """
+    expanded = Path(path)
     try:
-        expanded = Path(path).expanduser()
+        expanded = expanded.expanduser()
         expanded.stat()
         return expanded
     except (RuntimeError, ValueError) as error:  # no such user; a NUL in the name

@@ -26,6 +26,7 @@ from sinkscope.capture.trace_schemas import (
 )
 from sinkscope.models.anatomy import DENSE
 from sinkscope.results.tables import Schema
+from sinkscope.statistics import kendall_tau
 
 KENDALL_POINTS = 1024
 """Kendall's tau compares all pairs, so longer curves are read at as many evenly spaced points."""
@@ -215,7 +216,5 @@ def _kendall_channels(findings: Findings) -> list[float | None]:
 
 
 def _thinned_tau(x: Tensor, y: Tensor) -> float:
-    from scipy.stats import kendalltau
-
     index = torch.linspace(0, len(x) - 1, min(len(x), KENDALL_POINTS)).long()
-    return float(kendalltau(x[index].numpy(), y[index].numpy())[0])
+    return kendall_tau(x[index].numpy(), y[index].numpy())

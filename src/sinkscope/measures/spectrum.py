@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.linalg import LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+from torch.linalg import LinAlgError  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 FELL_BACK = "the eigenvalue solver did not converge; singular values, from another algorithm, stand in for it"
 

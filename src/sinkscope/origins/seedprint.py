@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from jaxtyping import Float
-from scipy.stats import kendalltau
 from torch import Tensor
+
+from sinkscope.statistics import kendall_tau
 
 SHARE = 0.1
 TEMPERATURE = 10.0
@@ -55,7 +56,7 @@ def seedprint(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
         return SeedPrint(tau=math.nan, z=math.nan, p=math.nan, num_dimensions=len(shared))
     outputs = [(states[:, shared].double() / TEMPERATURE).softmax(1) for states in (base_NE, suspect_NE)]
     columns = zip(*(values.cpu().numpy().T for values in outputs), strict=True)
-    tau = _mean_tau([float(kendalltau(base_N, suspect_N)[0]) for base_N, suspect_N in columns])
+    tau = _mean_tau([kendall_tau(base_N, suspect_N) for base_N, suspect_N in columns])
     n = len(base_NE)
     sigma = math.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
     z = tau / (sigma / math.sqrt(len(shared)))
