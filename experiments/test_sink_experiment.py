@@ -52,7 +52,8 @@ TRAINER = """
 import json, pathlib, sys, yaml
 config, out = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
 out.mkdir()
-row = {"step": 1, "tokens_per_second": 1e9, "validation_loss": 3.0}
+row = {"step": 1, "tokens": 1, "loss": 3.0, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 1e9}
+row |= {"mfu": None, "elapsed_s": 1.0, "validation_loss": 3.0}
 (out / "metrics.jsonl").write_text(json.dumps(row) + chr(10))
 (out / "config.yaml").write_text(yaml.safe_dump(config))
 (out / "environment.json").write_text("{}")

@@ -45,7 +45,7 @@ def test_json_is_all_that_is_printed_and_equals_the_file(model_folder, tmp_path)
     summary = json.loads(result.stdout)
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["model"] == "tiny-llama"
-    assert summary["tokens"] == {"kind": "random", "length": 64, "count": 3, "seed": 0, "bos": False}
+    assert summary["tokens"] == {"kind": "random", "length": 64, "count": 3, "seed": 0, "bos": False, "left_out": 0}
     keys = {"family", "num_layers", "sink_rate", "sinks", "birth_layers", "erasure_layers", "massive_dimensions"}
     keys |= {"super_neurons", "variance_ratio", "dom_ratio", "effective_rank"}
     assert keys <= summary.keys()

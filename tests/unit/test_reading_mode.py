@@ -60,7 +60,6 @@ def test_both_modes_read_the_same():
             assert not torch.is_grad_enabled()
         found[trained] = read(load(model))[0]
     assert torch.equal(found[True]["received"], found[False]["received"])
-    assert found[False].by_layer["received"][0].is_inference()
 
 
 def test_the_reference_model_is_read_in_inference_mode():

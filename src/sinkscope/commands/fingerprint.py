@@ -82,7 +82,8 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     try:
         way_on = f"the same command with --out {path} goes on"
         with finished_parts_are_kept(way_on), terminal.steps() as work:
-            processes.from_first(parts.prepare)
+            if processes.count() > 1:
+                processes.from_first(parts.prepare)
             result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
     except InputError:
         if not goes_on:

@@ -101,7 +101,8 @@ def _study(
     parts = {path: Parts(path, identity | asdict(asked)) for path, asked in runs.items()}
     results: dict[Path, Study] = {}
     for path, asked in runs.items():
-        processes.from_first(parts[path].prepare)
+        if processes.count() > 1:  # else only when it is needed: a run that is refused leaves all as it was
+            processes.from_first(parts[path].prepare)
         with terminal.progress("conditions") as progress:
             results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=progress)
     first_process_writes()
