@@ -88,7 +88,8 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
     )
 
 
-def _averaging_law(call: Any) -> Any:
+def averaging_law(call: Any) -> Any:
+    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads; None where not every key is read."""
     weighted_BHT = call.attention.weighted_mixing
     return None if weighted_BHT is None else weighted_BHT.mean(1)
 
@@ -170,7 +171,7 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="averaging_law",
         tap=Tap.ATTENTION,
-        reduce=_averaging_law,
+        reduce=averaging_law,
         merge=Mean(),
         axes="LT",
         meaning="sum_j E[a_tj^2] Var(v_j), mean over heads",

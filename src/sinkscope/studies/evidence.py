@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.merges import Rows
-from sinkscope.capture.observables import Observable, Tap
+from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.taps import LayerCall
 from sinkscope.models.anatomy import Anatomy
@@ -71,13 +71,9 @@ def _observables(plan: Plan) -> list[Observable]:
             name=name, tap=tap, reduce=reduce, merge=Rows(), axes="LBT", meaning=name, layers=layers, **others
         )
 
-    def law(call: LayerCall) -> Tensor | None:
-        weighted_BHT = call.attention.weighted_mixing
-        return None if weighted_BHT is None else weighted_BHT.mean(1)
-
     return [
         by_sequence("squared_deviation", Tap.AGGREGATION, _squared_deviation, plan.layers),
-        by_sequence("averaging_law", Tap.ATTENTION, law, plan.layers, asks="averaging law"),
+        by_sequence("averaging_law", Tap.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
         by_sequence("cosine", Tap.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
         by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),
     ]
