@@ -14,15 +14,17 @@ def in_a_process(*arguments, cwd, before=""):
     )
 
 
-def in_a_fork(work):
-    """The status of a child process that does some work."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
+def in_forks(*works):
+    """The statuses of child processes that each do some work, all at once."""
+    children = []
+    for work in works:
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                work()
+            finally:
+                os._exit(0)
+    return [os.waitpid(child, 0)[1] for child in children]
 
 
 def assert_refused(result, message, cwd):

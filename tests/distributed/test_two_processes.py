@@ -91,12 +91,16 @@ def test_fsdp_is_one_process_and_resumes_to_the_bit(text, alone, tmp_path):
     run = tmp_path / "run"
     in_two_processes(lambda: trained(text, run, "fsdp"))
     assert_same_run(run, alone)
-    assert len(list((run / "checkpoints" / "step-00000006").rglob("*.distcp"))) == 2
+    names = {path.name for path in (run / "checkpoints" / "step-00000006").rglob("*")}
+    assert names == {".sinkscope", "checkpoint.json", "training.safetensors"}, "no pickle"
     before = rows(run)
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-00000006")
+    shutil.copytree(run, tmp_path / "alone")
     in_two_processes(lambda: trained(text, run, "fsdp"))
     assert [row["loss"] for row in rows(run)] == [row["loss"] for row in before]
+    trained(text, tmp_path / "alone")
+    assert_same_run(tmp_path / "alone", alone)
 
 
 def test_control_a_step_too_far_is_seen(alone):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import yaml
-from command_line import assert_refused, in_a_fork
+from command_line import assert_refused, in_forks
 from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
 from tiny_models import tiny_model
@@ -195,7 +195,7 @@ def test_killed_at_random_moments_a_study_goes_on_to_the_same_tables(chain_folde
         sinkscope(*command, "--out", "run")
 
     for _ in range(KILLS):
-        in_a_fork(to_the_kill)
+        in_forks(to_the_kill)
     if not (tmp_path / "run").exists():
         result = sinkscope(*command, "--out", "run")
         assert result.code == 0, result.err

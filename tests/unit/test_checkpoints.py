@@ -5,12 +5,12 @@ import os
 import re
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 import numpy as np
 import pytest
 import torch
-from command_line import in_a_fork
+from command_line import in_forks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -142,8 +142,10 @@ MOMENTS = {
 
 # In the order of the run, each as (moment, which of its calls since the run was taken up again).
 KILLS = (
-    *(("probe", 2), ("export", 1), ("row", 4), ("tensors", 1), ("rename", 1), ("row", 7), ("export", 1)),
-    *(("tensors", 1), ("rename", 1), ("probe", 4), ("removal of the oldest", 1), ("export", 1), ("tables", 1)),
+    *(("probe", 2), ("probe", 2), ("export", 1), ("export", 1), ("row", 4), ("row", 4), ("tensors", 1), ("tensors", 1)),
+    *(("rename", 1), ("rename", 1), ("row", 7), ("row", 2), ("export", 1), ("export", 1), ("tensors", 1)),
+    *(("tensors", 1), ("rename", 1), ("rename", 1), ("probe", 4), ("probe", 2), ("removal of the oldest", 1)),
+    *(("export", 1), ("export", 1), ("tables", 1), ("tables", 1)),
 )
 
 
@@ -165,11 +167,12 @@ def killed_at(moment, number, work):
         setattr(owner, attribute, call)
         work()
 
-    return os.WIFSIGNALED(in_a_fork(to_the_kill))
+    return os.WIFSIGNALED(in_forks(to_the_kill)[0])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_again_and_again_the_run_is_the_same_to_the_bit(train, whole, tmp_path):
+    assert len(KILLS) == 25
     for moment, number in KILLS:
         assert killed_at(moment, number, lambda: train("killed")), moment
         assert not (tmp_path / "killed" / "summary.json").exists()
@@ -339,19 +342,26 @@ def test_a_damaged_summary_is_written_again(train, whole, tmp_path):
     assert_same_run(whole, tmp_path / "run")
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_goes_on(train, whole, tmp_path, monkeypatch):
-    real, errors = train_module.probe, []
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_of_two_processes_started_together_one_is_refused_and_the_other_is_whole(train, whole, tmp_path, monkeypatch):
+    real, refusal = train_module.probe, tmp_path / "refusal"
 
     def probe(*args, **kwargs):
-        if not errors:
-            with ThreadPoolExecutor(1) as pool:
-                errors.append(pool.submit(train).exception())
+        for _ in range(6000):  # the one that has the folder keeps it until the other one has asked for it
+            if not refusal.exists():
+                time.sleep(0.01)
         return real(*args, **kwargs)
 
+    def work():
+        try:
+            train()
+        except InputError as error:
+            (tmp_path / "told").write_text(str(error))
+            (tmp_path / "told").rename(refusal)
+
     monkeypatch.setattr(train_module, "probe", probe)
-    train()
-    assert isinstance(errors[0], InputError)
-    assert "another run that is writing there" in str(errors[0])
+    in_forks(work, work)
+    assert "another run that is writing there" in refusal.read_text()
     assert_same_run(tmp_path / "run", whole)
 
 

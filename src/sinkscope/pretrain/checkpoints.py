@@ -1,9 +1,8 @@
 """Complete checkpoints of a training run, each a folder that is whole or absent, and the model that a run exports.
 
 A checkpoint holds the weights, the optimisers' state and the generators' in safetensors, and `checkpoint.json` with
-the step, which is the position in the data too, and the hash of every file. Sharded by FSDP2, the tensors go through
-torch.distributed.checkpoint instead, each process writing its own; its `.metadata` file is a pickle, as torch writes
-it, and is unpickled on resuming: resume no such run that you don't trust.
+the step, which is the position in the data too, and the hash of every file. What FSDP2 shards is gathered, tensor by
+tensor, and written by the first process: torch.distributed.checkpoint would write a pickle.
 
 An export is a folder that transformers loads: where it can, without this package.
 
@@ -18,25 +17,20 @@ A softmax model whose heads do not divide its width is written as a Decoder too,
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
-from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
 from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json, refused
@@ -44,7 +38,6 @@ from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json,
 FOLDER = "checkpoints"
 RECORD = "checkpoint.json"
 TENSORS = "training.safetensors"
-SHARDS = "shards"
 
 Parameters = dict[str, Tensor]
 """By name, and a model's buffers with them; sharded or whole, as the optimisers hold them."""
@@ -83,22 +76,21 @@ def save_checkpoint(
 ) -> None:
     """Writes the checkpoint of a step, then removes all but the newest `keep`; every process calls it."""
     path = run / FOLDER / f"step-{step:08d}"
-    tensors = training_state(parameters, optimisers) | _generator_states(group.device)
-    if group.is_first and path.exists():
+    tensors = {}
+    for name, tensor in (training_state(parameters, optimisers) | _generator_states(group.device)).items():
+        gathered = whole(tensor)  # by every process
+        if group.is_first:
+            tensors[name] = gathered.cpu().contiguous()
+    if not group.is_first:
+        return
+    if path.exists():
         remove_run(path)  # a damaged one: this run was resumed from one before it
-    with run_folder(path) if group.is_first else contextlib.nullcontext() as folder:
-        partial = Path(group.from_first(str(folder.path) if folder else ""))
-        if group.mode == "fsdp":
-            save_shards(tensors, checkpoint_id=partial / SHARDS)
-        elif group.is_first:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
-        if folder is not None:
-            files = sorted(file for file in partial.rglob("*") if file.is_file())
-            hashes = {str(file.relative_to(partial)): file_sha256(file) for file in files}
-            folder.write_json(RECORD, {"step": step, "files": hashes, **record})
-    if group.is_first:
-        for old in _checkpoints(run)[keep:]:
-            remove_run(old)
+    with run_folder(path) as folder:
+        save_file(tensors, folder.path / TENSORS)
+        files = {TENSORS: file_sha256(folder.path / TENSORS)}
+        folder.write_json(RECORD, {"step": step, "files": files, **record})
+    for old in _checkpoints(run)[keep:]:
+        remove_run(old)
 
 
 def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Callable[[str], None]) -> Path | None:
@@ -122,24 +114,20 @@ def load_checkpoint(
     path: Path, parameters: Parameters, optimisers: list[torch.optim.Optimizer], group: Processes
 ) -> dict[str, Any]:
     """The record of a checkpoint, whose tensors are now in the parameters, the optimisers and the generators."""
-    sharded = (path / SHARDS).is_dir()
-    if sharded != (group.mode == "fsdp"):
-        raise InputError(
-            expected=f"a checkpoint written with `parallel={group.mode!r}`",
-            found=f"one {'with' if sharded else 'without'} shards",
-            next_step=f"Resume {'with' if sharded else 'without'} `parallel='fsdp'`",
-        )
-    tensors = _load_shards(path / SHARDS, parameters, group.device) if sharded else load_file(path / TENSORS)
+    tensors = load_file(path / TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"model.{name}"])
+            parameter.copy_(laid_out_as(parameter, tensors[f"model.{name}"]))
     torch.set_rng_state(tensors["generator.cpu"])
     if "generator.cuda" in tensors and group.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["generator.cuda"].cpu(), group.device)
     owners = {id(p): o for o in optimisers for entry in o.param_groups for p in entry["params"]}
     for name, parameter in parameters.items():
         if (optimiser := owners.get(id(parameter))) is not None:
-            for key in (key for keys in _STATE[type(optimiser)] for key in keys):
+            moments, counts = _STATE[type(optimiser)]
+            for key in moments:
+                optimiser.state[parameter][key] = laid_out_as(parameter, tensors[f"optimiser.{name}.{key}"])
+            for key in counts:
                 optimiser.state[parameter][key] = tensors[f"optimiser.{name}.{key}"].to(parameter.device)
     return _record(path)
 
@@ -188,7 +176,7 @@ def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
             return f"{name} has other bytes"
     try:
         layouts = _layouts(path)
-    except (OSError, ValueError, SafetensorError, UnpicklingError, EOFError, AttributeError):
+    except (OSError, SafetensorError):
         return "its tensors cannot be read"
     for name, layout in expected.items():
         if name not in layouts:
@@ -196,9 +184,8 @@ def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
         if layouts[name] != layout:
             return f"{name} has the shape {list(layouts[name][0])} and dtype {layouts[name][1]}"
     try:
-        if (path / TENSORS).is_file():
-            with safe_open(path / TENSORS, framework="pt") as file:
-                torch.Generator().set_state(file.get_tensor("generator.cpu"))
+        with safe_open(path / TENSORS, framework="pt") as file:
+            torch.Generator().set_state(file.get_tensor("generator.cpu"))
     except (RuntimeError, TypeError, SafetensorError):
         return "generator.cpu is no state of a generator"
     return None
@@ -214,9 +201,6 @@ def _record(path: Path) -> dict[str, Any]:
 
 def _layouts(path: Path) -> dict[str, Layout]:
     """Shape and dtype of every tensor in a checkpoint; the tensors themselves are not read."""
-    if (path / SHARDS).is_dir():
-        entries = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
     with safe_open(path / TENSORS, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: (tuple(part.get_shape()), _DTYPES.get(part.get_dtype())) for name, part in slices.items()}
@@ -231,21 +215,6 @@ def _generator_states(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states["generator.cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _load_shards(path: Path, parameters: Parameters, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a sharded checkpoint, each laid out as the parameter it belongs to."""
-    tensors: dict[str, Tensor] = {}
-    for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
-        size, dtype = entry.size, entry.properties.dtype  # type: ignore[union-attr]
-        owner = parameters.get(name.removeprefix("model.")) if name.startswith("model.") else None
-        owner = parameters.get(name.removeprefix("optimiser.").rpartition(".")[0]) if owner is None else owner
-        if owner is not None and owner.shape == size:
-            tensors[name] = torch.empty_like(owner, requires_grad=False)
-        else:
-            tensors[name] = torch.empty(size, dtype=dtype, device="cpu" if name.startswith("generator") else device)
-    load_shards(tensors, checkpoint_id=path)
-    return tensors
 
 
 def export(model: Decoder, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> str:

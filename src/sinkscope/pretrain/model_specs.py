@@ -96,12 +96,6 @@ def _checkpoint(folder: Path) -> tuple[Configuration, Any]:
             next_step="Name it where sinkscope pretrain wrote it, or copy the whole folder of the run and name "
             f"COPY/{FOLDER}/{folder.resolve().name}",
         )
-    if not (folder / TENSORS).is_file():
-        raise InputError(
-            expected=f"a checkpoint of one process in {folder}",
-            found="one in shards",
-            next_step="Take a snapshot of the run, or the run itself when it is finished",
-        )
     found = _run_configuration(run)
     model = _drawn(found, 0)
     if (reason := damage(folder, expected_layouts(dict(model.named_parameters()), []))) is not None:

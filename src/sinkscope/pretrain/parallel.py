@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sinkscope.errors import InputError
 from sinkscope.runtime import resolve_device
@@ -135,6 +135,14 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor gathered from all processes where it is sharded, else itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, which every process has, on the parameter's device, and sharded where the parameter is."""
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def local(tensor: Tensor) -> Tensor:
