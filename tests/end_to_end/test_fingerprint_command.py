@@ -38,14 +38,14 @@ def test_a_run_knows_its_initialisation(run, tmp_path):
     assert str(tmp_path) not in (found / "summary.json").read_text()
     assert not list(tmp_path.glob(".found*"))  # parts are gone once the run is whole
 
-    # Signatures alone say the same, without any weights; a fresh initialisation is of different origin.
+    # Signatures alone say the same, without any weights; of a fresh initialisation so few sequences can't tell.
     names = sorted(path.name for path in (found / "signatures").iterdir())
     assert len(names) == 6
     paths = [found / "signatures" / name for name in (names[0], names[1], names[4])]
     again = in_a_process("fingerprint", *paths, "--matrix", "--fresh", 0, "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     pairs = json.loads(again.stdout)["pairs"]
-    assert [pair["verdict"] for pair in pairs] == ["same origin", "different origin", "different origin"]
+    assert [pair["verdict"] for pair in pairs] == ["same origin", "can't tell", "can't tell"]
     assert pairs[0]["z"] == summary["pairs"][0]["z"]
 
 

@@ -168,7 +168,9 @@ def test_the_tail_of_students_t():
     [
         (dict(q=0.001, z=9.0, unrelated_z=2.0, low=0.3, high=0.4), "same origin"),
         (dict(q=0.001, z=4.0, unrelated_z=5.0, low=0.1, high=0.2), "can't tell"),
-        (dict(q=0.3, z=1.0, unrelated_z=2.0, low=-0.01, high=0.03), "different origin"),
+        (dict(q=0.3, z=1.0, unrelated_z=2.0, low=-0.01, high=0.015), "different origin"),
+        # Not told from 0, nor from what trained relatives show.
+        (dict(q=0.3, z=1.0, unrelated_z=2.0, low=-0.01, high=0.03), "can't tell"),
         (dict(q=0.3, z=1.0, unrelated_z=2.0, low=-0.1, high=0.2), "can't tell"),
         (dict(q=math.nan, z=math.nan, unrelated_z=2.0, low=math.nan, high=math.nan), "can't tell"),
     ],
@@ -303,7 +305,7 @@ def test_models_that_cannot_be_compared_are_refused():
 
 def test_initialisations_know_each_other_by_seed():
     result = fingerprint(
-        [draw(SHAPE, 1), draw(SHAPE, 2), draw(SHAPE, 1)], matrix=True, num_sequences=128, length=8, fresh=2
+        [draw(SHAPE, 1), draw(SHAPE, 2), draw(SHAPE, 1)], matrix=True, num_sequences=1024, length=4, fresh=2
     )
     verdicts = {(pair.base, pair.suspect): pair.verdict for pair in result.pairs}
     assert verdicts == {
