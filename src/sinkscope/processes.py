@@ -55,7 +55,7 @@ def gathered(value: T) -> list[T]:
     except RuntimeError as error:
         raise InputError(
             expected=f"{count()} processes at work",
-            found="one that has gone; its own message stands above or in its log",
+            found="that one of them has ended; its own message stands above or in its log",
             next_step="Start the same command again: finished parts are kept",
         ) from error
     return values

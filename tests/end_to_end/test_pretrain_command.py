@@ -158,7 +158,7 @@ BAD = {
     "many steps": (["--data", "TOKENS", "--steps", "1" + "0" * 30], "steps of at most"),
     "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "in broken.yaml"),
     "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
-    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "a finite number for learning_rate"),
+    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "a finite number for --learning-rate"),
     "infinity": (["--data", "TOKENS", "--config", "infinity.yaml"], "found inf, not a number"),
     "beta": (["--data", "TOKENS", "--config", "beta.yaml"], "beta2 from 0 to below 1"),
     "seed": (["--data", "TOKENS", "--config", "seed.yaml"], "a whole number for seed"),

@@ -278,7 +278,7 @@ def test_damaged_runs_are_refused(write, case):
 def test_other_refusals(write, tmp_path):
     with pytest.raises(InputError, match="at least 2 training runs"):
         compare_training([write()])
-    with pytest.raises(InputError, match="another training run beside"):
+    with pytest.raises(InputError, match="a second training run to compare"):
         compare([str(write()), "gpt2"], tmp_path / "page.html", run_of=lambda name: pytest.fail("studied first"))
     with pytest.raises(InputError, match="no such folder"):
         compare_training([write(), tmp_path / "nowhere"])

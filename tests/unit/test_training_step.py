@@ -196,8 +196,8 @@ def test_processes_share_each_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps of at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate above 0"),
+        ({"steps": 0}, "`steps` of at least 1"),
+        ({"learning_rate": 0.0}, "`learning_rate` above 0"),
         ({"optimiser": "sgd"}, "adamw, muon"),
         ({"schedule": "linear"}, "cosine, constant"),
         ({"steps": "many"}, "steps like 200"),
@@ -206,8 +206,8 @@ def test_processes_share_each_batch():
         ({"micro_batch_size": True}, "micro_batch_size like"),
         ({"sequence_length": 16}, "more than 16 tokens to probe"),
         ({"learning_rate": "fast"}, "learning_rate like 0.003"),
-        ({"skipped_targets": -1}, "skipped_targets of at least 0"),
-        ({"skipped_targets": 128}, "skipped_targets below the sequence length, 128"),
+        ({"skipped_targets": -1}, "`skipped_targets` of at least 0"),
+        ({"skipped_targets": 128}, "`skipped_targets` below `sequence_length=128`"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):

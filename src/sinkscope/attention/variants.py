@@ -319,7 +319,7 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
             raise InputError(
                 expected=f"options of the variant {name}: {known or 'it has none'}",
                 found=f"{option} = {value!r}",
-                next_step="Change variant_options",
+                next_step="Change `variant_options`",
             )
     return VARIANTS[name](shape, **options)
 

@@ -75,9 +75,9 @@ def check_chunks(num_chunks: int) -> None:
     """Refuses to split a batch whose sequences an intervention tells apart."""
     if num_chunks > 1 and (name := _by_sequence.get()) is not None:
         raise InputError(
-            expected=f"the whole batch in one chunk: {name} goes by the number of a sequence",
+            expected=f"the whole batch in one chunk, since {name} acts on numbered sequences",
             found=f"{num_chunks} chunks",
-            next_step="Take fewer or shorter sequences, or raise chunk_tokens",
+            next_step="Take fewer or shorter sequences, or raise `chunk_tokens`",
         )
 
 

@@ -32,7 +32,7 @@ def sole_reader(model: nn.Module) -> Iterator[None]:
     if not lock.acquire(blocking=False):
         raise InputError(
             expected="a model that no other thread is reading",
-            found="a reading in another thread, which is not done",
+            found="one that another thread is still reading",
             next_step="Wait for it, or load the model a second time",
         )
     try:

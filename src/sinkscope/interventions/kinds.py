@@ -102,7 +102,7 @@ def requests(
         raise InputError(
             expected="at least one intervention",
             found="none",
-            next_step="Give one, such as `mask_to_self=10`; 'sinkscope intervene --help' lists them",
+            next_step=f"Give one, such as `mask_to_self=10`; the kinds are {', '.join(KINDS)}",
         )
     if unknown := [name for name in asked if name not in KINDS]:
         raise InputError(
@@ -142,7 +142,7 @@ def _read(text: str, name: str, form: str, read: Callable[[str], Any]) -> Any:
         raise InputError(
             expected=f"`{name}` as {form}",
             found=f"'{text}'",
-            next_step="Write it in that form, several by repeating the option; 'sinkscope intervene --help' shows all",
+            next_step="Write each of them in that form",
         ) from None
 
 

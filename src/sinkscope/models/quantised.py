@@ -81,7 +81,7 @@ def check_scales(unexpected: Iterable[str], name: str) -> None:
     """Refuses a checkpoint with scales or zero points that the model did not take: its weights mean little alone."""
     if stray := sorted(key for key in unexpected if SCALE_NAMES.search(key)):
         raise InputError(
-            expected=f"weights in {name} that stand for themselves",
+            expected=f"weights in {name} that need no scales",
             found=f"{len(stray)} scales of quantised weights that nothing applies, first {stray[0]}",
             next_step=WHOLE,
         )

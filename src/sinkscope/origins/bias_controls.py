@@ -44,7 +44,7 @@ def _tanh_activation(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitS
     anatomy = anatomy_of(loaded.model)
     for layer in anatomy.layers:
         if not layer.activations:
-            raise _refused(anatomy, "an activation function of its own to swap", "one inside the code of its experts")
+            raise _refused(anatomy, "an activation function that can be swapped", "one inside the code of its experts")
     for layer in anatomy.layers:
         for activation in layer.activations:
             stack.callback(activation.register_forward_hook(lambda module, args, output: args[0].tanh()).remove)

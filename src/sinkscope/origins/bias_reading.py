@@ -131,8 +131,8 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
         raise overflow(loaded.model, "in the logits at the last position")
     if not np.isfinite(contracted.top_share_S).all():
         raise InputError(
-            expected="states that are not all 0, which have no direction",
-            found=f"such states in {loaded.name}",
+            expected="states with a direction",
+            found=f"states of zeros in {loaded.name}",
             next_step="Look at its weights: they may all be 0",
         )
     predicted_N = probability_NV.argmax(-1)

@@ -116,33 +116,33 @@ class TrainingConfig:
             _check_count(self, name, 0)
         for name in ("seed", "weight_decay"):
             if getattr(self, name) < 0:
-                raise _wrong(f"{name} of at least 0", getattr(self, name))
+                raise _wrong(f"`{name}` of at least 0", getattr(self, name))
         if self.skipped_targets >= self.sequence_length:
-            raise _wrong(f"skipped_targets below the sequence length, {self.sequence_length}", self.skipped_targets)
+            raise _wrong(f"`skipped_targets` below `sequence_length={self.sequence_length}`", self.skipped_targets)
         if self.seed >= 2**63:
-            raise _wrong("seed below 2^63", self.seed)
+            raise _wrong("`seed` below 2^63", self.seed)
         for name, value in asdict(self).items():
             if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-                raise _wrong(f"a finite number for {name}", value)
+                raise _wrong(f"a finite number for `{name}`", value)
         for name in ("learning_rate", "clip", "epsilon"):
             if getattr(self, name) <= 0:
-                raise _wrong(f"{name} above 0", getattr(self, name))
+                raise _wrong(f"`{name}` above 0", getattr(self, name))
         for name in ("decay_share", "final_learning_rate_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise _wrong(f"{name} between 0 and 1", getattr(self, name))
+                raise _wrong(f"`{name}` between 0 and 1", getattr(self, name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise _wrong(f"{name} from 0 to below 1", getattr(self, name))
+                raise _wrong(f"`{name}` from 0 to below 1", getattr(self, name))
         for name, choices in (("optimiser", OPTIMISERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
-                raise _wrong(f"{name} as one of {', '.join(choices)}", repr(getattr(self, name)))
+                raise _wrong(f"`{name}` as one of {', '.join(choices)}", repr(getattr(self, name)))
         if self.micro_batch_size is not None:
             _check_count(self, "micro_batch_size", 1)
         length = min(self.probe_length, self.sequence_length)
         if self.probe_every and length <= LATER_QUERIES:
-            raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or probe_every 0", length)
+            raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or `probe_every=0`", length)
         if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
-            raise _wrong(f"snapshots at steps from 0 to {self.steps}", outside[0])
+            raise _wrong(f"`snapshots` at steps from 0 to {self.steps}", outside[0])
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether what is done every `interval` steps, and at the last one, is done after `step`; 0: never."""
@@ -151,11 +151,11 @@ class TrainingConfig:
     def rows(self, rank: int, num_processes: int) -> list[slice]:
         """The rows of each batch that a process works on, one slice for each of its forward passes."""
         if self.batch_size % num_processes:
-            raise _wrong(f"batch_size divisible by the number of processes, {num_processes}", self.batch_size)
+            raise _wrong(f"`batch_size` divisible by the number of processes, {num_processes}", self.batch_size)
         share = self.batch_size // num_processes
         micro = min(self.micro_batch_size or share, share)
         if share % micro:
-            raise _wrong(f"micro_batch_size that divides the {share} sequences of a process", micro)
+            raise _wrong(f"`micro_batch_size` that divides the {share} sequences of a process", micro)
         return [slice(start, start + micro) for start in range(rank * share, (rank + 1) * share, micro)]
 
 
@@ -175,7 +175,9 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
             )
         if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
-                expected=f"{key} like {known[key]!r}", found=reprlib.repr(value), next_step=f"Correct {key} in `config`"
+                expected=f"{key} like {known[key]!r}",
+                found=reprlib.repr(value),
+                next_step=f"Correct {key} in `config`",
             )
     return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
 
@@ -223,9 +225,9 @@ def _same_kind(example: Any, value: Any) -> bool:
 
 def _check_count(config: TrainingConfig, name: str, least: int) -> None:
     if getattr(config, name) < least:
-        raise _wrong(f"{name} of at least {least}", getattr(config, name))
+        raise _wrong(f"`{name}` of at least {least}", getattr(config, name))
     if getattr(config, name) > LARGEST_COUNT:
-        raise _wrong(f"{name} of at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
+        raise _wrong(f"`{name}` of at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
 
 
 def _wrong(expected: str, found: object) -> InputError:

@@ -64,7 +64,7 @@ def resolve(source: str | Path, *, dtype: str, device: str, device_map: Any, tok
         raise InputError(
             expected="a model with weights",
             found=f"{source}, a preset of pretrain, which has none",
-            next_step=f"Train it with sinkscope pretrain --config {source}, or see what it prefers with sinkscope bias",
+            next_step="Train one of this shape with sinkscope pretrain, or see what it prefers with sinkscope bias",
         )
     is_initial = str(source).startswith(INITIAL)
     if not is_initial and not (checkpoint / RECORD).is_file():

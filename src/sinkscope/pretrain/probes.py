@@ -153,7 +153,7 @@ class SinkProbe(TrainerCallback):
         self, every: int = 100, *, batch: TokenBatch | None = None, length: int = 64, num_sequences: int = 32
     ) -> None:
         if every < 1:
-            raise InputError(expected="at least 1 step between probes", found=str(every), next_step="Raise every")
+            raise InputError(expected="at least 1 step between probes", found=str(every), next_step="Raise `every`")
         self.every = every
         self.batch = batch
         self.length = length

@@ -43,7 +43,7 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
             raise InputError(
                 expected="a tokenizer with an end-of-text token",
                 found=f"none in {config.tokenizer}",
-                next_step="Choose another with --tokenizer, or leave it out to train one",
+                next_step="Choose another `tokenizer`, or leave it out to train one",
             )
         writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
         for batch in _batches(_split_documents(config)):
@@ -59,7 +59,7 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
                 raise InputError(
                     expected=f"at least one {split} document",
                     found="none",
-                    next_step="Give more text, or text to hold out with --validation FILE",
+                    next_step="Give more `data`, or other text as `validation`",
                 )
         tokenizer.save_pretrained(folder.path)
         folder.write_yaml("config.yaml", config)

@@ -196,7 +196,7 @@ def _damaged(path: Path, found: str) -> InputError:
     return InputError(
         expected=f"whole token shards in {path}",
         found=found,
-        next_step="Write them again with: sinkscope tokenize --data FILES --out FOLDER",
+        next_step="Write them again from the texts with sinkscope tokenize",
     )
 
 

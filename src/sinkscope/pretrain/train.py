@@ -348,7 +348,7 @@ class TrainingRun:
             expected="finite losses, gradients and weights",
             found=str(what),
             next_step=f"The last good checkpoint is {names[-1] if names else 'none yet'}; "
-            "start anew with a lower learning_rate, a longer warm-up or a lower clip",
+            "start anew with a lower `learning_rate`, more `warmup_steps` or a lower `clip`",
         )
 
     def _finish(self) -> dict[str, Any]:

@@ -25,42 +25,42 @@ Labelled = Sequence[tuple[str, Run]]
 
 
 def compare(
-    names: Sequence[str], destination: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
+    runs: Sequence[str], out: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
 ) -> str:
     """Writes the page that compares run folders, and returns what they answer, a line each.
 
     A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
     training runs stand beside the page.
     """
-    destination = user_path(destination)
-    references = [name for name in names if is_reference(name)]
-    trained = [*references, *(name for name in names if is_training_run(user_path(name)))]
-    num_read = len(names) - len(trained) + len(references)
-    if len(names) < 2 or num_read > MOST_RUNS:
+    out = user_path(out)
+    references = [name for name in runs if is_reference(name)]
+    trained = [*references, *(name for name in runs if is_training_run(user_path(name)))]
+    num_read = len(runs) - len(trained) + len(references)
+    if len(runs) < 2 or num_read > MOST_RUNS:
         raise InputError(
             expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
-            found=f"{len(names)}",
-            next_step="Give folders, such as sinkscope compare runs/a runs/b",
+            found=f"{len(runs)}",
+            next_step="Give at least two folders of runs, or models" if len(runs) < 2 else "Leave some out",
         )
     if len(trained) == 1:
         # Said before a model is studied, which takes minutes.
         raise InputError(
-            expected=f"another training run beside {trained[0]}, which is compared with its like",
-            found=f"{', '.join(name for name in names if name not in trained)}, which is none",
+            expected=f"a second training run to compare {trained[0]} with",
+            found=f"{', '.join(name for name in runs if name not in trained)}, which is no training run",
             next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
         )
-    check_page(destination, overwrite)
-    if destination.suffix != ".html":  # tables stand in a folder named by the page without its suffix
+    check_page(out, overwrite)
+    if out.suffix != ".html":  # tables stand in a folder named by the page without its suffix
         raise InputError(
             expected="a page whose name ends in .html",
-            found=str(destination),
-            next_step=f"Give `out='{destination.with_suffix('.html')}'`",
+            found=str(out),
+            next_step=f"Give `out='{out.with_suffix('.html')}'`",
         )
     if trained:
-        check_output(tables_path(destination), overwrite)
+        check_output(tables_path(out), overwrite)
     folders = [reference_run(name) for name in references]
-    folders += [user_path(name) if run_of is None or is_run(user_path(name)) else run_of(name) for name in names]
-    return write_comparison_page(folders, destination, overwrite=overwrite)
+    folders += [user_path(name) if run_of is None or is_run(user_path(name)) else run_of(name) for name in runs]
+    return write_comparison_page(folders, out, overwrite=overwrite)
 
 
 def tables_path(page: Path) -> Path:
