@@ -34,7 +34,7 @@ STUDY_SEQUENCES = 16
 def check_batch(
     tokens: str = "random", *, length: int, num_sequences: int, seed: int = 0
 ) -> tuple[Literal["random", "text", "repeat"], str]:
-    """The kind of tokens, and the file or the id behind its colon; refuses what no model could be given."""
+    """The kind of tokens, and the file or the id after its colon; refuses what no model could use."""
     kind, _, argument = tokens.partition(":")
     if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
         raise InputError(

@@ -125,7 +125,7 @@ def in_options(text: str, parameters: Iterable[Any]) -> str:
         name, value = match.groups()
         return _as_typed(known[name], value) if name in known else match[0]
 
-    return re.sub(r"`([a-z_]+)(?:=([^`]+))?`", typed, text)
+    return re.sub(r"`([a-z_][a-z_0-9]*)(?:=([^`]+))?`", typed, text)
 
 
 def _as_typed(parameter: Any, text: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Memory: how much of it there is, and how it is told that it ran out."""
+"""Memory: how much of it there is, and how to tell that it ran out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bound_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory that ran out is behind an error, by names and words: torch need not be imported."""
+    """Whether an error means that memory ran out, judged by its name and words, so that torch need not be imported."""
     while error is not None:
         named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         told = isinstance(error, OSError | RuntimeError | ImportError) and any(words in str(error) for words in _SAID)

@@ -71,7 +71,7 @@ class Softmax(nn.Module):
         return o_BTHD.flatten(2)
 
     def arguments(self, q_BHTD: Tensor) -> dict[str, Any]:
-        """What a function of the attention registry must be told beside queries, keys and values."""
+        """Further arguments for a function of the attention registry, beside queries, keys and values."""
         return {}
 
     def weights(self, scores_BHTS: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class HeadGate(Softmax):
 
 
 class HeadNormGate(HeadNorm):
-    """o <- o / RMS(o) * lambda * sigmoid(W_g x). The norm comes first: behind a gate it would undo its scale."""
+    """o <- o / RMS(o) * lambda * sigmoid(W_g x). The norm comes first: after the gate it would undo its scale."""
 
     def __init__(self, shape: AttentionShape, **options: Any) -> None:
         super().__init__(shape, **options)

@@ -1,4 +1,4 @@
-"""Chooses how a layer's attention is computed and read, and says which way it took.
+"""Computes a layer's attention and what is recorded of it, by the best path there is, and names that path.
 
 On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel reads the rest in
 one more pass over q k^T. Everywhere else, and for scores that the fused attention cannot make (soft-capping), tiles
@@ -46,7 +46,7 @@ def read_attention(
 
 
 def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
-    """Why the fused attention of torch cannot be used, if so."""
+    """Why the fused attention of torch cannot be used; None if it can."""
     if rule.softcap is not None:
         return "soft-capped scores"
     if rule.sigmoid_bias is not None:

@@ -1,4 +1,4 @@
-"""What a layer's attention computes, what is wanted of it, and what its reading gave.
+"""How a layer's attention computes its scores, what to record of it, and what was recorded.
 
 Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size, n sampled queries, P
 chosen keys, R distances.
@@ -20,7 +20,7 @@ SAMPLED_QUERIES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionReading:
-    """What one layer's attention gave. Sums run over queries; `None` where it was not asked for."""
+    """What was recorded of one layer's attention. Sums run over queries; None if not asked for."""
 
     output: Tensor
     """[B, T, H, D] value aggregation."""
@@ -50,7 +50,7 @@ class AttentionRule:
     edits: tuple[RowEdit, ...] = ()
     """Queries that see other keys; `read_attention` honours them."""
     sigmoid_bias: float | None = None
-    """Where it is there, a weight is sigmoid(score + bias), whatever the other keys: no softmax."""
+    """If given, a weight is sigmoid(score + bias), whatever the other keys; there is no softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""Hands every layer's queries, keys and values to a function of ours, through the doors that a model offers.
+"""Hands every layer's queries, keys and values to a function of ours, through interfaces that a model offers.
 
-Most families ask the attention registry of transformers for a function by name; a mask function of the same name must
-stand beside it, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal, with or
-without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch function
-mode sees. Registration is process-wide, so both functions look up a context variable for the tap that is active. A
-pass of another thread has none: it goes on with the functions that the model used before.
+Most families look up a function by name in the attention registry of transformers. A mask function of the same name
+must be registered too, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal,
+with or without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch
+function mode sees. Registration is process-wide, so both functions look up a context variable for the active tap. A
+pass of another thread has none and uses the functions that the model used before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ are already in q, k."""
 
 @dataclass(frozen=True)
 class CausalMask:
-    """What a model's mask means; it travels where the mask would."""
+    """What a model's mask means; it is passed on in place of the mask."""
 
     window: int | None
 
@@ -61,8 +61,8 @@ class _ActiveTap:
 
 _active: ContextVar[_ActiveTap | None] = ContextVar("sinkscope_attention_tap", default=None)
 _before: dict[int, str] = {}
-"""What the configuration of each model that was ever read, by its id, named before: for passes of other threads.
-Entries stay, since such a pass may call what it was given a moment after the tap is closed."""
+"""The attention implementation that each model used before, by its configuration's id: for passes of other threads.
+Entries stay, since such a pass may still call our function just after the tap is closed."""
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def _tap() -> _ActiveTap:
 
 
 def _name_before(config) -> str:
-    """The implementation that a pass of another thread goes on with."""
+    """The implementation that a pass of another thread uses."""
     if id(config) not in _before:
         raise RuntimeError(f"the attention implementation '{NAME}' only works inside sinkscope's attention tap")
     return _before[id(config)]
@@ -219,7 +219,7 @@ def _mask_by_marker(marker: Tensor):
 
 
 def enter_layer(layer: int) -> None:
-    """Says whose attention runs next, for families whose attention call does not say it."""
+    """Notes which layer's attention runs next, for families whose attention call does not say it."""
     _tap().current_layer = layer
 
 

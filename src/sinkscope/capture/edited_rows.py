@@ -1,7 +1,7 @@
-"""Attention whose queries do not all see what a causal mask lets them see.
+"""Attention in which an intervention lets some queries see other keys than the causal mask does.
 
-The fast attention runs as ever; the few edited rows are then computed a second time, with and without the edit, and
-the readings are corrected by the difference. So an edit costs a row each, on every attention path alike.
+The fast attention runs as usual. The few edited rows are then computed again, with and without the edit, and the
+results are corrected by the difference. So an edit costs one row, on every attention path.
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, q edited queries, S key position, D
 head size, R distances.
 """

@@ -1,8 +1,7 @@
-"""The doors that interventions use where a hook on a module is not enough: who may attend to whom, and the units of
-experts.
+"""What interventions change where a hook on a module is not enough: who may attend to whom, and the units of experts.
 
-Interventions live a layer above; what capture must know of them while it reads stands here, in context variables, so
-that two threads don't see each other's.
+Interventions belong to a higher layer of the package. What capture must know of them is kept here, in context
+variables, so that two threads don't see each other's.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def expert_edits(experts: object) -> tuple[ExpertEdit, ...]:
 
 
 def suspended() -> bool:
-    """Whether the model runs for a reading of its own, on rows that no intervention is meant for."""
+    """Whether interventions are off, because the model runs on rows that they are not meant for."""
     return _suspended.get()
 
 

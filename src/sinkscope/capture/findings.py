@@ -1,7 +1,7 @@
 """What a trace shows: sinks, where disparity is born and erased, the massive dimensions, and the units that write or
 erase them.
 
-No position, layer, dimension or count is assumed; every threshold stands in `sinkscope.measures` or here, with its
+No position, layer, dimension or count is assumed; every threshold is in `sinkscope.measures` or here, with its
 reason.
 """
 
@@ -37,17 +37,17 @@ NEEDED = frozenset(
         *("unit_activation", "unit_written", "unit_square", "unit_energy"),
     }
 )
-"""What must be recorded for anything to be found."""
+"""The observables that findings need."""
 SIGNIFICANT_WRITE = 0.1
-"""A layer's units are listed when together they move a dimension that is massive before or behind the layer by this
-part of the largest value it has had up to there: what starts it counts, however large it grows later."""
+"""A layer's units are listed if together they move a dimension that is massive before or after the layer by at least
+this fraction of its largest value so far. So what starts it counts, however large it grows later."""
 LISTED_SHARE = 0.01
-"""Units below this part of the squared write are not listed."""
+"""Units below this share of the squared write are not listed."""
 UNKNOWN = -1
 """Stands for the massive dimension of a position that was not kept in full."""
 HYSTERESIS = 0.5
-"""Disparity counts as erased only when it has fallen below this part of what made it count as born, so that noise at
-the threshold makes no births."""
+"""Disparity counts as erased only when it falls below this fraction of the bounds for birth, so that noise at the
+threshold makes no births."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SuperNeuron:
     """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
     role: str
     stands: bool
-    """Whether the dimension that its layer moves is massive before or behind it."""
+    """Whether the dimension that its layer moves is massive before or after it."""
     sparsity: ChannelSparsity
     layer_top_share: float
     """Median over the layer's units of the energy share of the top dimension."""
@@ -101,7 +101,7 @@ class Findings:
 
     recording: Recording
     fallbacks: list[str] = field(default_factory=list)
-    """What had to be computed another way than usual, layer by layer."""
+    """What had to be computed in another way than usual, layer by layer."""
 
     @cached_property
     def sinks(self) -> list[Sink]:
@@ -233,7 +233,7 @@ class Findings:
 
     @property
     def super_neurons(self) -> list[SuperNeuron]:
-        """Those in layers before or behind which the dimension is massive."""
+        """The movers in layers before or after which the dimension is massive."""
         return [unit for unit in self.movers if unit.stands]
 
     @cached_property
@@ -301,7 +301,7 @@ class Findings:
         return float(median), num_massive_activations(self.recording.rows("dimension_abs")[layer + 1], median)
 
     def slot(self, layer: int, position: int) -> int | None:
-        """Where among the positions of a layer that were recorded in full one stands; None where it was not."""
+        """The index of a position among those that a layer recorded in full; None if it was not."""
         positions = self._positions[layer + 1]
         return positions.index(position) if position in positions else None
 
@@ -319,7 +319,7 @@ class Findings:
         return massive_dimensions(here, _rest(total, here) / (batch.length - 1))
 
     def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
-        """(massive dimensions, dimensions large enough to count as still there) of a position behind a layer.
+        """(massive dimensions, dimensions large enough to count as still there) of a position after a layer.
 
         Where the position was not kept in full, its DomRatio stands for an unknown dimension, by the same bounds.
         """
@@ -410,7 +410,7 @@ class Findings:
 
 
 def _rest(total: Tensor, here: Tensor) -> Tensor:
-    """total - here, at least what float32 can tell of it: a ratio to it saturates, it never jumps."""
+    """total - here, but at least what float32 can resolve, so that a ratio to it saturates and never jumps."""
     return torch.maximum(total - here, 2.0**-20 * total)
 
 

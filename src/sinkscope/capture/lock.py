@@ -1,7 +1,7 @@
-"""The lock: whether queries agree with the keys of a few positions, and what part of that the massive dimensions carry.
+"""The lock: whether queries agree with the keys of a few positions, and how much of that the massive dimensions carry.
 
-During the pass only a few rows are set aside; the keys without massive dimensions are made afterwards, by the model's
-own attention on those rows. That works for every family, whatever it does between state and key.
+During the pass only a few rows are kept. The keys without massive dimensions are computed afterwards, by the model's
+own attention on those rows. This works for every family, whatever it does between state and key.
 Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n sampled queries.
 """
 
@@ -66,7 +66,7 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     positive, share = [], []
-    # An intervention that is on acted on the rows already, and is not meant for these few.
+    # An active intervention has acted on these rows already, and must not act again.
     with suspend(), attention_tap(anatomy, keep_key):
         for layer, given in zip(anatomy.layers, inputs, strict=True):
             # Rows of another process come by the CPU.

@@ -1,7 +1,7 @@
-"""How an observable's parts join: the chunks of a batch on one machine and the shares of several processes alike.
+"""How an observable's values on some sequences join: those of chunks and those of several processes, in the same way.
 
-A merge takes what one layer's call gave on some sequences (`of`), joins two of them (`join`), and says what all come to
-(`result`). Nothing else knows how parts join. What lies between is a tuple of tensors and counts.
+A merge takes what one layer's call gave on some sequences (`of`), joins two such states (`join`), and gives the value
+of all (`result`). Nothing else knows how they join. A state is a tuple of tensors and counts.
 Axes: B sequences, C channels, T positions.
 """
 
@@ -19,7 +19,7 @@ class Mean:
     """The mean over sequences of [B, ...]."""
 
     of_ratios: bool = False
-    """Whether a value that is not a number is an empty one, 0 / 0, and left out."""
+    """Whether NaN means an empty ratio, 0 / 0, which is left out."""
 
     def of(self, values: Tensor, mergeable: bool) -> Any:
         if not self.of_ratios:
@@ -77,7 +77,7 @@ class Moments:
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         mean = values.mean(0)
         squares = (values - mean).square_().sum(0)
-        # The mean is as large as what one sequence leaves, and only needed to join other sequences' to it.
+        # The mean is as large as one sequence's value, and only needed to join others to it.
         return len(values), mean if mergeable else None, squares.sum(-1), squares.flatten(0, -2).sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -135,7 +135,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Own:
-    """Values that know themselves how they join, by `mine.joined(theirs)`."""
+    """Values that join by their own method, `mine.joined(theirs)`."""
 
     def of(self, values: Any, mergeable: bool) -> Any:
         return values

@@ -1,4 +1,4 @@
-"""An observable is one record: where it listens, what a layer's call leaves of itself, how parts join, what it means.
+"""An observable is one record: where it listens, what it keeps of a layer's call, how values join, what it means.
 
 CHAIN holds every observable of the sink chain. The columns of a trace's tables are these records, so a new one is a new
 record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
@@ -23,7 +23,7 @@ RANK_TOKENS = 1024
 
 
 class Tap(Enum):
-    """Where in a layer an observable listens; what a LayerCall holds by then stands behind each."""
+    """Where in a layer an observable listens. The comments say what a LayerCall holds by then."""
 
     ATTENTION_IN = "attention_in"  # state
     ATTENTION = "attention"  # query, key, value, rule, attention
@@ -42,18 +42,18 @@ class Observable:
     """Its name in a recording and, unless `column` says another, in a table."""
     tap: Tap
     reduce: Callable[[Any], Any]
-    """What a layer's call (`taps.LayerCall`) leaves: sequences first, in the form that `merge` takes; None for
+    """From a layer's call (`taps.LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
     nothing."""
     merge: Merge
     axes: str
-    """Of the result; those of layer and position, LT, of layer and head, LH, and of the layer, L, fill a table."""
+    """Axes of the result; LT (layer and position), LH (layer and head) and L (layer) fill a table."""
     meaning: str
     """The sentence that documents the column."""
     column: str = ""
     nullable: bool = False
     """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
     asks: Literal["", "distances", "averaging law"] = ""
-    """What the attention must be read for, beside what each key receives."""
+    """What the attention must give beside what each key receives."""
     layers: Collection[int] | None = None
     """Where it listens; every layer if not given."""
 
@@ -137,7 +137,7 @@ LOCK = Observable(
     meaning="The rows that the lock is worked out from",
 )
 SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
-"""What must be known of all sequences before some of the others can be recorded chunk by chunk."""
+"""Observables of all sequences that others need before they can be recorded chunk by chunk."""
 
 CHAIN: tuple[Observable, ...] = (
     RECEIVED,

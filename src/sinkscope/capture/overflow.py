@@ -1,5 +1,4 @@
-"""Refuses a pass whose numbers left the range of their type: not-a-number is above no threshold, and would pass for no
-sink."""
+"""Refuses a pass whose numbers overflowed. NaN is above no threshold, so it would look like a model without a sink."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """record(model, batch, observables): every observable from one forward pass, reduced while the model runs.
 
 A batch of more tokens than a chunk holds is run in chunks, and under torchrun each process runs its share of the
-sequences: how their parts join is each observable's own affair (`merges`). What an observable must know of all
-sequences beforehand (the variance of the values, the positions to record in full) is then found by a survey first.
+sequences. Each observable says how its values join (`merges`). Some observables must know something of all sequences
+beforehand (the variance of the values, the positions to record in full): a first pass, the survey, finds it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 class Recorder:
-    """Listens at the taps of a model for some observables, and joins what each pass leaves of them."""
+    """Listens at the taps of a model for some observables, and joins what it keeps of each pass."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Recorder:
         self.add(left)
 
     def add(self, left: dict[str, dict[int, Any]]) -> None:
-        """Joins what another pass left."""
+        """Joins what another pass kept."""
         merges = {observable.name: observable.merge for observable in self.observables}
         for name, by_layer in left.items():
             for layer, values in by_layer.items():
@@ -102,7 +102,7 @@ class Recorder:
                 self.attention_path = self.attention_path or path
 
     def results(self) -> dict[str, dict[int, Any]]:
-        """By name and layer, what all passes come to; an observable may leave more than one name."""
+        """By name and layer, the values over all passes; an observable may have more than one name."""
         found: dict[str, dict[int, Any]] = defaultdict(dict)
         for observable in self.observables:
             for layer, joined in sorted(self.joined.get(observable.name, {}).items()):
@@ -117,7 +117,7 @@ class Recorder:
         return {o.tap for o in self.observables if o.layers is None or layer in o.layers}
 
     def _check_complete(self, left: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
-        """A layer that stayed silent must not pass unseen."""
+        """Raises if a layer reported nothing."""
         for observable in self.observables:
             wanted = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
             if left.get(observable.name) and (silent := sorted(wanted - left[observable.name].keys())):
@@ -244,7 +244,7 @@ def record(
 
 
 def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:
-    """What all sequences together say: the same positions that one pass over the whole batch would have picked."""
+    """What the survey of all sequences found: the positions that one pass over the whole batch would have picked."""
     found = survey.results()
     received_T: Tensor | None = None
     pointed_at = []
@@ -273,9 +273,9 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
 
 
 def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:
-    """Inference mode costs each operation less than no_grad, a sixth of what the host adds on a short text. But what a
-    model keeps of such a pass (some rotary embeddings do) may never be trained through, so a model that its owner may
-    train gets no_grad."""
+    """Inference mode, which costs each operation less than no_grad: a sixth of what the host adds on a short text. But
+    tensors that a model keeps from such a pass (some rotary embeddings do) cannot be trained through later, so a model
+    that its owner may train gets no_grad."""
     may_be_trained = loaded.source == "given" and any(p.requires_grad for p in loaded.model.parameters())
     return torch.no_grad() if may_be_trained else torch.inference_mode()
 

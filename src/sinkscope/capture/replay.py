@@ -1,8 +1,8 @@
-"""A light reading of one pass, by sequence: what a study compares between conditions, and nothing more.
+"""The few numbers by sequence that a study compares between conditions.
 
-A trace reads all there is, once. A study runs the same batch under dozens of interventions, and of each it needs
-numbers by sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an
-intervention begins at the first layer that the intervention can touch.
+A trace records everything once. A study runs the same batch under dozens of interventions and needs numbers by
+sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an intervention begins
+at the first layer that the intervention can touch.
 Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n units of one group.
 """
 
@@ -112,7 +112,7 @@ def _observables(
 
 @dataclass
 class Replay:
-    """One batch, read untouched and then under one condition after another, from the first layer that differs."""
+    """Runs one batch untouched, and then under one condition after another from the first layer that differs."""
 
     anatomy: Anatomy
     model: Any
@@ -124,7 +124,7 @@ class Replay:
     loss: bool = False
     untouched: ConditionReading = field(init=False)
     num_layer_passes: int = 0
-    """Blocks run so far, the measure of what a study costs."""
+    """Blocks run so far, a measure of what a study costs."""
 
     def __post_init__(self) -> None:
         self._groups = checked_units(self.anatomy, self.units)
@@ -139,7 +139,7 @@ class Replay:
             self.untouched = self._read(None, loss=self.loss)
 
     def read(self, first_layer: int | None, *, loss: bool = False) -> ConditionReading:
-        """The reading under the interventions that are on, the first of which acts in `first_layer`; None is none."""
+        """The reading under the active interventions, which act from `first_layer` on; None if there are none."""
         if first_layer is None:
             return self.untouched
         return self._read(max(layer for layer in self.restarts if layer <= first_layer), loss=loss)

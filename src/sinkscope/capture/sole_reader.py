@@ -1,7 +1,7 @@
-"""One reading of a model at a time, and hooks that hear the passes of their own thread alone.
+"""Lets one thread at a time read a model, through hooks that act only on passes of their own thread.
 
-A reading changes what all threads share: hooks, the attention implementation, the mode of dropout. A second thread that
-wants to read the same model is refused; a plain forward pass in another thread goes on as if nobody was reading.
+Reading changes what all threads share: hooks, the attention implementation, the mode of dropout. So a second thread
+that wants to read the same model is refused. A plain forward pass in another thread is not affected.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _eager = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def sole_reader(model: nn.Module) -> Iterator[None]:
-    """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled: a
-    graph may know nothing of our hooks."""
+    """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled,
+    since a compiled graph may leave out our hooks."""
     with _making:
         lock = _locks.setdefault(getattr(model, "base_model", model), threading.RLock())
     if not lock.acquire(blocking=False):
@@ -44,8 +44,7 @@ def sole_reader(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _everything_eager() -> Iterator[None]:
-    """Runs compiled parts as they are written. torch has one such switch for all threads, so the first reading turns it
-    and the last one turns it back."""
+    """Runs compiled modules eagerly. torch has one switch for all threads, which the last reader resets."""
     global _num_readings
     with _making:
         _num_readings += 1

@@ -96,7 +96,7 @@ def _num_rows(recording: Recording, axes: str) -> int:
 
 
 def recorded_tables(recording: Recording) -> dict[str, dict[str, np.ndarray]]:
-    """The tables of a recording that holds less than the findings need: what its observables fill, and no more."""
+    """The tables of a recording that lacks what the findings need: only the columns that its observables fill."""
     axis_names = {"L": ("layer",), "LT": ("layer", "position"), "LH": ("layer", "head")}
     tables = {}
     for axes, name in TABLE_OF_AXES.items():

@@ -1,7 +1,7 @@
-"""The taps of a model: hooks that show each layer, while it runs, to whoever listens, and let go of it afterwards.
+"""The taps of a model: hooks that show each layer to the recorder while it runs.
 
-A LayerCall is one layer during one pass. It holds what passes a tap until the taps that may look at it are through, and
-works out once what several observables share.
+A LayerCall is one layer during one pass. It holds the activations until no later tap needs them, and computes once what
+several observables share.
 Axes: B sequences, T positions, N = B * T tokens, S keys read, H heads, K key-value heads, D head size, E width, C
 channels of the value aggregation, U units, P positions that stand out, Q lock positions.
 """
@@ -31,16 +31,16 @@ from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, me
 from sinkscope.models.anatomy import Anatomy, Layer
 
 NUM_POINTED_AT = 8
-"""Positions that each signal points at in each layer, to be recorded in full."""
+"""Positions that each signal picks in each layer, to be recorded in full."""
 NUM_FIRST = 4
-"""First positions, recorded in full in every layer: where nothing stands out, they are what a reader looks for."""
+"""First positions, recorded in full in every layer even if they do not stand out."""
 
 
 NO_KEYS = torch.empty(0, dtype=torch.long)
 
 
 class Known(NamedTuple):
-    """What a survey of all sequences found, where one pass sees only some of them."""
+    """What the survey of all sequences found, for passes that see only some of them."""
 
     value_variance_LKS: Sequence[Tensor]
     """By layer; empty for a batch of one sequence."""
@@ -50,7 +50,7 @@ class Known(NamedTuple):
 
 @dataclass(kw_only=True)
 class Passing:
-    """One forward pass of some sequences, and what later layers must know of earlier ones."""
+    """One forward pass of some sequences, and what later layers need from earlier ones."""
 
     anatomy: Anatomy
     shape: tuple[int, int]
@@ -59,7 +59,7 @@ class Passing:
     weigh_mixing: bool = False
     """Whether the averaging law is asked for, which weighs squared attention by the variance of each key's value."""
     several: bool = True
-    """Whether the whole batch, of which this may be a part, has several sequences."""
+    """Whether the whole batch, of which this may be a chunk, has several sequences."""
     known: Known | None = None
     attention_path: str = ""
     received_T: Tensor | None = None
@@ -79,7 +79,7 @@ class Passing:
         return torch.arange(self.length, device=device) if self.request.keys is None else self.request.keys.to(device)
 
     def add_received(self, alpha_BHS: Tensor) -> None:
-        """Adds what keys with enough later queries received."""
+        """Adds the attention that keys with enough later queries received."""
         keys_S = self.keys(alpha_BHS.device)
         before = alpha_BHS.new_zeros(self.length) if self.received_T is None else self.received_T.to(alpha_BHS.device)
         added_S = alpha_BHS.sum((0, 1)) * eligible_positions(self.length, alpha_BHS.device)[keys_S]
@@ -137,7 +137,7 @@ class LayerCall:
 
     @cached_property
     def lock_rows(self) -> LockInput:
-        """What the lock of this layer needs, at positions that stand out before it."""
+        """What the lock of this layer needs, at the positions that stand out before the layer."""
         if self.index - 1 not in self.passing.standing_out:
             raise RuntimeError(f"the block of layer {self.index - 1} was silent: {blame(self.passing.anatomy)}")
         positions_Q = self.passing.standing_out[self.index - 1][:NUM_LOCK_POSITIONS].to(self.state.device)
@@ -223,7 +223,7 @@ class LayerCall:
         return self.units_standing_out * scale_N[self.tokens_standing_out].view(*self.units_standing_out.shape[:2], 1)
 
     def let_go(self, *names: str) -> None:
-        """Drops activations that no later tap looks at."""
+        """Drops activations that no later tap needs."""
         for name in names:
             self.__dict__.pop(name, None)
 

@@ -32,8 +32,8 @@ class Trace:
 
     @cached_property
     def tables(self) -> Mapping[str, Mapping]:
-        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances. Without what the findings
-        need, only those that the observables fill."""
+        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances. If the findings lack an
+        observable, only the tables that the observables fill."""
         return trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
 
     @property
@@ -72,9 +72,9 @@ def trace(
 ) -> Trace:
     """The sink chain of a model on a batch of tokens.
 
-    `observables` says what to record, by name or as records of your own; left out, it is all of CHAIN. `keys` reads
-    chosen key positions only, `effective_rank=False` leaves out the one part that needs a decomposition, and batches of
-    more than `chunk_tokens` tokens are run in chunks whose statistics join exactly.
+    `observables` says what to record, by name or as records of your own; by default all of CHAIN. `keys` restricts
+    attention to chosen key positions. `effective_rank=False` leaves out the only number that needs a decomposition.
+    Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.
     """
     loaded = load(model)
     batch = batch if isinstance(batch, TokenBatch) else given_batch(batch, model=loaded.model)

@@ -48,7 +48,7 @@ SINKS = Schema(
         ),
         Column("low", "float", "Lower end of the rate's 95 % bootstrap interval over sequences", nullable=True),
         Column("high", "float", "Upper end of the rate's 95 % bootstrap interval over sequences", nullable=True),
-        Column("num_sequences", "int", "Sequences behind the rate"),
+        Column("num_sequences", "int", "Sequences that the rate is a mean over"),
         Column("num_layers", "int", "Layers in which at least 5 % of heads and sequences count the position"),
         Column("first_layer", "int", "First such layer", nullable=True),
         Column("last_layer", "int", "Last such layer", nullable=True),

@@ -1,8 +1,8 @@
 """The feed-forward neurons of one layer as they enter the down projection, dense and mixture of experts alike.
 
-Dense neurons are held by reference until the layer ends. Of experts only their input and routing are held: the
-neurons are computed again from them, token by token where few are wanted, expert by expert where a reduction over all
-tokens is. A routed neuron counts with its routing weight, since that is what it writes.
+Dense neurons are held by reference until the layer ends. Of experts only input and routing are held, and their neurons
+are computed again: token by token if few are needed, expert by expert for a reduction over all tokens.
+A routed neuron counts with its routing weight, since that is what it writes.
 Axes: N tokens (sequence by sequence), U units of the layer (experts in order, the shared one last), F units of one
 expert, E width.
 """
@@ -39,7 +39,7 @@ class LayerUnits:
         self.clear()
 
     def clear(self) -> None:
-        """Lets go of the layer's activations."""
+        """Drops the layer's activations."""
         self.dense_NF: Tensor | None = None
         self.shared_NF: Tensor | None = None
         self.routed: tuple[Tensor, Tensor, Tensor] | None = None

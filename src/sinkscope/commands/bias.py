@@ -1,4 +1,4 @@
-"""sinkscope bias: which tokens a model is born to prefer, what gathers its states, and what remains in training."""
+"""sinkscope bias: which tokens a model prefers from birth, what causes it, and what training leaves of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sinkscope.commands.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class BiasOptions:
-    """What is read of a model, or of those that are drawn from a configuration."""
+    """What is measured of a model, or of models that are drawn from a configuration."""
 
     seeds: Annotated[
         int | None, typer.Option(help="Seeds that a configuration is drawn from; 8 if not given.", show_default=False)

@@ -26,9 +26,9 @@ class CompareOptions:
 def compare_command(asked: CompareOptions) -> None:
     """Put runs side by side in one page.
 
-    Training runs that differ in their seed alone count as replicas of a variant; softmax, or else the first, is the
-    baseline. Their tables are written beside the page. A model is studied first, which takes minutes on a CPU. Of the
-    models that come with the package both the training and a study are shown.
+    Training runs that differ only in their seed are replicas of a variant. The baseline is softmax or, without one, the
+    first run's variant. Tables of training runs are written beside the page. A model is studied first, which takes
+    minutes on a CPU. For the models that come with the package, both their training and a study are shown.
 
     Example: sinkscope compare reference:softmax reference:learned_sink
     """

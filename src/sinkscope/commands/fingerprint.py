@@ -62,8 +62,8 @@ class FingerprintOptions:
 def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     """Say which models began with the same weights, and how sure that is.
 
-    An interrupted run goes on where it stopped when it is given the same --out. Signatures are kept in the run folder:
-    give them in place of models to compare again without weights.
+    The same command with the same --out resumes an interrupted run. Signatures are kept in the run folder: give them
+    in place of models to compare again without weights.
 
     Example: sinkscope fingerprint init:runs/a runs/a runs/b --out runs/origins
     """
@@ -75,7 +75,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
 
-    # Parts are named by weights and inputs, so that whatever else changes, a model is read once.
+    # Parts are named by weights and inputs, so a model runs once, whatever else changes.
     parts = Parts(path, {"command": "fingerprint", "version": __version__})
     named: dict[str, Any] = asdict(asked) | {"unrelated": asked.unrelated or []}
     goes_on = parts.path is not None and parts.path.exists()
@@ -87,7 +87,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
             result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
     except InputError:
         if not goes_on:
-            parts.discard()  # a command that is refused leaves all as it was
+            parts.discard()  # a refused command must change nothing
         raise
     first_process_writes()
     with run_folder(path, output.overwrite) as folder:

@@ -1,4 +1,4 @@
-"""sinkscope intervene: any combination of interventions, with everything read before, after and under a control."""
+"""sinkscope intervene: any combination of interventions, with every observable before, after and under a control."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sinkscope.commands.options import TrustRemoteCode
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
-    """What is looked at."""
+    """Which model is shown."""
 
     name: Annotated[
         str | None, typer.Argument(help="A family of the table, or a model to look into.", show_default=False)

@@ -40,12 +40,12 @@ Bos = Annotated[
 ]
 
 outputs = ExitStack()
-"""The locks of the run folders that the command writes; the entry point gives them back."""
+"""The locks of the run folders that the command writes; `main` releases them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is meant, and how it is loaded."""
+    """Which model is used, and how it is loaded."""
 
     model: Annotated[
         str | None,
@@ -67,7 +67,7 @@ class ModelOptions:
         check_placement(self.dtype, self.device, self.device_map)
 
     def load(self) -> LoadedModel:
-        """The model, with a sign of life while it loads."""
+        """The model; shows that it is being loaded."""
         from sinkscope.memory import bound_memory
         from sinkscope.models.loading import load
         from sinkscope.report import terminal
@@ -95,7 +95,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a run goes, and what is printed of it."""
+    """Where a run goes, and how it is printed."""
 
     out: Annotated[
         Path | None, typer.Option(help="Run folder to write; default runs/<model>-<time>.", show_default=False)
@@ -118,7 +118,7 @@ class Output:
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
-    """The function that typer makes a command of: it has the fields of the configurations that `run` takes."""
+    """A function for typer, whose parameters are the fields of the configurations that `run` takes."""
     kinds = {name: kind for name, kind in get_type_hints(run).items() if name != "return"}
     parameters = [inspect.signature(kind, eval_str=True).parameters.values() for kind in kinds.values()]
     options = [_described(field) for each in parameters for field in each]
@@ -134,7 +134,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _described(field: inspect.Parameter) -> inspect.Parameter:
-    """A field of the library's own configurations, which say their help in words, as typer's option."""
+    """A field as typer's option; the library's own configurations give their help as plain text."""
     kind, *described = get_args(field.annotation)
     if not described or not isinstance(described[0], str):
         return field
@@ -152,7 +152,7 @@ def write_request(folder: RunFolder, *configurations: Any, **others: Any) -> Non
 
 
 def command_text() -> str:
-    """The command that runs, as it can be typed again."""
+    """The command that is running, as it can be typed again."""
     return shlex.join(["sinkscope", *sys.argv[1:]])
 
 
@@ -178,7 +178,7 @@ def first_process_writes() -> None:
 
 
 def run_path(out: Path | None, model: str | None, overwrite: bool) -> Path:
-    """Where the run goes; checked before any work, and ours until the command ends."""
+    """Where the run goes; checked before any work, and locked until the command ends."""
     return processes.from_first(lambda: _checked_run_path(out, model, overwrite))
 
 
@@ -204,7 +204,7 @@ def _checked_run_path(out: Path | None, model: str | None, overwrite: bool) -> P
 
 @contextmanager
 def finished_parts_are_kept(way_on: str) -> Iterator[None]:
-    """Around work that goes on after Ctrl-C, which then says how."""
+    """Around work that can be resumed: on Ctrl-C it prints how."""
     try:
         yield
     except KeyboardInterrupt:
@@ -213,7 +213,7 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
 
 
 def write_pictures(folder: RunFolder, trace: Trace) -> None:
-    """Writes the picture and the page of a run whose tables are written, as far as what draws them is installed."""
+    """Writes the picture and the page of a run whose tables are written, if matplotlib and plotly are installed."""
     if importlib.util.find_spec("matplotlib") is not None:
         from sinkscope.report.picture import chain_figure
 

@@ -41,7 +41,7 @@ def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainOptions:
-    """What is trained on what, and where."""
+    """What is trained, on which data, and where."""
 
     data: Annotated[Sequence[str], DATA]
     out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there goes on.")]
@@ -71,7 +71,7 @@ class PretrainOptions:
 
 
 def _training_options() -> list[tuple[str, Any, None]]:
-    """Every number and word of the training's configuration as an option that may be left out."""
+    """Every field of TrainingConfig as an option that may be left out."""
     hints = get_type_hints(TrainingConfig, include_extras=True)
     described = {name: get_args(hint) for name, hint in hints.items() if name != "snapshots"}
     return [(name, Annotated[kind | None, text], None) for name, (kind, text) in described.items()]

@@ -48,8 +48,8 @@ class StudyOptions:
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
     """Decide link by link whether the chain holds in a model, and write a report.
 
-    The sequences judge; 96 others choose what is tested and calibrate it. An interrupted study goes on where it stopped
-    when it is given the same --out.
+    Claims are judged on the sequences asked for; 96 others choose what is tested and calibrate it. The same command
+    with the same --out resumes an interrupted study.
 
     Example: sinkscope study HuggingFaceTB/SmolLM2-135M --out runs/smollm2
     """
@@ -64,7 +64,7 @@ def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOption
 
 
 def _both(path: Path, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
-    """The studies with and without BOS by their run folders, and the page with both; checked before any work."""
+    """The run folders of the studies with and without BOS, and the page that compares them; checked before any work."""
     from sinkscope.results.run_folder import check_page
 
     names = {"bos": "yes", "no-bos": "no"}  # in this order, a model that has no BOS is refused at once
@@ -88,8 +88,8 @@ def study_run(model: str) -> Path:
 def _study(
     source: ModelOptions, tokens: BatchOptions, runs: dict[Path, StudyOptions], page: Path | None, output: Output
 ) -> None:
-    """Studies one model in one way or several. No run is written before all studies are done: a command that was
-    interrupted can be given again as it was."""
+    """Studies one model, with or without BOS or both. No run is written before all studies are done, so that an
+    interrupted command can be given again unchanged."""
     from sinkscope import __version__, processes
     from sinkscope.report import terminal
     from sinkscope.results.parts import Parts
@@ -101,7 +101,7 @@ def _study(
     parts = {path: Parts(path, identity | asdict(asked)) for path, asked in runs.items()}
     results: dict[Path, Study] = {}
     for path, asked in runs.items():
-        if processes.count() > 1:  # else only when it is needed: a run that is refused leaves all as it was
+        if processes.count() > 1:  # one process makes it only when needed: a refused run must change nothing
             processes.from_first(parts[path].prepare)
         with terminal.progress("conditions") as progress:
             results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=progress)

@@ -23,7 +23,7 @@ from sinkscope.commands.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """What is read of a batch."""
+    """What is recorded of a batch."""
 
     bos: Bos = None
     keys: Annotated[str | None, typer.Option(help="Read chosen key positions only, such as 0,10: O(length) each.")] = (

@@ -35,7 +35,7 @@ from sinkscope.models.token_batches import TokenBatch, given_batch
 
 
 class ResidualEdit(Intervention):
-    """New values for tokens of the residual stream behind each block."""
+    """New values for tokens of the residual stream after each block."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ def set_dimensions(
     calibration: TokenBatch | None = None,
     **where: Any,
 ) -> SetDimensions:
-    """Residual dimensions at zero, at their mean, or at another position's values, behind each block.
+    """Residual dimensions at zero, at their mean, or at another position's values, after each block.
 
     `where` takes layers, positions and sequences.
     """

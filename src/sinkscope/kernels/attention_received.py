@@ -219,7 +219,7 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, windo
     return query.shape
 
 
-# What Triton would specialise on these buys nothing here.
+# Specialising on these values gains nothing here.
 _once_for_all_sizes = jit(
     *("num_heads", "group_size", "length", "window", "num_key_blocks", "num_keys", "num_strips"),
     *("stride_wb", "stride_wh"),

@@ -13,7 +13,7 @@ FELL_BACK = "the eigenvalue solver did not converge; singular values, from anoth
 def eigenvalues(
     gram: Float[Tensor, "n n"], fell_back: Callable[[str], None] = lambda note: None
 ) -> Float[Tensor, " n"]:
-    """The eigenvalues of a Gram matrix, smallest first; `fell_back` is told where they had to be found another way."""
+    """The eigenvalues of a Gram matrix, smallest first; `fell_back` is called if they had to be found another way."""
     try:
         return torch.linalg.eigvalsh(gram)
     except LinAlgError:  # too many repeated eigenvalues for its divide and conquer

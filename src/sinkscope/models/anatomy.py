@@ -38,8 +38,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The parts of one block. Exactly one of `down_projection` and `experts` is there; a shared expert stands beside
-    experts."""
+    """The parts of one block. It has either `down_projection` or `experts`; a shared expert comes with experts."""
 
     index: int
     block: Part
@@ -50,11 +49,11 @@ class Layer:
     shared_down_projection: Part | None
     post_norm: Part | None
     attention_exit: Part
-    """The module whose output the attention adds to the residual stream: its output projection, or a norm behind it."""
+    """The module whose output the attention adds to the residual stream: its output projection, or a norm after it."""
     feed_forward: Part | None
     """The module that maps a normalised state to the feed-forward's output; None where the block itself does it."""
     activations: tuple[Part, ...]
-    """The modules of the activation function: of dense neurons, or of experts and shared ones; empty where code is."""
+    """The modules of the activation function: of dense neurons, or of experts and shared ones; may be empty."""
 
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
         """(expert or None, output vectors [E, F]) of every group of units, in the order in which units are numbered."""
@@ -114,7 +113,7 @@ class Layer:
         return torch.linalg.vector_norm(self.output_projection_weight().float(), dim=0)
 
     def output_projection_weight(self) -> Tensor:
-        """[E, C] what the output projection multiplies the value aggregation by."""
+        """[E, C] the weight of the output projection, which multiplies the value aggregation."""
         return _projection_weight(self.output_projection)
 
     def write_gain(self) -> Tensor:
@@ -277,8 +276,10 @@ def _part(block: Part, path: str | None) -> Part | None:
 
 
 def _is_plain(projection: Part) -> bool:
-    """Whether a module multiplies by its weight alone: an adapter or a scale of its own would not be in that weight.
-    A class of another kind may say of itself that it does."""
+    """Whether a module multiplies by its weight and nothing else. An adapter or a scale would not be in that weight.
+
+    A class that is no Linear says so by `acts_by_weight_alone`.
+    """
     if getattr(projection, "acts_by_weight_alone", False):
         return True
     own = {name for name, _ in projection.named_parameters(recurse=False)}

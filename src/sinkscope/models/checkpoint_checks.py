@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CHUNK = 1 << 24
-"""Elements looked at together when weights are checked: bounds the memory of the check, not its outcome."""
+"""Elements looked at together when weights are checked: this bounds the memory of the check."""
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Whether `name` has the form of a Hub name, and nothing here is called that."""
+    """Whether `name` has the form of a Hub name, and no file or folder here has that name."""
     return (
         re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) is not None
         and not name.endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES))
@@ -36,7 +36,7 @@ def looks_like_hub_name(name: str) -> bool:
 
 
 def refuse_path(path: Path) -> NoReturn:
-    """Refuses what is neither a folder nor a .gguf file, and says which of the other things it is."""
+    """Refuses what is neither a folder nor a .gguf file, and says what it is instead."""
     if not path.exists():
         raise InputError(
             expected="a folder or a .gguf file that exists",

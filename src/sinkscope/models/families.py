@@ -21,9 +21,9 @@ class Family:
     experts: str | None = None
     shared_down_projection: str | None = None
     final_norm: str = "norm"
-    """Path of the norm behind the last block, relative to the decoder."""
+    """Path of the norm after the last block, relative to the decoder."""
     post_norm: str | None = None
-    """A norm between the down projection and the residual stream: the neurons' write is what leaves it."""
+    """A norm between the down projection and the residual stream; what neurons write is what leaves it."""
     post_attention_norm: str | None = None
     """A norm between the output projection and the residual stream."""
     feed_forward: str | None = "mlp"

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub as folders: fetched once, and refused before their weights come where they must be."""
+"""Models of the Hugging Face Hub as folders, fetched once; a model is refused before its weights are fetched."""
 
 from __future__ import annotations
 

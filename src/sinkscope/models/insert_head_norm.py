@@ -20,7 +20,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Part, anatomy_of
 
 NAME = "head_norm"
-"""Of the submodule below each output projection."""
+"""Name of the submodule in each output projection."""
 CONFIG_KEY = "sinkscope_head_norm"
 
 

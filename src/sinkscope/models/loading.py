@@ -1,4 +1,4 @@
-"""A causal language model and its tokenizer from a name, a folder, a .gguf file or an object, or a reason why not."""
+"""Loads a causal language model and its tokenizer from a name, a folder, a .gguf file or an object."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 def bare_model(model: Any) -> Any:
-    """The model itself, of a loaded model or of one that its owner made and perhaps wrapped for several devices."""
+    """The model itself, from a loaded model or from one that its owner made and perhaps wrapped for several devices."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     return model.model if isinstance(model, LoadedModel) else model
@@ -75,9 +75,10 @@ def load(
 ) -> LoadedModel:
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
-    `source` is a folder, also of a training run, a .gguf file, a Hugging Face name, a model (taken as it is), one of
-    the package, reference:softmax, the default, or reference:learned_sink, or the first weights of a training run,
-    init:RUN, or its checkpoint, RUN/checkpoints/step-00001000.
+    `source` is a folder, a .gguf file, a Hugging Face name, a model object (taken as it is), reference:softmax (the
+    default) or reference:learned_sink, which come with the package, or a training run: RUN for its final weights,
+    init:RUN for its first ones, RUN/checkpoints/step-00001000 for a checkpoint.
+
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
@@ -183,8 +184,8 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
 def weight_hash(model: nn.Module) -> str:
     """SHA-256 of the parameters: name, shape, dtype and values, in the order of their names.
 
-    Of a tensor with more than 2^20 elements the values are a sample: every n-th element, the smallest n that leaves
-    at most 2^20, then the first and the last 4,096. So the hash tells apart checkpoints, not single edited weights.
+    A tensor with more than 2^20 elements is sampled: every n-th element, with the smallest n that leaves at most
+    2^20, then the first and the last 4,096. So the hash tells checkpoints apart, but may miss a single edited weight.
     """
     digest = hashlib.sha256()
     for name, weight in each_weight(model):

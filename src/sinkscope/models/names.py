@@ -22,12 +22,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "reference"
 
 
 def is_reference(source: Any) -> bool:
-    """Whether a model's name stands for one that comes with the package, or means to."""
+    """Whether a name has the form reference:NAME, of a model that comes with the package."""
     return isinstance(source, str) and source.startswith(PREFIX)
 
 
 def reference_run(name: str) -> Path:
-    """The folder of the training run behind reference:NAME."""
+    """The folder of the training run that reference:NAME stands for."""
     if name not in REFERENCES:
         raise InputError(
             expected=f"{' or '.join(REFERENCES)}", found=repr(name), next_step="Choose one of them, or give a model"

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: dequantised to dense weights where transformers can do it, and refused where it would not.
+"""Quantised checkpoints: dequantised to dense weights where transformers can do it, and refused elsewhere.
 
 transformers casts a packed weight whose method it does not know as if the stored numbers were the weights, and drops
 their scales. So what is stored is looked at before anything is loaded.
@@ -26,7 +26,7 @@ INSTALL = "Install what its quantisation asks for, or name the checkpoint in ful
 
 
 def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str) -> dict[str, Any]:
-    """What makes from_pretrained give dense weights of a folder whose tensors are `stored`: their dtypes by name."""
+    """Arguments for from_pretrained to load a folder as dense weights; `stored` holds its tensors' dtypes by name."""
     described = getattr(config, "quantization_config", None)
     if described is None:
         _refuse_packed(stored, name)
@@ -78,7 +78,7 @@ def dense(model: PreTrainedModel, name: str, dtype: torch.dtype | str) -> PreTra
 
 
 def check_scales(unexpected: Iterable[str], name: str) -> None:
-    """Refuses a checkpoint with scales or zero points that the model did not take: its weights mean little alone."""
+    """Refuses a checkpoint with scales or zero points that the model did not take: weights are wrong without them."""
     if stray := sorted(key for key in unexpected if SCALE_NAMES.search(key)):
         raise InputError(
             expected=f"weights in {name} that need no scales",

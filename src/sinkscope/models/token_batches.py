@@ -37,8 +37,8 @@ class TokenBatch:
     source: str | None = None
     """The name of the text file, without its folder."""
     left_out: int | None = None
-    """Of random tokens: how many ids beside the special ones were not drawn from, because the tokenizer has no token
-    for them or their embedding is zero or equal to another's."""
+    """For random tokens: how many ids, special ones aside, were left out because the tokenizer has no token for
+    them or their embedding is zero or equal to another's."""
 
     @property
     def num_sequences(self) -> int:
@@ -187,7 +187,7 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
 
 
 def _used_ids(loaded: LoadedModel) -> Bool[Tensor, " V"]:
-    """Which ids stand for a token and were told apart by training: padded vocabularies have rows of no use."""
+    """Which ids stand for a token and have an embedding of their own: padded vocabularies have unused rows."""
     # Rows are equal where their products with a random vector are; a zero row's product is zero.
     _, weight_VE = next(each_weight(loaded.model.get_input_embeddings()))
     generator = torch.Generator().manual_seed(0)
@@ -233,7 +233,7 @@ def _text_windows(
 
 
 def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> list[int]:
-    """The text's first `wanted` ids, as its tokenizer gives them for all of it, and more; all ids of a shorter text.
+    """At least the first `wanted` ids of the text, as the tokenizer gives them for the whole text; all of a short one.
 
     A long text is not read to its end. A cut changes the tokens near it, so twice as much is read until the wanted ones
     stay as they are.

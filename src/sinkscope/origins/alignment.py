@@ -1,10 +1,10 @@
 """Whether the hidden dimensions of two models belong together one by one: the default method of a fingerprint.
 
-Two models that began with the same weights give the same meaning to dimension 7; two that did not have no reason to.
-Initial weights are drawn alike for every dimension, and training treats them alike, so a model that began with other
-weights is as likely with its dimensions renamed in any order. The null is therefore exact for trained models too:
-unrelated models of the same shape *with the suspect's own training* are the suspect under random renamings. That two
-models react alike to the same inputs is in both, and cancels.
+Two models that began with the same weights give the same meaning to dimension 7. Two others have no reason to. Initial
+weights are drawn alike for every dimension, and training treats dimensions alike. So a model from another seed is
+equally likely with its dimensions in any other order. Renaming the suspect's dimensions at random therefore gives
+unrelated models of the same shape *with the suspect's own training*, and the null is exact for trained models too. Two
+models may react alike to the same inputs; so does the renamed one, and this cancels.
 
     ranks       of each dimension over the sequences, centred (a massive dimension counts as any other)
     whitened    W = R (R^T R)^(-1/2): what many dimensions share is no longer counted many times
@@ -30,7 +30,7 @@ from sinkscope.measures.spectrum import eigenvectors
 from sinkscope.statistics import average_ranks, bootstrap_mean_interval, student_t_tail
 
 FEWEST_DIMENSIONS = 16
-"""With fewer, renamings are too few for any sure verdict."""
+"""With fewer dimensions there are too few renamings for a verdict."""
 SMALLEST_SHARE = 1e-10
 """Principal directions with less of the largest one's variance than this are rounding errors, and left out."""
 
@@ -42,16 +42,16 @@ class Alignment:
     effect: float
     low: float
     high: float
-    """Of the 95 % bootstrap interval over dimensions."""
+    """`low` and `high` are the ends of the 95 % bootstrap interval over dimensions."""
     z: float
     p: float
-    """One-sided, of z under Student's t with E - 1 degrees of freedom: with few dimensions, tails are longer than a
-    normal's."""
+    """One-sided, of z under Student's t with E - 1 degrees of freedom, whose tails are longer than a normal's if there
+    are few dimensions."""
     num_dimensions: int
 
 
 def alignment_table(states_NE: Tensor, embeddings_NE: Tensor | None) -> Tensor:
-    """What alignments are computed from: the whitened ranks of both states of a signature, one above the other."""
+    """The table to align: the whitened ranks of both states of a signature, one above the other."""
     return torch.cat([whitened_ranks(each) for each in (states_NE, embeddings_NE) if each is not None])
 
 
@@ -100,7 +100,7 @@ def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
 def renamed_z(
     base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"], *, num_renamings: int, seed: int = 0
 ) -> np.ndarray:
-    """z under random renamings of the suspect's dimensions: what Student's t stands for."""
+    """z under random renamings of the suspect's dimensions, to check Student's t against."""
     products_EE = (_centred(base_NE).T @ _centred(suspect_NE)).numpy()
     random, places = np.random.default_rng(seed), np.arange(len(products_EE))
     sums = [products_EE[places, random.permutation(places)].sum() for _ in range(num_renamings)]

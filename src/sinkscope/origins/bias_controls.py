@@ -1,4 +1,4 @@
-"""What each suspected cause of the bias does to it when it is taken away or changed, one at a time.
+"""Controls of the bias: each takes away or changes one suspected cause.
 
 Every control is a context in which the model runs; leaving it gives back the model as it was. A control that a family
 cannot honour is refused with a reason.
@@ -25,16 +25,16 @@ from sinkscope.models.token_batches import TokenBatch
 
 @dataclass(frozen=True)
 class Control:
-    """A change to the model, and what it asks."""
+    """A change to the model, and the question that it answers."""
 
     open: Callable[[LoadedModel, TokenBatch, contextlib.ExitStack], None]
-    """Changes the model until the stack is closed; the batch is there to calibrate on."""
+    """Changes the model until the stack is closed; the batch is for calibration."""
     question: str
 
 
 @contextlib.contextmanager
 def controlled(name: str, loaded: LoadedModel, calibration: TokenBatch) -> Iterator[None]:
-    """The model runs under a control of CONTROLS; refuses before anything is changed where it cannot be honoured."""
+    """Runs the model under a control of CONTROLS; refuses, before any change, what the family cannot honour."""
     with contextlib.ExitStack() as stack:
         CONTROLS[name].open(loaded, calibration, stack)
         yield
@@ -73,7 +73,7 @@ def _no_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitS
 
 
 def _end_after_attention(layer: Layer, stack: contextlib.ExitStack) -> None:
-    """The block gives back the stream as it is after its attention: no family's feed-forward need be taken apart."""
+    """The block returns the stream as it is after its attention, whatever its feed-forward does."""
     held: list[Tensor] = []
     between_parts(layer, stack, held.append)
     stack.callback(
@@ -103,8 +103,8 @@ def _redrawn_embeddings(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Ex
 
 
 def _calibrated_variance(loaded: LoadedModel, calibration: TokenBatch, stack: contextlib.ExitStack) -> None:
-    """Position t of the value aggregation is multiplied by sqrt(variance at 0 / variance at t), which are measured
-    layer by layer on other sequences, with the layers below already scaled, and then frozen."""
+    """Multiplies position t of the value aggregation by sqrt(variance at 0 / variance at t). Both are measured layer by
+    layer on other sequences, with the layers below already scaled, and then kept fixed."""
     anatomy, factors = anatomy_of(loaded.model), {}
 
     def calibrate(layer: int):
@@ -134,7 +134,7 @@ def _calibrated_variance(loaded: LoadedModel, calibration: TokenBatch, stack: co
 
 
 def _with_first(output: Any, first: Tensor) -> Any:
-    """What a module gives back, with other hidden states in it."""
+    """The output of a module, with its hidden states replaced."""
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 

@@ -1,4 +1,4 @@
-"""A model read on random sequences: which tokens it prefers, how its states contract, and how far two agree.
+"""A model on random sequences: which tokens it prefers, how its states contract, and how far two models agree.
 
 Axes: N sequences, V vocabulary, G groups of sequences, K preferred tokens that are kept.
 """
@@ -32,14 +32,14 @@ from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_c
 
 NUM_PREFERRED = 10
 NUM_GROUPS = BIAS_SEQUENCES
-"""Groups of sequences, of which pairs are left out in turn to find the error of a rank correlation."""
+"""Groups of sequences. Leaving out pairs of them in turn gives the error of a rank correlation."""
 CHUNK_TOKENS = 1 << 14
 MOST_PROBABILITIES = 1 << 29
 """Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
 
 
 class Agreement(NamedTuple):
-    """A rank correlation, and values of the jackknife with this mean, which give its interval over sequences."""
+    """A rank correlation, and jackknife values with the same mean, which give its interval over sequences."""
 
     correlation: float
     values: np.ndarray
@@ -51,18 +51,18 @@ class BiasReading:
 
     name: str
     values: dict[str, np.ndarray]
-    """By quantity, one value a sequence; their mean is the quantity."""
+    """One value per sequence for each quantity, which is their mean."""
     group_probability_GV: np.ndarray
     """Mean next-token probabilities of each group of sequences."""
     preferred_K: np.ndarray
-    """The tokens that are most probable on average, first the most."""
+    """The tokens that are most probable on average, most probable first."""
     predicted_share_K: np.ndarray
     """Share of sequences in which each is the most likely next token."""
     contraction: Contraction
 
     @cached_property
     def ceiling(self) -> Agreement:
-        """The agreement of the model with itself, on other sequences: the most that another's can be."""
+        """The agreement of the model with itself on other sequences: no other model can be expected to agree more."""
         return agreement(self, self)
 
     @property
@@ -89,7 +89,7 @@ class Checkpoint:
     agreement: Agreement
     """With the model at the beginning."""
     other_seeds: list[float]
-    """The same with beginnings drawn from other seeds, which it must exceed to mean anything."""
+    """The same with models drawn from other seeds; an agreement that does not exceed these means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class BiasReadings:
     """The model, or the first that was drawn."""
     batch: TokenBatch
     seeds: tuple[int | None, ...]
-    """None alone for a model that has weights."""
+    """(None,) for a model that has weights."""
     untouched: list[BiasReading]
     """One for each seed."""
     controls: dict[str, list[Controlled]]
@@ -190,10 +190,10 @@ def sample_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def agreement(one: BiasReading, other: BiasReading) -> Agreement:
-    """The correlation of `preference_correlation` with its error, by leaving out pairs of groups of sequences in turn.
+    """`preference_correlation` with its error, found by leaving out pairs of groups of sequences in turn.
 
-    Of the jackknife's pseudo-values only the spread is taken: fewer sequences give a lower correlation, which they
-    would read as a bias of the whole.
+    Only the spread of the jackknife's pseudo-values is used. Fewer sequences give a lower correlation, which would
+    shift their mean.
     """
     whole = preference_correlation(one, other)
     without = np.array([preference_correlation(one, other, left_out) for left_out in range(NUM_GROUPS // 2)])
@@ -201,11 +201,10 @@ def agreement(one: BiasReading, other: BiasReading) -> Agreement:
 
 
 def preference_correlation(one: BiasReading, other: BiasReading, left_out: int | None = None) -> float:
-    """The rank correlation of two models' mean next-token probabilities, each over sequences that the other's are not.
+    """The rank correlation of two models' mean next-token probabilities, each over different sequences.
 
-    Both may have read the same sequences, and a model may do the same with the same sequence without any preference; so
-    every other group of one is held against the rest of the other, both ways round. With itself it gives the most that
-    can be expected.
+    Two models may treat a sequence alike without preferring any token. So every other group of one model is compared
+    with the remaining groups of the other, and the other way round. A model compared with itself gives the ceiling.
     """
     pairs = np.arange(NUM_GROUPS).reshape(-1, 2)
     pairs = pairs if left_out is None else np.delete(pairs, left_out, 0)

@@ -58,7 +58,7 @@ def _above_zero(row: Row, name: str) -> bool | None:
 
 
 def _contraction(tables: Tables) -> Row:
-    """Where the cosines begin and end, and what each part adds over all layers."""
+    """The first and last cosines, and what attention and feed-forward add over all layers."""
     rows = rows_where(tables["contraction"])
     result: Row = {}
     for name in ("inter", "intra"):

@@ -1,5 +1,5 @@
-"""The readings of a bias as tables. A value over several seeds is their mean, with an interval over seeds; of one model
-it has an interval over sequences.
+"""The tables of a bias. With several seeds a value is their mean, with an interval over seeds; for one model the
+interval is over sequences.
 
 Axes: R seeds, S sites, N sequences, P positions.
 """
@@ -172,7 +172,7 @@ def _quantity(found: BiasReadings, quantity: str, by_seed: list[np.ndarray], nam
 
 
 def _samples(by_seed: list[np.ndarray]) -> np.ndarray:
-    """What an interval is over: the values of a single model's sequences, or the means of several models."""
+    """The samples of an interval: values of a single model's sequences, or means of several models."""
     return by_seed[0] if len(by_seed) == 1 else np.array([seen_mean(values_N) for values_N in by_seed])
 
 
@@ -183,7 +183,7 @@ def _value(name: str, samples: np.ndarray) -> Row:
 
 
 def _widen(row: Row, name: str, low: float, high: float) -> None:
-    """Makes an interval hold another: resampling a token that was never predicted shows no spread at all."""
+    """Widens an interval to contain another: a token that was never predicted shows no spread to resample."""
     row[f"{name}_low"], row[f"{name}_high"] = np.fmin(row[f"{name}_low"], low), np.fmax(row[f"{name}_high"], high)
 
 

@@ -1,8 +1,8 @@
-"""How far the residual stream gathers along one direction, layer by layer and part by part.
+"""How far the residual stream contracts to one direction, after each attention and each feed-forward.
 
 A site is a place in the residual stream: 0 enters the first layer, 2 l + 1 lies after the attention of layer l and
 2 l + 2 after its feed-forward. Where both read the same input (parallel blocks), the site between them is the input
-plus what attention adds. Of each site the last position's states are kept, and of all others only sums.
+plus what attention adds. At each site the states of the last position are kept; other positions only add to sums.
 
 Axes: S sites, N sequences, T positions, P positions of the curves, E width, C channels of the value aggregation.
 """
@@ -29,14 +29,14 @@ NUM_CURVE_POSITIONS = 64
 @dataclass(frozen=True)
 class Contraction:
     """The contraction of one model on one batch. Inter is between sequences at the last position, intra between the
-    positions of a sequence; both come as one value a sequence, whose mean is the mean cosine over pairs."""
+    positions of a sequence; both have one value per sequence, whose mean is the mean cosine over pairs."""
 
     inter_SN: np.ndarray
     intra_SN: np.ndarray
     alignment_S: np.ndarray
     """|cosine| of the mean state with the top principal direction, of unit states at the last position."""
     top_share_S: np.ndarray
-    """Share of that direction in the energy."""
+    """That direction's share of the energy."""
     split_half_S: np.ndarray
     mean_state_SE: np.ndarray
     """The mean of the unit states at the last position."""
@@ -48,7 +48,7 @@ class Contraction:
 
 
 def contraction_observables(length: int) -> list[Observable]:
-    """What `contraction` is worked out from."""
+    """The observables that `contraction` needs."""
     positions_P = curve_positions(length)
     sites = [("", Tap.RESIDUAL_OUT), ("_mid", Tap.RESIDUAL_MID)]
     return [
@@ -94,7 +94,7 @@ def contraction_observables(length: int) -> list[Observable]:
 
 
 def contraction(recorder: Recorder, length: int) -> Contraction:
-    """What all passes that the recorder listened to together say."""
+    """The contraction over all passes that the recorder listened to."""
     found = recorder.results()
     layers = range(len(recorder.anatomy.layers))
     sites = [(name, layer) for layer in layers for name in ("_mid", "")]

@@ -1,11 +1,11 @@
 """Which models share an initialisation: signatures compared pair by pair, with a verdict for each pair.
 
-The default method, `alignment`, says same origin where the pair's rate of false discoveries is at most 1 % among all
-pairs of the run *and* its z is above that of every unrelated model: fresh initialisations of the first model's
-configuration, and the models that the user knows to be unrelated, each against both models of the pair. It says
-different origin where even the upper end of the effect's interval is below the least that long training left of a
-shared initialisation in our own table (docs/lab/origins.md). Between the two it can't tell.
-`seedprint` is the published test: same origin where p < 0.01, different origin elsewhere.
+The default method, `alignment`, says "same origin" if the false-discovery rate over the pairs of the run is at most 1 %
+*and* z is above that of every unrelated model. Unrelated models are fresh initialisations of the first model's
+configuration and those that the user names; each is compared with both models of the pair. It says "different origin"
+if the upper end of the alignment's interval is below the least that long training left of a shared initialisation in
+our own table (docs/lab/origins.md). Otherwise it can't tell.
+`seedprint` is the published test: same origin if p < 0.01, otherwise different origin.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ to 0.045 (docs/lab/origins.md). An interval that reaches it cannot rule a relati
 an initialisation can still lie below it."""
 FRESH = 4
 FRESH_SEED = 1_847_362_915
-"""Of the first fresh initialisation: not a seed that people give, and below 2^32, where torch's generator wraps."""
+"""Seed of the first fresh initialisation: one that nobody gives, and below 2^32, where torch's generator wraps."""
 
 Work = Callable[[str], Callable[[int, int], None]]
-"""Names a model that is being read; returns what to call with (sequences done, sequences in all)."""
+"""Called with the name of a model; returns a function to report (sequences done, sequences in all) to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What was found of two models."""
+    """The comparison of two models."""
 
     base: str
     suspect: str
@@ -71,9 +71,9 @@ class Pair:
     q: float
     num_dimensions: int
     num_unrelated: int
-    """Comparisons of either model with an unrelated one."""
+    """Comparisons of one of the two with an unrelated model."""
     unrelated_z: float
-    """The largest of theirs."""
+    """The largest z of these comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,13 +152,13 @@ def fingerprint(
 ) -> Fingerprint:
     """The first model compared with each other one, or all pairs of them.
 
-    Models are anything that `load` takes, signatures, or files of signatures; where one is a signature, its
-    inputs are the default. `loading` goes to `load`. Models are read one after the other, never two at once.
+    Models are anything that `load` takes, signatures, or files of signatures. If one is a signature, its inputs are the
+    default. `loading` goes to `load`. Only one model is in memory at a time.
     """
     check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
     asked = {key: value for key, value in numbers.items() if value is not None}
-    # Signatures are read first: their inputs are the default, and a file that is none is refused before any work.
+    # Signatures first: their inputs are the default, and other files are refused before any work.
     sources = deque(_read_if_signature(source) for source in models)
     given = [_read_if_signature(source) for source in unrelated]
     inputs = _inputs([*sources, *given], asked)
@@ -247,7 +247,7 @@ def _aligned(
 
 
 def judged(pair: Pair) -> Verdict:
-    """The verdict on a pair by alignment; comparisons with NaN are false, so what cannot be computed can't tell."""
+    """The verdict on a pair by alignment. Comparisons with NaN are false, so without numbers it is "can't tell"."""
     above_all = not pair.num_unrelated or pair.z > pair.unrelated_z
     if pair.q <= LEVEL and above_all:
         return "same origin"
@@ -297,12 +297,12 @@ def _check_widths(signatures: list[Signature]) -> None:
 def _read_if_signature(source: Any) -> Any:
     if not isinstance(source, str | Path):
         return source
-    path = user_path(str(source).removeprefix(INITIAL))  # a name that can be no model's is refused here too
+    path = user_path(str(source).removeprefix(INITIAL))  # a name that no model can have is refused here too
     return load_signature(path) if is_signature_file(source) else source
 
 
 def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
-    """What was asked for, completed by the first signature among the models; None where a vocabulary is missing."""
+    """The inputs asked for, completed from the first signature among the models; None if the vocabulary is unknown."""
     for source in sources:
         if isinstance(source, Signature):
             return Inputs(**(asdict(source.inputs) | asked))
@@ -310,7 +310,7 @@ def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
 
 
 def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
-    """The model, called as it was named: a training run's last weights are all in folders called model."""
+    """The model, under the name that was given: the final weights of all training runs are in folders called model."""
     if isinstance(source, LoadedModel):
         return source
     loaded = load(source, **loading)

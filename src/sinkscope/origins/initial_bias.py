@@ -1,4 +1,4 @@
-"""bias(model or configuration): which tokens a model is born to prefer, what gathers its states, and what remains.
+"""bias(model or configuration): which tokens a model prefers from birth, why, and what training leaves of it.
 
 A configuration is drawn from several seeds and every number has an interval over them; a model with weights is read as
 it is, with intervals over sequences.
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Bias:
-    """What was read, and the same as tables."""
+    """The bias of a model, as readings and as tables."""
 
     readings: BiasReadings
 
@@ -82,12 +82,12 @@ def bias(
     progress: Progress | None = None,
     **options: Any,
 ) -> Bias:
-    """The bias of a model, or of what a configuration begins with.
+    """The bias of a model, or of models drawn from a configuration.
 
-    `source` is a name of the table in `pretrain/model_specs.py`, a configuration, or a model; a configuration is drawn
-    from `seeds` seeds (8 if not given). `seed` is that of the random sequences. `controls` are names of CONTROLS, all
-    of them if not given. `along` holds later checkpoints of the model; a training run brings its own. Further options
-    go to `load`.
+    `source` is a name from the table in `pretrain/model_specs.py`, a configuration, or a model. From a configuration,
+    `seeds` models are drawn (8 by default). `seed` is that of the random sequences. `controls` are names of CONTROLS,
+    by default all. `along` holds later checkpoints of the model; a training run brings its own. Further options go to
+    `load`.
     """
     names = list(CONTROLS) if controls is None else list(controls)
     if unknown := [name for name in names if name not in CONTROLS]:
@@ -118,7 +118,7 @@ def bias(
     refused: dict[str, str] = {}
     for index, loaded in enumerate(_models(found, source, chosen, options)):
         first = loaded if first is None else first
-        # Every model has sequences of its own: an interval over models then holds the chance of sequences too.
+        # Every model has its own sequences, so that an interval over models includes the chance in their choice.
         batch, calibration = (
             token_batch(loaded, length=length, num_sequences=count, seed=seed + 2 * index + offset)
             for offset, count in enumerate((num_sequences, CALIBRATION_SEQUENCES))
@@ -190,7 +190,7 @@ def _run_checkpoints(found: Configuration) -> list[Path]:
 
 
 def _place_name(place: Any, loaded: LoadedModel) -> str:
-    """The last part of its path, of a run's model or checkpoint with the run's: models of runs are all called model."""
+    """The name of a path; for a model or checkpoint of a training run with the run's name before it."""
     if not isinstance(place, str | Path) or str(place).startswith(INITIAL):
         return loaded.name
     parts = [part for part in user_path(place).resolve().parts if part not in ("snapshots", "checkpoints")]

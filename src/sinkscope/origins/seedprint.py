@@ -7,8 +7,8 @@
     z           mean tau / (sigma / sqrt(number of dimensions)), sigma^2 = 2 (2n + 5) / (9 n (n - 1))
     p           one-sided; p < 0.01 says same origin
 
-Its null takes dimensions for independent, which a softmax over them cannot be, and asks for association, which
-unrelated models may show: it is here to be compared with. N sequences, E dimensions, K identity dimensions.
+Its null assumes independent dimensions, which they cannot be after a softmax over them. It also tests association,
+which unrelated models may show. It is here for comparison. N sequences, E dimensions, K identity dimensions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def identity_dimensions(states_NE: Float[Tensor, "N E"]) -> set[int]:
 
 
 def _mean_tau(taus: list[float]) -> float:
-    """Their mean without those of constant dimensions, which have none."""
+    """The mean tau; constant dimensions, which have no tau, are left out."""
     found = [tau for tau in taus if not math.isnan(tau)]
     return sum(found) / len(found) if found else math.nan
 

@@ -1,9 +1,9 @@
 """A model's signature: its states at the last position of random sequences that every model is shown.
 
-Two states of each sequence are kept: behind the last layer and its final norm, as published, and the embedding of the
-last token, which remembers an initialisation longest. Both are written in the dimensions of the residual stream.
+Two states of each sequence are kept: after the last layer and its final norm, as published, and the embedding of the
+last token, which keeps traces of an initialisation longest. Both are written in the dimensions of the residual stream.
 
-A signature is enough to compare a model later without its weights. It carries what it was made of: the inputs (ids
+A signature is enough to compare a model later without its weights. It records what it was made from: the inputs (ids
 uniform over the vocabulary, drawn from a seed, and their hash), the weights' hash, and the configuration, from which
 unrelated models of the same shape can be drawn. N sequences, T positions, E width.
 """
@@ -37,7 +37,7 @@ from sinkscope.results.parts import Parts
 from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
 
 VERSION = 1
-"""Of the file and of how its numbers are made; signatures of different versions are not compared."""
+"""Of the file format and of the method; signatures of different versions are not compared."""
 METADATA = "sinkscope.signature"
 TOKENS_AT_ONCE = 16_384
 WIDEST = 1 << 15
@@ -57,7 +57,7 @@ RECORD = {
     "vocabulary": Int(2, 1 << 26),
     "config": Maybe({"model_type": NAME}),
 }
-"""What stands in a file beside the states."""
+"""What a file holds beside the states."""
 
 Progress = Callable[[int, int], None]
 
@@ -87,11 +87,11 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Signature:
-    """The states of one model, and what they were made of."""
+    """The states of one model, and what they were made from."""
 
     name: str
     states: Float[Tensor, "N E"]
-    """Behind the last layer."""
+    """After the last layer and its norm."""
     embeddings: Float[Tensor, "N E"] | None
     """Of the last token; None where they have another width than the layers."""
     inputs: Inputs
@@ -120,7 +120,7 @@ class Signature:
         others = {key: value for key, value in self.config.items() if key != "model_type"}
         try:
             return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
-        except Exception as error:  # transformers has an exception for each thing that can be wrong with one
+        except Exception as error:  # transformers raises many kinds of exceptions here
             raise InputError(
                 expected=f"a configuration in the signature of {self.name} that models can be drawn from",
                 found=str(error).splitlines()[0],
@@ -184,7 +184,7 @@ def sign(
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
     size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
-    # The hash of large weights is of samples of them, and other numbers of a configuration give other states.
+    # The configuration too: large weights are hashed by a sample, and other settings give other states.
     identity = json.dumps([loaded.name, loaded.weight_hash, loaded.dtype, _fields(loaded)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     batches = []
@@ -252,7 +252,7 @@ def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
     if config.model_type not in CONFIG_MAPPING:
         return None
     found = json.loads(config.to_json_string(use_diff=True))
-    # Where the weights lay is nobody's business, and says nothing about the shape.
+    # Where the weights were stored is private, and says nothing about the shape.
     return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
 
 
@@ -267,7 +267,7 @@ def check_made_with(signature: Signature, inputs: Inputs) -> None:
 
 
 def is_signature_file(source: Any) -> bool:
-    """Whether a name is that of a .safetensors file; weights are named by their folder."""
+    """Whether a name is that of a .safetensors file; models are named by their folder."""
     return isinstance(source, str | Path) and Path(source).suffix == ".safetensors"
 
 

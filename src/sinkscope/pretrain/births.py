@@ -1,4 +1,4 @@
-"""When each link of the sink chain is born in training: the rules, written down before looking, and their reading.
+"""When each link of the sink chain is born in training. The rules were fixed before any run was looked at.
 
 A link is born at the first probe at which its observable, in the layer where it is largest, reaches its threshold and
 stays there at every later probe of the run. Probes are some steps apart, so the true birth lies between the probe
@@ -20,7 +20,7 @@ Probe = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Link:
-    """One link: `values` gives its observable by layer, or in one number for the whole model; None: not read."""
+    """One link: `values` gives its observable by layer, or one number for the whole model; None if not measured."""
 
     name: str
     observable: str
@@ -40,7 +40,7 @@ def _over_elsewhere(probe: Probe) -> Sequence[float | None] | None:
 
 
 # The thresholds are those of the study's claims. Its claim of a collapse also asks for 0.2 above other positions, which
-# a probe does not read.
+# a probe does not measure.
 LINKS = (
     Link(
         "variance discrepancy",
@@ -98,7 +98,7 @@ class Birth:
 
 
 def births(probes: Iterable[Probe]) -> list[Birth]:
-    """The birth of each link that was read, in the order of the chain, from one run's probes of one batch."""
+    """The birth of each link that was measured, in the order of the chain, from one run's probes of one batch."""
     probes = sorted(probes, key=lambda probe: probe["step"])
     found = []
     for link in LINKS:

@@ -1,10 +1,10 @@
 """Complete checkpoints of a training run, each a folder that is whole or absent, and the model that a run exports.
 
-A checkpoint holds the weights, the optimisers' state and the generators' in safetensors, and `checkpoint.json` with
-the step, which is the position in the data too, and the hash of every file. What FSDP2 shards is gathered, tensor by
-tensor, and written by the first process: torch.distributed.checkpoint would write a pickle.
+A checkpoint holds the weights and the states of optimisers and random generators in safetensors. `checkpoint.json`
+has the step, which is also the position in the data, and the hash of every file. What FSDP2 shards is gathered, tensor
+by tensor, and written by the first process: torch.distributed.checkpoint would write a pickle.
 
-An export is a folder that transformers loads: where it can, without this package.
+An export is a folder that transformers loads, if possible without this package.
 
 | attention | feed-forward | written as |
 | --- | --- | --- |
@@ -40,9 +40,9 @@ RECORD = "checkpoint.json"
 TENSORS = "training.safetensors"
 
 Parameters = dict[str, Tensor]
-"""By name, and a model's buffers with them; sharded or whole, as the optimisers hold them."""
+"""Parameters and buffers by name; sharded or whole, as the optimisers hold them."""
 Layout = tuple[tuple[int, ...], torch.dtype | None]
-"""Shape and dtype of a tensor, None for a dtype that no checkpoint has."""
+"""Shape and dtype of a tensor; None for a dtype that a checkpoint cannot hold."""
 
 RECORD_SHAPE = {
     "step": Int(1),
@@ -52,7 +52,7 @@ RECORD_SHAPE = {
     "seconds": Each(Real(0)),
     "validation_loss": Maybe(Real()),
 }
-# What each optimiser keeps of a parameter: tensors of its shape, and counts.
+# What each optimiser keeps for a parameter: tensors of its shape, and counts.
 _STATE = {torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)), torch.optim.Muon: (("momentum_buffer",), ())}
 # As safetensors names them.
 _DTYPES = {"F32": torch.float32, "U8": torch.uint8}
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 
 def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint with the tensors expected, None before the first; damaged ones are named on the way."""
+    """The newest undamaged checkpoint, None if there is none yet; says which newer ones are damaged."""
     found = _checkpoints(run)
     for path in found:
         reason = damage(path, expected)
@@ -158,12 +158,12 @@ def expected_layouts(parameters: Parameters, optimisers: list[torch.optim.Optimi
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Newest first. Folders under other names, such as partial ones, are none."""
+    """Checkpoints, newest first. Folders with other names, such as partial ones, are left out."""
     return sorted((run / FOLDER).glob("step-????????"), reverse=True)
 
 
 def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
-    """What is wrong with a checkpoint: its record, the hash of a file, or a tensor expected; None where it is whole."""
+    """What is wrong with a checkpoint: its record, a file's hash, or a missing tensor; None if nothing is."""
     try:
         record = _record(path)
     except InputError as error:

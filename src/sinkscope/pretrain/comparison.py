@@ -1,10 +1,9 @@
 """Training runs over variants and seeds, side by side as tables.
 
 Runs that differ in nothing but their seed are replicas of one variant. The baseline is softmax, or the first run's
-variant where there is none. Validation losses are taken as they were evaluated, without smoothing, and lie on straight
-lines in tokens between two evaluations. A run reaches a loss where its line first falls to it; the same rule is
-used for the baseline, whose ratio to itself is 1. Ratios are taken seed by seed, each run with the baseline's run
-with the same seed, and their mean is geometric.
+variant if there is none. Validation losses are not smoothed; between two evaluations they are interpolated linearly in
+tokens. A run reaches a loss where this line first falls to it. The same rule holds for the baseline, whose ratio to
+itself is 1. Each run is compared with the baseline's run with the same seed, and the mean of the ratios is geometric.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ COMPARISON_TABLES = (VARIANTS, TRAINING_RUNS, BIRTHS, LOSSES, OBSERVABLES)
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a run went until its validation loss was down to a target; `bound` is > where it never was, and < where
-    its first evaluation was below."""
+    """How far a run went until its validation loss was down to a target; `bound` is > if it never was, and < if its
+    first evaluation was below already."""
 
     tokens: float
     seconds: float
@@ -143,7 +142,7 @@ class TrainingComparison:
         return rows_where(self.tables[table], **equal)
 
     def of(self, variant: str, quantity: str) -> Row | None:
-        """A variant's row of one quantity; None where it was not measured."""
+        """A variant's row for one quantity; None if it was not measured."""
         return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
 
     def write(self, folder: RunFolder) -> str:
@@ -235,7 +234,7 @@ def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
 
 
 def _own_reach(run: FinishedRun) -> Reach:
-    """Where a run of the baseline first had its last loss; one whose loss did not fall is no measure for others."""
+    """Where a run of the baseline first reached its final loss; refuses one whose loss did not fall."""
     found = reach(run.evaluations, run.validation_loss)
     if found.bound:
         first = run.evaluations[0]

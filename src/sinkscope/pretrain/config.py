@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one frozen configuration, filled from a preset, a YAML file and options.
+"""The configuration of a training run: one frozen object, filled from a preset, a YAML file and options.
 
 A YAML file may hold three mappings, each of which leaves out what it doesn't change:
 
@@ -34,7 +34,7 @@ OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant")
 RECIPE = {
     "preset": Maybe(NAME),
-    # What a decoder is built of, piece by piece, before its memory is known.
+    # Bounded here, because these modules are built one by one before the memory they need is known.
     "model": Maybe({name: Maybe(Int(1, 4096)) for name in ("num_hidden_layers", "num_attention_heads")}),
     "training": Maybe({}),
     "vocab_size": Maybe(Int(1, 1 << 26)),
@@ -145,7 +145,7 @@ class TrainingConfig:
             raise _wrong(f"`snapshots` at steps from 0 to {self.steps}", outside[0])
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Whether what is done every `interval` steps, and at the last one, is done after `step`; 0: never."""
+        """Whether a task of every `interval` steps, and of the last one, is due after `step`; 0 means never."""
         return interval > 0 and (step % interval == 0 or step == self.steps)
 
     def rows(self, rank: int, num_processes: int) -> list[slice]:
@@ -183,7 +183,7 @@ def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:
 
 
 def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's config.yaml says of its training; a key younger than the run had its default's effect."""
+    """The training section of a run's config.yaml; keys that older versions did not have get their defaults."""
     defaults = {field.name: field.default for field in fields(TrainingConfig) if field.default is not MISSING}
     return defaults | dict(training)
 
@@ -325,7 +325,7 @@ class PretrainConfig:
     model: dict[str, Any]
     """Fields of the decoder's configuration; `vocab_size` only where it was asked for, else the data decides."""
     vocab_size: int
-    """Of the BPE that is trained where the data are texts."""
+    """Vocabulary of the BPE, which is trained if the data are texts."""
     training: TrainingConfig
 
     def plain(self) -> dict[str, Any]:
@@ -375,6 +375,6 @@ def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     model = preset(name)
     vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
     training = file.get("training", {})
-    if "vocab_size" in file:  # a run's, which is complete: what a preset has and it has not was not there
+    if "vocab_size" in file:  # config.yaml of a run: it is complete, so the preset adds nothing
         model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)
     return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training, "training")

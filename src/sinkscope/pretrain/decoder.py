@@ -1,8 +1,8 @@
 """A Llama-style decoder whose attention is one of the variants: RoPE, RMSNorm, SwiGLU, grouped queries.
 
-Parameters carry Llama's names, so a softmax model is a Llama checkpoint as it stands. Initial weights, each parameter
-drawn by a generator of its own that is seeded with (seed, name): two variants with one seed begin with the same
-weights wherever both have them.
+Parameters have Llama's names, so a softmax model is a Llama checkpoint. Each parameter's initial weights come from a
+generator of its own, seeded with (seed, name). So two variants with the same seed begin with the same weights wherever
+both have the parameter.
 
 | parameter | initial value |
 | --- | --- |
@@ -46,7 +46,7 @@ LARGEST_TO_MEDIAN = 4.0
 
 
 class Attention(nn.Module):
-    """One layer's attention: projections and rotation here, all else in the variant."""
+    """One layer's attention: projections and rotation are here, everything else is in the variant."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class DecoderBody(nn.Module):
 
 
 class Decoder(PreTrainedModel, GenerationMixin):
-    """The causal language model. For training, the parts: embed, blocks, final_norm and lm_head_weight."""
+    """The causal language model. Training uses embed, blocks, final_norm and lm_head_weight one by one."""
 
     config: DecoderConfig
     config_class = DecoderConfig
@@ -200,7 +200,7 @@ class Decoder(PreTrainedModel, GenerationMixin):
         return self.model(input_ids).last_hidden_state
 
     def paths(self, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """Which implementations run where the model stands, for activations of `dtype` (the weights' if not given)."""
+        """Which implementations run on the model's device, for activations of `dtype` (by default the weights')."""
         attention: Any = self.blocks[0].self_attn
         return attention.variant.paths(self.lm_head.weight.new_empty(0, dtype=dtype))
 
@@ -209,7 +209,7 @@ class Decoder(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Yes: each call asks the configuration. (transformers searches a model's source for its own idiom.)"""
+        """Yes: each call looks it up in the configuration. (transformers would search the source code.)"""
         return True
 
     def forward(
@@ -303,7 +303,7 @@ class BoundedLinear(nn.Module):
     """
 
     acts_by_weight_alone = True
-    """What the anatomy asks of a projection that is no plain Linear."""
+    """Tells the anatomy that `weight` is all that this projection multiplies by."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ class JsonLines:
     """A file of JSON objects, one a line, each on its way to disk when `write` returns."""
 
     def __init__(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Begins with the rows of before that are kept; all others in the file are dropped."""
+        """Writes the file anew with the `rows` that are kept; others that were in it are dropped."""
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = path.open("a", encoding="utf-8")
@@ -118,11 +118,11 @@ class JsonLines:
 
 
 Key = tuple[int, str]
-"""What tells the rows of a log apart: the step and, for a probe, the batch."""
+"""Identifies a row of a log: the step and, for a probe, the batch."""
 
 
 def log_keys(config: TrainingConfig, done: int) -> dict[str, list[Key]]:
-    """The keys of the rows that each log begins with after some updates, by the name of its file."""
+    """The keys of the rows that each log must hold after `done` updates, by the name of its file."""
     probed = [step for step in range(done + 1) if done and config.is_due(config.probe_every, step)]
     return {
         "metrics.jsonl": [(step, "") for step in range(1, done + 1)],
@@ -140,7 +140,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
-    """The rows with these keys, which a log must begin with for its run to go on; what follows is not looked at."""
+    """The first rows of a log, which must have these keys for the run to go on; later rows are ignored."""
     rows = []
     try:
         lines = read_text(path, MOST_LINES_OF_JSON).split("\n")[:-1] if keys else []
@@ -160,7 +160,7 @@ def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
 
 
 def _checked(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a log, in which nothing goes back and every observable has as many layers."""
+    """The rows of a log; refuses steps that go back, and observables with different numbers of layers."""
     for name in ("step", "tokens", "elapsed_s"):
         if any(row.get(name, 0) > following.get(name, 0) for row, following in pairwise(rows)):
             raise refused(path, f"a {name} that is smaller than in the line before it")
@@ -196,18 +196,18 @@ def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
 class Pending:
     step: int
     values: Tensor
-    """[loss, gradient norm] in host memory, there once the event has happened."""
+    """[loss, gradient norm] in host memory, valid once the event has happened."""
     arrived: torch.cuda.Event | None
 
 
 class StepNumbers:
-    """Rows of updates in their order. On CUDA the newest update stays on its way until the next one is launched."""
+    """Rows of updates, in order. On CUDA the newest update's row comes only after the next update is launched."""
 
     def __init__(self, config: TrainingConfig, flops_per_token: float, flop_rate: float) -> None:
         self.config = config
         self.flops_per_token = flops_per_token
         self.flop_rate = flop_rate
-        """FLOP/s that all devices together could do."""
+        """FLOP/s that all devices together can reach."""
         self.elapsed_before = 0.0
         """Seconds that the run took before it was resumed."""
         self._started_at = self._clock = time.perf_counter()
@@ -225,7 +225,7 @@ class StepNumbers:
         return steps * self.config.batch_size * self.config.sequence_length
 
     def push(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Takes what an update returned; nothing waits for it."""
+        """Takes what an update returned, without waiting for it."""
         values = torch.stack([loss, norm.to(loss.dtype)])
         arrived = None
         if values.is_cuda:
@@ -235,7 +235,7 @@ class StepNumbers:
         self._pending.append(Pending(step, values, arrived))
 
     def rows(self, *, wait_for_all: bool) -> list[dict[str, Any]]:
-        """The rows that are there; FloatingPointError where a number is not finite."""
+        """The rows that have arrived; FloatingPointError if a number is not finite."""
         numbers = []
         while self._pending and (wait_for_all or len(self._pending) > 1 or self._pending[0].arrived is None):
             entry = self._pending.popleft()
@@ -248,7 +248,7 @@ class StepNumbers:
         if not numbers:
             return []
         now = time.perf_counter()
-        # Two that arrived together share their time: which of them waited for the other cannot be seen from here.
+        # Two that arrived together share their time: it is not known which of them waited for the other.
         rate = self.tokens(len(numbers)) / (now - self._clock)
         self._clock = now
         return [
@@ -267,7 +267,7 @@ class StepNumbers:
         ]
 
     def progress(self, row: dict[str, Any], validation_loss: float | None) -> str:
-        """A row as a line for people, with the time that is left."""
+        """A row as a line to print, with the time that is left."""
         left_s = (self.config.steps - row["step"]) * row["elapsed_s"] / row["step"]
         held_out = "" if validation_loss is None else f", held out {validation_loss:.4f}"
         return (

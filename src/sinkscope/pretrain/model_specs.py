@@ -1,4 +1,4 @@
-"""Models and configurations as people name them: what `load` knows, and what a training run adds to it.
+"""What a name given by a user stands for: a model with weights, or a configuration to draw models from.
 
 | name | weights | configuration, whose weights are drawn from seeds |
 | --- | --- | --- |
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 INITIAL = "init:"
 MOST_PARTS = 4096
-"""Layers, heads or experts of a model that is drawn."""
+"""Most layers, heads or experts that a drawn model may have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Configuration:
     name: str
     config: PretrainedConfig
     tokenizer: Path | None = None
-    """A folder that holds one."""
+    """The folder of the tokenizer, if there is one."""
     run: Path | None = None
     """The training run that it comes from."""
     seed: int | None = None
@@ -200,7 +200,7 @@ def _built(configuration: Configuration, seed: int = 0) -> Any:
 
 
 def _run(source: str | Path) -> Path:
-    """The folder that a name stands for, where it stands for one."""
+    """The folder of the training run that a name stands for; None if it names none."""
     return reference_run(str(source)) if is_reference(source) else user_path(source)
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process among all of a run."""
+    """This process, as one of those that train a run."""
 
     mode: Mode
     rank: int
@@ -99,7 +99,7 @@ def processes(parallel: str = "auto", device: str = "auto") -> Iterator[Processe
 
 
 def spread(module: nn.Module, blocks: nn.ModuleList, group: Processes) -> nn.Module:
-    """The module as it is called in training: itself, its DDP, or itself sharded block by block.
+    """The module to call in training: itself, wrapped in DDP, or sharded block by block.
 
     With FSDP2 on CUDA, weights are gathered in bfloat16 and gradients summed in float32; optimisers hold float32.
     """
@@ -122,7 +122,7 @@ def spread(module: nn.Module, blocks: nn.ModuleList, group: Processes) -> nn.Mod
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Leaves gradients to their process until the last of an update's backward passes."""
+    """Sums gradients over processes only in the last of an update's backward passes."""
     if isinstance(module, nn.parallel.DistributedDataParallel) and not enabled:
         with module.no_sync():
             yield
@@ -133,7 +133,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor gathered from all processes where it is sharded, else itself."""
+    """The whole tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -146,5 +146,5 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: all of it where it is not sharded."""
+    """This process's shard of a tensor; all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""The six observables of the sink chain on fixed batches while a model trains, read by the tracing code.
+"""The six observables of the sink chain, traced on fixed batches while a model trains.
 
-Everything is told about one position, the strongest sink or, while there is none, the key that receives most attention.
-So the links can be put in the order of their birth before any of them is strong enough to be called found.
+All of them describe one position: the strongest sink or, while there is none, the key that receives the most attention.
+So each link can be followed before it is strong, and the links can be ordered by their birth.
 
 `SinkProbe` does the same inside the Hugging Face Trainer:
 
@@ -43,12 +43,12 @@ QUANTITIES = {
     "sink_rate": "6. share of heads and sequences that count the position as a sink",
     "attention": "   mean attention on the position",
 }
-"""What each quantity says; all are per layer."""
+"""What each quantity means; all are per layer."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One reading: numbers of the whole model and of each layer."""
+    """One probe: numbers for the whole model and for each layer."""
 
     whole: dict[str, float | None]
     layers: dict[str, list[float | None]]
@@ -62,7 +62,7 @@ def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = T
     loaded = loaded_model(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
     with evaluation_mode(model):
-        # Not the key of the largest rate where none is a sink's: late keys, which few queries see, pass its
+        # Without a sink, not the key with the largest rate: late keys, which few queries see, pass its
         # threshold by chance.
         position, rate = findings.strongest if findings.sinks else findings.most_attended
         layers = _layers(findings, position)
@@ -85,7 +85,7 @@ def text_batch(windows_BT: Tensor, *, length: int) -> TokenBatch:
 
 
 def loaded_model(model: PreTrainedModel) -> LoadedModel:
-    """A model in memory as tracing takes it; unlike `load`, it doesn't hash the weights, which change anyway."""
+    """A model in memory, ready to trace; unlike `load`, without a hash of the weights, which keep changing."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return LoadedModel(
         model=model,
@@ -129,7 +129,7 @@ def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
 
 
 def _at_lock(findings: Findings, position: int) -> list[float]:
-    """[L] the share of later queries with q . k > 0, where the lock was read at the position; NaN elsewhere."""
+    """[L] the share of later queries with q . k > 0, where the lock was measured at the position; NaN elsewhere."""
     positive_LHQ, _ = findings.lock
     at_LQ = findings.lock_positions == position
     return [
@@ -147,7 +147,7 @@ def _number(value: float) -> float | None:
 
 
 class SinkProbe(TrainerCallback):
-    """Reads the six observables before training and every `every` steps, on random tokens or on a batch given."""
+    """Probes the model before training and every `every` steps, on random tokens or on a given batch."""
 
     def __init__(
         self, every: int = 100, *, batch: TokenBatch | None = None, length: int = 64, num_sequences: int = 32
@@ -159,7 +159,7 @@ class SinkProbe(TrainerCallback):
         self.length = length
         self.num_sequences = num_sequences
         self.rows: list[dict[str, Any]] = []
-        """What was read so far, as in probes.jsonl."""
+        """The probes so far, as in probes.jsonl."""
         self._file: JsonLines | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:

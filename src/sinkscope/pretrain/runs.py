@@ -1,4 +1,4 @@
-"""Training runs in their folders: what one was asked to do, what it left at its end, and which runs can be compared.
+"""Training runs in their folders: their configuration, their results, and which of them can be compared.
 
 Everything is checked when it is read. A run that is not complete is refused, as are runs that saw different data.
 """
@@ -40,7 +40,7 @@ from sinkscope.results.validated import (
 )
 from sinkscope.user_paths import user_path
 
-# What changes how often a run is looked at or stored, or how its batch is cut, and nothing of what it learns.
+# Settings that change how often a run is measured or stored, or how its batch is split, but not what it learns.
 WITHOUT_EFFECT = (
     *("micro_batch_size", "evaluate_every", "probe_every", "checkpoint_every", "keep_checkpoints", "snapshots", "seed"),
 )
@@ -71,7 +71,7 @@ class FinishedRun:
 
     @property
     def name(self) -> str:
-        """The name of the folder, also where it was given as a dot."""
+        """The name of the folder, even if it was given as a dot."""
         return self.path.resolve().name
 
     @property
@@ -88,7 +88,7 @@ class FinishedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tells this run from all but its replicas, by name; what the decoder has by default is left out."""
+        """Settings that replicas share and other runs do not, by name; defaults of the decoder are left out."""
         training = {key: value for key, value in self.config["training"].items() if key not in WITHOUT_EFFECT}
         model = self.config["model"]
         shape = {key: value for key, value in model.items() if key not in ("seed", "max_position_embeddings")}
@@ -115,7 +115,7 @@ def read_finished_run(folder: Path) -> FinishedRun:
             f"one that is not complete: step {done} of {steps}",
             "Wait for it, or finish it: run the same sinkscope pretrain command again",
         )
-    logged = [row["step"] for row in metrics]  # each step's, or of an experiment that was kept, the evaluations alone
+    logged = [row["step"] for row in metrics]  # every step, or only the evaluations where an experiment kept no more
     if logged != sorted(set(logged)) or logged[-1:] != [steps]:
         raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows that do not go on to step {steps}")
     probes = folder / "probes.jsonl"
@@ -143,7 +143,7 @@ Groups = dict[str, list[FinishedRun]]
 
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
     """Returns if the losses of these runs can be compared, else raises InputError."""
-    # Runs of earlier versions have no hash of their tokens in the summary; their sources' names must do.
+    # Runs of earlier versions have no hash of their tokens in the summary; their sources' names are compared.
     hashed = all("data" in run.summary for run in runs)
     first, *others = [
         {name: run.config["training"].get(name) for name in SHARED}
@@ -182,7 +182,7 @@ def replicas(runs: list[FinishedRun]) -> Groups:
 
 
 def num_machines(runs: Sequence[FinishedRun]) -> int:
-    """On how many kinds of machine the runs were timed."""
+    """The number of different machines and set-ups that the runs were timed on."""
     names = ("device_name", "num_processes", "parallel", "precision", "compiled", "num_threads")
     return len({tuple(str(run.environment.get(name)) for name in names) for run in runs})
 
@@ -229,7 +229,7 @@ def _label(run: FinishedRun, settings: dict[str, Any], baseline: dict[str, Any])
 def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
     """The configuration, with its seed, that a run's first weights are drawn from, and the folder of its tokenizer.
 
-    The size of the vocabulary is read from an exported model, which travels with the run, else from the data.
+    The size of the vocabulary comes from an exported model in the run folder or, if there is none, from the data.
     """
     saved = saved_configuration(run)
     if not saved:
@@ -252,7 +252,7 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
 
 
 def saved_configuration(run: Path) -> dict[str, Any]:
-    """What config.yaml of a training run holds; empty where it is of another command or version, or not there."""
+    """The content of a training run's config.yaml; empty if it is missing or from another command or version."""
     if not is_training_run(run):
         return {}
     saved = read_yaml(run / "config.yaml")
@@ -266,7 +266,7 @@ def _instead_of_a_run(folder: Path) -> str:
 
 
 def shards_of_run(config: PretrainConfig, run: Path) -> TokenShards:
-    """The shards that the data are, or that were made of the texts."""
+    """The token shards that a run was given, or that were made from its texts."""
     return open_shards(user_path(config.data[0]) if is_shards(config.data) else run / "tokens")
 
 

@@ -1,9 +1,9 @@
-"""One update of a decoder: loss, gradients, clipping, optimisers; the loss on held-out text; what it costs in FLOPs.
+"""One update of a decoder: loss, gradients, clipping, optimisers. Also the loss on held-out text, and the FLOPs.
 
 Compilation is regional: each block is compiled on its own, all of them with one graph, and so are the last norm and
 the loss. That starts several times sooner than compiling the whole model, at the same speed. A compiled model that one
-process trains with AdamW is also recorded as a CUDA graph: a small model's kernels last a few microseconds each, less
-than it takes to launch them, so the host launches one graph for the thousands of them.
+process trains with AdamW is also recorded as a CUDA graph. A small model's kernels take a few microseconds each, less
+than their launch, so the host launches one graph in place of thousands of kernels.
 
 The cross entropy is computed in chunks of tokens, together with its gradients. Logits are the largest tensor of a small
 language model: only those of one chunk are held at a time, and the backward pass has nothing to recompute. Axes: N
@@ -54,7 +54,7 @@ class LanguageModelLoss(nn.Module):
 
 
 class TrainingStep:
-    """A model with its optimisers, in this process's share of the work; `record` allows a graph where one can be."""
+    """A model with its optimisers, and this process's share of the work; `record` allows a CUDA graph."""
 
     def __init__(
         self, model: Decoder, config: TrainingConfig, group: Processes, *, compile: bool, record: bool = True
@@ -79,7 +79,7 @@ class TrainingStep:
 
     def update(self, step: int, stream: TokenStream) -> Numbers:
         """(mean loss over all processes, norm of the gradient before clipping) of the update that follows `step`
-        updates; both stay on the device, so that nothing waits for it, until the next update."""
+        updates. Both stay on the device, so that nothing waits, and are valid until the next update."""
         set_learning_rate(self.optimisers, learning_rate(step, self.config))
         batches = [stream.batch(step, rows) for rows in self.rows]
         if self._is_recorded and self._graph is None and self._launched == WARM_UP_UPDATES:
@@ -143,14 +143,14 @@ class TrainingStep:
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, and the last norm's.
 
-    The forward and not the call: hooks, those of FSDP2 and of the probes among them, then stay outside.
+    The forward and not the call, so that hooks, such as those of FSDP2 and of the probes, stay outside.
     """
     for module in (*model.blocks, model.final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)
 
 
 class StepGraph:
-    """One update of a model on a device, with inputs of its own."""
+    """One update of a model, recorded as a CUDA graph with its own input tensors."""
 
     def __init__(self, update: Callable[[Sequence[Batch]], Numbers], batches: Sequence[Batch], device: torch.device):
         self._inputs = [(torch.empty_like(x, device=device), torch.empty_like(y, device=device)) for x, y in batches]
@@ -209,7 +209,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _chunk_loss(logits_nW: Tensor, targets_n: Tensor, vocab_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """(the chunk's part of the mean loss, its gradient with respect to the logits, in the logits' dtype)."""
+    """(the chunk's share of the mean loss, its gradient with respect to the logits, in the logits' dtype)."""
     column_W = torch.arange(logits_nW.shape[1], device=logits_nW.device)
     wide_nW = torch.where(column_W < vocab_size, logits_nW.to(_wide(logits_nW)), float("-inf"))
     log_sum_n = torch.logsumexp(wide_nW, dim=-1)
@@ -227,7 +227,7 @@ _compiled_chunk_loss = torch.compile(_chunk_loss, dynamic=False)
 
 
 def flops_per_token(model: Decoder, length: int) -> float:
-    """Floating-point operations of the model's own forward and backward pass a token: 6 N + 6 L T E.
+    """Floating-point operations of the model's forward and backward pass per token: 6 N + 6 L T E.
 
     N are the parameters without the input embedding, which is looked up (tied, it is the output matrix and counts);
     causal attention adds L layers over T / 2 keys of width E on average. Recomputation would not count.

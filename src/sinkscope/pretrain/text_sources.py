@@ -1,7 +1,7 @@
 """Documents from text files, folders and Hugging Face datasets, one at a time, in an order that never changes.
 
 A plain text file holds documents separated by `<|endoftext|>`; a file without one is one document. A .jsonl file holds
-one object with a `text` a line. Either may be compressed (.gz, .xz).
+one object with a `text` a line. Both may be compressed (.gz, .xz).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def documents(sources: Sequence[str]) -> Iterator[str]:
 
 
 def check_sources(sources: Sequence[str]) -> None:
-    """Returns if every source is there, else raises InputError; nothing is read but names."""
+    """Returns if every source exists, else raises InputError; no file is opened."""
     if not sources:
         raise InputError(expected="text to read", found="no source", next_step=f"Give {FORMS} as `data`")
     for source in sources:
@@ -133,7 +133,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _separated_documents(file: IO[str], path: Path) -> Iterator[str]:
-    """Reads block by block, so that a file larger than memory is no problem as long as its documents are not."""
+    """Reads block by block: the file may be larger than memory, as long as each document is not."""
     pending: list[str] = []
     tail = ""
     while block := file.read(BLOCK_CHARACTERS):
@@ -143,7 +143,7 @@ def _separated_documents(file: IO[str], path: Path) -> Iterator[str]:
         for other in others:
             yield "".join([*pending, first]).strip("\r\n")
             pending, first = [], other
-        # A separator may lie across two blocks: its first part must wait for the second.
+        # A separator may lie across two blocks, so the end of a block waits for the next one.
         keep = len(SEPARATOR) - 1
         pending.append(first[:-keep])
         tail = first[-keep:]

@@ -1,7 +1,7 @@
 """Text to token shards: trains a byte-level BPE on the training documents and encodes every document with it.
 
-Validation is held out by document: which documents are, depends on their text alone, so a document that stands twice
-in the data is never on both sides, and the tokenizer never sees one that is held out.
+Validation is held out by document. Which documents are held out depends on their text alone: a document that occurs
+twice is never on both sides, and the tokenizer is never trained on one that is held out.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
         for text in documents(config.data):
             yield "train", text
         return
-    # The last document waits: where no other was held out, it is.
+    # The last document waits: it is held out if no other was.
     waiting: str | None = None
     num_train = num_validation = 0
     for text in documents(config.data):
@@ -123,7 +123,7 @@ def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
     elif num_train:
         yield "validation", waiting
     else:
-        # A single document is cut at a line end, since the other choice would be to refuse the one text there is.
+        # A single document is cut at the end of a line; the alternative would be to refuse it.
         cut = waiting.rfind("\n", 0, int(len(waiting) * (1 - config.validation_share))) + 1
         if cut:
             yield "train", waiting[:cut]

@@ -4,10 +4,10 @@ Shards are a folder of memory-mapped token files, a manifest with their hashes, 
 holds the tokens of one split as little-endian uint16, or uint32 where the vocabulary needs it. Every document ends with
 the end-of-text token.
 
-The order of batches is a pure function of seed and step: resuming needs no state but the step. A split is cut into
-windows of `length` tokens and the one after each, which is a target only. An epoch visits every window once, in an
-order drawn from (seed, epoch); the permutation is computed where it is asked for, so that the first batch of a hundred
-billion tokens costs as much as that of a thousand.
+The order of batches depends only on seed and step, so resuming needs no other state. A split is cut into windows of
+`length` tokens; the token after a window is only a target. An epoch visits every window once, in an order drawn from
+(seed, epoch). The permutation is computed entry by entry, so the first batch of a hundred billion tokens costs no more
+than that of a thousand.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Shards on disk. Tokens are mapped, not read, when they are asked for."""
+    """Shards on disk. Their tokens are memory-mapped."""
 
     path: Path
     dtype: str
@@ -67,7 +67,7 @@ class TokenShards:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens and their order: runs on equal fingerprints saw the same data."""
+        """A hash of all tokens and their order: runs with equal hashes saw the same data."""
         text = json.dumps([self.dtype, self.vocab_size, [[s.split, s.sha256] for s in self.shards]])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -149,7 +149,7 @@ class ShardWriter:
 
 
 def is_shards(data: Sequence[str]) -> bool:
-    """Whether the sources of a training run are shards, which come alone; else they are texts."""
+    """Whether the data of a training run are token shards (one folder, alone) and not texts."""
     folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
     if folders and len(data) > 1:
         raise InputError(
@@ -247,10 +247,10 @@ class TokenStream:
 
 
 def permuted(places: np.ndarray, size: int, key: tuple[int, int]) -> np.ndarray:
-    """Where a permutation of range(size), drawn from a key, sends some places.
+    """Where a permutation of range(size), drawn from a key, sends the given places.
 
     A Feistel network over the next power of four is a bijection for any round function; a place that it sends outside
-    of the range is sent on until it falls inside, which keeps it one.
+    the range is sent on until it falls inside, so it stays a bijection.
     """
     half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)

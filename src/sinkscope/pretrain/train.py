@@ -1,4 +1,4 @@
-"""Training from a configuration to a finished run: open the folder, optimise, evaluate, probe, checkpoint, resume.
+"""Trains a decoder from a configuration to a finished run: optimise, evaluate, probe, checkpoint, resume.
 
 A run is a folder: config.yaml, environment.json, metrics.jsonl and probes.jsonl while it goes on, checkpoints/,
 snapshots/, and at the end model/, the tables and summary.json, whose presence says that the run is complete.
@@ -107,9 +107,9 @@ def _pretrain(
 
 
 def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
-    """Makes the run folder with all that training needs, or sees that the one there has the same configuration.
+    """Makes the run folder with all that training needs, or checks that the existing one has the same configuration.
 
-    Texts are tokenized into it once. What cannot be trained is refused before the folder is there.
+    Texts are tokenized into it once. What cannot be trained is refused before the folder appears.
     """
     if is_training_run(out) and not overwrite:
         if differences := _differences(saved_configuration(out), config.plain()):
@@ -243,7 +243,7 @@ class TrainingRun:
         return self._finish()
 
     def _resume(self) -> int:
-        """The number of updates done before."""
+        """Loads the newest checkpoint; returns the number of updates done before."""
         expected = expected_layouts(self.step.parameters, self.step.optimisers)
         path = newest_checkpoint(self.run, expected, self.say) if self.group.is_first else None
         path = self.group.from_first(path)
@@ -263,7 +263,7 @@ class TrainingRun:
         return record["step"]
 
     def _log_until(self, done: int, name: str) -> JsonLines:
-        """A log that holds the rows of the updates done; without all of them the run is not gone on with."""
+        """A log with the rows of the updates done; refuses to go on if one is missing."""
         path = self.run / name
         return JsonLines(path, read_first_rows(path, log_keys(self.config, done)[name]))
 
@@ -283,7 +283,7 @@ class TrainingRun:
             self._probe(step, model)
         if wants_snapshot and model is not None:
             self._export(model, snapshot)
-        # Last, so that everything of a step that has a checkpoint is written.
+        # Last, so that a step that has a checkpoint has everything else too.
         if step and config.is_due(config.checkpoint_every, step):
             self._checkpoint(step)
         self.numbers.restart_clock()
@@ -307,7 +307,7 @@ class TrainingRun:
     def _probe(self, step: int, model: Decoder) -> None:
         with _Timer(self.seconds, "probes"):
             for name, batch in self.probe_batches.items():
-                # The effective rank takes longer than all else, and is told of text in the literature.
+                # The effective rank takes longer than all else, and the literature gives it for text.
                 result = probe(model, batch, effective_rank=name == "text")
                 row = {"step": step, "tokens": self.numbers.tokens(step), "batch": name, **result.row()}
                 self.probes.write(row)
@@ -352,7 +352,7 @@ class TrainingRun:
         )
 
     def _finish(self) -> dict[str, Any]:
-        """Exports the model and writes tables and summary; a run that was killed here comes here again."""
+        """Exports the model and writes tables and summary; a run that was killed here starts this again."""
         model, path = self._whole_model(), self.run / "model"
         summary: dict[str, Any] = {
             "steps": self.config.steps,
@@ -396,7 +396,7 @@ class TrainingRun:
 
 
 class _Timer:
-    """Adds the seconds of a block to an entry."""
+    """Adds the seconds that a block takes to `seconds[name]`."""
 
     def __init__(self, seconds: dict[str, float], name: str) -> None:
         self.seconds, self.name = seconds, name

@@ -1,4 +1,4 @@
-"""The page of a run of `sinkscope bias`: what is preferred, where states contract, what causes it, what remains."""
+"""The page of a run of `sinkscope bias`: which tokens are preferred, where states contract, why, and what remains."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _contraction_text(run: Run) -> str:
 
 
 def _depth(row: dict[str, Any]) -> float:
-    """The layers passed: a half after an attention."""
+    """Layers passed so far; after an attention, half a layer more."""
     return row["layer"] + {"embeddings": 1.0, "attention": 0.5, "feed_forward": 1.0}[row["part"]]
 
 

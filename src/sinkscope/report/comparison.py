@@ -27,10 +27,10 @@ Labelled = Sequence[tuple[str, Run]]
 def compare(
     runs: Sequence[str], out: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
 ) -> str:
-    """Writes the page that compares run folders, and returns what they answer, a line each.
+    """Writes the page that compares runs, and returns their answers, one per line.
 
-    A name that is no run is a model, whose run `run_of` makes; one that comes with the package is both. The tables of
-    training runs stand beside the page.
+    A name that is no run folder is a model, for which `run_of` makes a run; a model that comes with the package counts
+    as its training run too. The tables of training runs are written beside the page.
     """
     out = user_path(out)
     references = [name for name in runs if is_reference(name)]
@@ -43,14 +43,14 @@ def compare(
             next_step="Give at least two folders of runs, or models" if len(runs) < 2 else "Leave some out",
         )
     if len(trained) == 1:
-        # Said before a model is studied, which takes minutes.
+        # Refused before a model is studied, which takes minutes.
         raise InputError(
             expected=f"a second training run to compare {trained[0]} with",
             found=f"{', '.join(name for name in runs if name not in trained)}, which is no training run",
             next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
         )
     check_page(out, overwrite)
-    if out.suffix != ".html":  # tables stand in a folder named by the page without its suffix
+    if out.suffix != ".html":  # the folder of the tables has the page's name without its suffix
         raise InputError(
             expected="a page whose name ends in .html",
             found=str(out),
@@ -69,7 +69,7 @@ def tables_path(page: Path) -> Path:
 
 
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
-    """Writes one page with the runs in these folders side by side, and returns what they answer, a line each."""
+    """Writes one page with the runs in these folders side by side, and returns their answers, one per line."""
     trained = [Path(folder) for folder in folders if is_training_run(Path(folder))]
     read = [read_run(Path(folder)) for folder in folders if Path(folder) not in trained]
     if biases := [run.path.name for run in read if run.kind == "bias"]:
@@ -117,7 +117,7 @@ def _write(
 
 
 def _title(runs: Sequence[Run], num_trained: int) -> str:
-    """What is compared, counted by its kind."""
+    """What is compared: how many studies, traces and training runs."""
     kinds = [run.kind for run in runs]
     counts = [
         (kinds.count("study"), "study", "studies"),

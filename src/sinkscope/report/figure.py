@@ -1,7 +1,7 @@
 """Figures as data for Plotly: traces and a layout, with the table they show and the file it comes from.
 
-A colour is the name of a CSS variable, such as var(--series-1): the page puts in that of the theme. Series differ in
-dash and marker too, and maps in luminance, so that all reads without colour.
+A colour is the name of a CSS variable, such as var(--series-1), which the page replaces by the theme's colour. Series
+also differ in dash and marker, and maps in brightness, so that figures can be read without colour.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INTERVAL_LOOK = {"thickness": 1, "width": 3}
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what Plotly draws, and what a reader without it gets (`columns`, `rows`)."""
+    """One figure: what Plotly draws, and the same as a table (`columns`, `rows`)."""
 
     id: str
     title: str
@@ -49,7 +49,7 @@ def floats(values: Sequence | np.ndarray) -> np.ndarray:
 
 
 def rounded(values: Sequence | np.ndarray) -> list:
-    """Nested lists with four significant digits, so that the page stays small; not a number and infinity are null."""
+    """Nested lists with four significant digits, so that the page stays small; NaN and infinity become null."""
     array = values if isinstance(values, np.ndarray) else floats(values)
     if array.ndim > 1:
         return [rounded(row) for row in array]
@@ -61,7 +61,7 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str, *series: Sequence | np.ndarray) -> dict[str, Any]:
-    """A logarithmic axis for these values; a linear one where they lie within a factor of three and few ticks fit."""
+    """A logarithmic axis for these values; a linear one if they lie within a factor of three."""
     values = np.concatenate([floats(values) for values in series])
     values = values[(values > 0) & np.isfinite(values)]
     if not len(values) or values.max() < 3 * values.min():
@@ -86,7 +86,7 @@ def categories(names: Sequence[str], **options: Any) -> dict[str, Any]:
 
 
 def look_of(index: int) -> tuple[str, str, str]:
-    """Colour, dash and marker of the n-th series; a colour that comes again has another dash and marker."""
+    """Colour, dash and marker of the n-th series; a colour that is used again gets another dash and marker."""
     turn = index // len(LOOKS)
     _, dash, symbol = LOOKS[(index + turn) % len(LOOKS)]
     return LOOKS[index % len(LOOKS)][0], dash, symbol
@@ -150,9 +150,9 @@ def heat_map(
     logarithmic: bool = False,
     largest: float | None = None,
 ) -> dict[str, Any]:
-    """A map of `values` [y, x]; `where` is the hover text before the number. Not a number is left blank.
+    """A map of `values` [y, x]; `where` is the hover text before the number. NaN is left blank.
 
-    What exceeds `largest` has its colour.
+    Values above `largest` are drawn in its colour.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         shown = np.where(values > 0, np.log10(values), np.nan) if logarithmic else values
@@ -203,5 +203,5 @@ def level(value: float, text: str, *, vertical: bool = False) -> tuple[dict[str,
 
 
 def levels(*lines: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    """The part of a layout that draws these thresholds."""
+    """Entries of a layout that draw these thresholds."""
     return {"shapes": [shape for shape, _ in lines], "annotations": [label for _, label in lines]}

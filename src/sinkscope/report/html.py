@@ -1,4 +1,4 @@
-"""One HTML file with its style, script and data inside, and the pieces it is made of.
+"""One HTML file that contains its style, script and data, and the elements that it is made of.
 
 It opens from disk and loads nothing. Every string of a run passes through `escaped` or `isolated`.
 """
@@ -32,7 +32,7 @@ MAX_ROWS = 400
 
 
 def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
-    """Writes one file with everything in it, at once. The page may load nothing, and run no script but its own."""
+    """Writes the page as one file, whole or not at all. It can load nothing and run only its own script."""
     ids = [figure.id for figure in figures]
     if len(set(ids)) < len(ids):
         raise ValueError(f"two figures of one page have the same id: {sorted(ids)}")
@@ -60,13 +60,13 @@ def header(title: str, circumstances: str) -> str:
 
 
 class Files(Protocol):
-    """Says in which file a table is: a run, or the folder beside a page."""
+    """Something that knows in which file a table is: a run, or the folder beside a page."""
 
     def file_name(self, table: str) -> str: ...
 
 
 def verdict(word: str, *, with_word: bool = True) -> str:
-    """A verdict as symbol and word; without the word it is read aloud still."""
+    """A verdict as symbol and word; if the word is not shown, screen readers still get it."""
     symbol, style = VERDICTS.get(word, ("\u00b7", "none"))
     text = f" {escaped(word)}" if with_word else ""
     label = "" if with_word else f' title="{escaped(word)}" role="img" aria-label="{escaped(word)}"'
@@ -84,7 +84,7 @@ def tally(verdicts: Sequence[str]) -> str:
 
 
 def rule(claim: dict[str, Any]) -> str:
-    """When the claim holds, with its threshold put in: low >= 0.05. A dash where no number was judged."""
+    """The condition under which the claim holds, such as low >= 0.05; a dash if no number was judged."""
     if claim["threshold"] is None:
         return NO_VALUE
     text = claim["rule"].replace("threshold", f"{claim['threshold']:g}")
@@ -92,7 +92,7 @@ def rule(claim: dict[str, Any]) -> str:
 
 
 def control(claim: dict[str, Any]) -> str:
-    """The control's value and name, or nothing where there is none."""
+    """The control's value and name; empty if there is no control."""
     parts = [number(claim["control"])] if claim["control"] is not None else []
     return " ".join([*parts, f"({claim['control_name']})"] if claim["control_name"] else parts)
 
@@ -131,7 +131,7 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str =
 
 
 def figure(drawn: Figure, run: Files | None, *, wide: bool = False, below: str = "") -> str:
-    """A figure with its caption, buttons, source and table; `run` is None where it shows several."""
+    """A figure with its caption, buttons, source and table; `run` is None if it shows several runs."""
     return (
         f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
         f'<h3>{isolated(drawn.title)}</h3><p class="caption">{escaped(drawn.caption)}</p></figcaption>'
@@ -140,7 +140,7 @@ def figure(drawn: Figure, run: Files | None, *, wide: bool = False, below: str =
 
 
 def plot(drawn: Figure) -> str:
-    """Where the page's script draws the figure."""
+    """The element in which the page's script draws the figure."""
     return (
         f'<div class="plot" tabindex="0" role="group" data-figure="{escaped(drawn.id)}" '
         f'style="height:{drawn.height}px" '
@@ -149,7 +149,7 @@ def plot(drawn: Figure) -> str:
 
 
 def tools(drawn: Figure, run: Files | None) -> str:
-    """Buttons, source and the table under a drawn."""
+    """Buttons, source and table under a figure."""
     listed = drawn.rows[:MAX_ROWS]
     cut = f", {len(listed)} of {len(drawn.rows)} rows" if len(listed) < len(drawn.rows) else ""
     details = f"<details><summary>Table{cut}</summary>{table(drawn.columns, listed)}</details>" if listed else ""

@@ -1,4 +1,4 @@
-"""Tables to figures. Every figure is drawn from the tables of a run alone, so it can be drawn again from the files."""
+"""The picture chain.png, drawn from the tables of a run alone, so that it can be drawn again from the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) -> None:
     """The sink chain from left to right as one picture: variance, neurons, output vectors, dimensions, attention.
 
-    Needs matplotlib (the extra `report`). Line styles and markers differ, so that it reads without colour.
+    Needs matplotlib (the extra `report`). Line styles and markers differ, so that it can be read without colour.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""What a finished run left in its folder: read once, checked, and never guessed.
+"""A finished run, read from its folder and checked.
 
-A folder may come from anybody. What a page draws by is checked here: whole numbers that count or index against the
-sizes that the summary states, and tables that are drawn as maps against their order.
+A folder may come from anybody. So counts and indices are checked against the sizes that the summary states, and tables
+that are drawn as maps are checked for their order.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ NUMBERED = {
 }
 """Columns that index something, in every table."""
 FEW = {"id": 1000, "condition": 1000, "quantity": 1000, "target": 1000, "control": 1000, "checkpoint": 10_000}
-"""Columns of names that a page has a row, a line or a figure for, and how many different ones they may hold."""
+"""Columns of names, each of which gets a row, a line or a figure, and how many different names they may hold."""
 FEW_ROWS = 100_000
 """Rows of a table that a page lists as a whole."""
 LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
 ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
-"""Tables with the same rows for each layer after the other, and the column that numbers them."""
+"""Tables with the same rows for each layer, layer after layer, and the column that numbers these rows."""
 PARTS = {"embeddings", "attention", "feed_forward"}
 NEVER_EMPTY = {"bias", "contraction", "contraction_positions"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """The tables and records of one run. `tables` holds those that its kind has, by name."""
+    """The tables and records of one run. `tables` holds the tables of its kind by name."""
 
     path: Path
     kind: Kind
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def answer(self) -> str:
-        """The run in one sentence: a study's verdict, else what the trace found."""
+        """The run in one sentence: a study's verdict, or what the trace found."""
         return str(self.summary.get("verdict") or self.summary.get("story") or "")
 
     @property
@@ -102,7 +102,7 @@ class Run:
 
     @cached_property
     def births(self) -> list[int]:
-        """Layers where disparity is born; the embeddings are none."""
+        """Layers where disparity is born; the embeddings do not count as a layer."""
         return [layer for layer in self.summary["birth_layers"] if layer >= 0]
 
     @cached_property
@@ -120,7 +120,7 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a command of ours wrote this folder."""
+    """Whether sinkscope wrote this folder."""
     return (folder / "summary.json").is_file() or is_training_run(folder)
 
 

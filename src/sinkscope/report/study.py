@@ -30,7 +30,7 @@ PANEL_LINKS = (
     ("dimension_disparity", "directional_collapse"),
     ("sink",),
 )
-# A causal step: from which panel to which, in words, and the claims that test it.
+# A causal step: its first and last panel, its name, and the claims that test it.
 ARROWS = (
     (
         1,
@@ -119,7 +119,7 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
 
 
 def circumstances(run: Run) -> str:
-    """The family, its size, and the tokens it was read on."""
+    """The family, its size, and the tokens that it ran on."""
     tokens, summary = run.summary["tokens"], run.summary
     bos = ", BOS first" if tokens["bos"] else ""
     sequences = f"{tokens['count']} sequences of {tokens['length']} {tokens['kind']} tokens{bos}"
@@ -175,7 +175,7 @@ def _verdict_row(claim: dict[str, Any]) -> str:
 
 
 def _found(run: Run) -> str:
-    """What a trace found, in place of verdicts: it reads, and changes nothing, so it shows no cause."""
+    """What a trace found, in place of verdicts: a trace changes nothing, so it cannot show causes."""
     sinks = [
         (row["position"], row["rate"], interval(row["low"], row["high"]), row["num_layers"], row["mean_attention"])
         for row in run.rows("sinks")

@@ -40,18 +40,18 @@ REMOVALS = {
 }
 MOVED = ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
 IDENTITIES = ("amplify_variance", "scale_norm", "shift_mean")
-"""What changes nothing at a factor of 1; another sequence's or a random deviation does."""
+"""Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
 DOSED = ("amplify_variance", "scale_norm", "shift_mean", "swap_deviation", "random_direction")
 
 
 NUM_UNITS, NUM_CONDITIONS = 2, 4
-"""Histograms shown: so many units, under so many conditions each."""
+"""Histograms are shown for this many units, each under this many conditions."""
 ROUNDING = 1e-9
 EFFECT_COLUMNS = ("before", "after", "difference", "low", "high", "n")
 
 
 def study_figures(run: Run) -> dict[str, list[Figure]]:
-    """Figures by section; a section whose tables are empty has none, since nothing was done to the model."""
+    """Figures by section; a section whose tables are empty has none."""
     return {
         "creation": _if_any(run, "rates", _created) + _dose_response(run) + _if_any(run, "effects", _forest),
         "necessity": _if_any(run, "effects", _remaining) + _if_any(run, "rates", _moved),
@@ -136,7 +136,7 @@ def _moved(run: Run) -> Figure | None:
 
 
 def dose_curve(run: Run, condition: str, target: int) -> list[dict[str, Any]]:
-    """Rows of `rates` at the target by factor; the untouched rate stands at factor 1 where that changes nothing."""
+    """Rows of `rates` at the target by factor; the untouched rate is added at factor 1 where that changes nothing."""
     at_target = run.rows("rates", condition=condition, target=target, position=target)
     dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
     if dosed and condition in IDENTITIES and dosed[0]["factor"] > 1:
@@ -339,7 +339,7 @@ def confounds(run: Run) -> Figure:
     quantities = list(dict.fromkeys(row["quantity"] for row in entries))
     ratios = np.full((len(names), len(quantities)), np.nan)
     for row in entries:
-        # Of what is 0 but for rounding, such as the entropy of a token that sees one key, there is no ratio.
+        # No ratio to a value that is 0 but for rounding, such as the entropy of a token that sees one key.
         if abs(row["before"]) > ROUNDING and row["after"] / row["before"] > 0:
             ratios[names.index(condition_name(row)), quantities.index(row["quantity"])] = row["after"] / row["before"]
     labels = [[number(float(value)) if np.isfinite(value) else "" for value in row] for row in ratios]
@@ -353,7 +353,7 @@ def confounds(run: Run) -> Figure:
                 "type": "heatmap",
                 "x": [plotted(name.replace("_", " ")).replace(" ", "<br>") for name in quantities],
                 "y": list(map(plotted, names)),
-                # Beyond a factor of 16 one colour: the number in the cell says how far.
+                # Beyond a factor of 16 the colour stays the same; the number in the cell says how far.
                 "z": rounded(np.minimum(np.abs(np.log2(ratios)), 4)),
                 "text": labels,
                 "texttemplate": "%{text}",

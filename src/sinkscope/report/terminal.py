@@ -34,7 +34,7 @@ NUM_SHOWN = 8
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on a terminal that something is being done."""
+    """Shows on a terminal what is being done."""
     console = Console(stderr=True)
     with console.status(_text(console, what)):
         yield
@@ -49,7 +49,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """One bar for each of several tasks; yields a function that starts the bar of a task and returns what moves it."""
+    """One bar for each of several tasks; yields a function that starts a task's bar and returns what moves it."""
     with _bar() as bar:
 
         def begin(what: str) -> Callable[[int, int], None]:
@@ -148,7 +148,7 @@ def show_intervened(result: Intervened, path: Path) -> None:
 
 
 def show_bias(result: Bias, path: Path) -> None:
-    """What is preferred, what each control changes, what training leaves, and the answer in sentences."""
+    """The preferred tokens, what each control changes, what training leaves, and the answer in sentences."""
     console, summary = Console(), result.summary
     rows = [
         (name, f"{entry['value']:.4g}", _ends(entry["low"], entry["high"])) for name, entry in summary["bias"].items()
@@ -241,7 +241,7 @@ def show_anatomy(name: str, parts: dict) -> None:
 
 
 def _tail(probability: float) -> str:
-    """Far tails of a distribution are a manner of speaking."""
+    """A p-value as text; far tails are not to be taken literally."""
     return "< 1e-12" if probability < 1e-12 else f"{probability:.2g}"
 
 
@@ -251,7 +251,7 @@ def _table(
     title = f"{title} ({limit} of {len(rows)})" if len(rows) > limit else title
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # for 80 columns
     for column in columns:
-        # The end of a name is what tells two checkpoints apart; the words of a head stay whole.
+        # The end of a name tells two checkpoints apart; words in a heading stay whole.
         table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
     for row in rows[:limit]:
         table.add_row(*(_text(console, cell) for cell in row))

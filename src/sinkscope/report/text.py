@@ -1,4 +1,4 @@
-"""Text of models and users as text: nothing in it is markup, a script, or an invisible or reordering character."""
+"""Makes text from models and users safe to show: no markup, no script, no invisible or reordering characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ISOLATE, END_ISOLATE = "\u2068", "\u2069"
 NO_VALUE = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 ESCAPES = "sinkscope.escapes"
-"""Names how a stream writes what its encoding does not know."""
+"""Name of the error handler by which a stream writes what its encoding lacks."""
 # Our own signs on a terminal that knows ASCII alone.
 IN_ASCII = str.maketrans(
     {
@@ -34,20 +34,20 @@ def visible(text: str) -> str:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Prints lines of which nothing moves the cursor or colours the terminal, whatever names stand in them."""
+    """Prints lines in which nothing can move the cursor or colour the terminal."""
     stream = sys.stderr if error else sys.stdout
     for line in text.split("\n"):
         print(printed(line, stream.encoding), file=stream, flush=True)
 
 
 def printed(text: str, encoding: str | None) -> str:
-    """The text for a terminal of this encoding: visible and, where it knows ASCII alone, with our signs in ASCII."""
+    """The text for a terminal of this encoding: visible and, if it has only ASCII, with our signs in ASCII."""
     text = visible(text)
     return text if (encoding or "").lower().startswith("utf") else text.translate(IN_ASCII)
 
 
 def escape_what_cannot_be_printed() -> None:
-    """Makes standard output and error write as \\u2713 what their encoding lacks: it is valid inside JSON, too."""
+    """Makes standard output and error write characters that their encoding lacks as \\u2713, which JSON allows too."""
     codecs.register_error(ESCAPES, _json_escapes)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a program put in their place need not have it
@@ -60,7 +60,7 @@ def escaped(text: str) -> str:
 
 
 def isolated(text: str) -> str:
-    """An element whose right-to-left characters do not reorder what stands around it."""
+    """An element whose right-to-left characters do not reorder the text around it."""
     return f"<bdi>{escaped(text)}</bdi>"
 
 

@@ -24,9 +24,9 @@ from sinkscope.report.run import Run
 from sinkscope.studies.judging import percent
 
 NUM_POSITIONS_DRAWN = 64
-"""Positions of a curve."""
+"""Most positions in a curve."""
 NUM_POSITIONS_MAPPED = 256
-"""Positions of a map; a longer sequence keeps its first ones and evenly spaced later ones."""
+"""Most positions in a map; of a longer sequence it shows the first ones and evenly spaced later ones."""
 NUM_CELLS_LISTED = 20
 PANEL_HEIGHT = 230
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
@@ -53,7 +53,7 @@ def maps(run: Run) -> list[Figure]:
 
 
 def _locks(run: Run) -> list[Figure]:
-    """How far each head's score for the strongest key rests on the massive dimensions; none where there are none."""
+    """How far each head's score for the strongest key rests on the massive dimensions; no figure without any."""
     if all(row["lock_share"] is None for row in run.rows("heads", position=run.strongest)):
         return []
     drawn = head_map(run, "lock_share", "Lock share by head", "heads-lock-share")
@@ -78,7 +78,7 @@ def mapped_positions(run: Run) -> list[int]:
 def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
     """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on.
 
-    The last keys have so few queries that they look like sinks without being any.
+    The last keys have so few queries that they would look like sinks.
     """
     if position >= run.summary["tokens"]["length"] - LATER_QUERIES:
         return False
@@ -244,7 +244,7 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
 
 def _received(run: Run) -> Figure:
     positions, rates, low, high = sink_rates(run)
-    # Between chosen keys nothing was read.
+    # Between chosen keys nothing was recorded.
     chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
     return Figure(
         "received",

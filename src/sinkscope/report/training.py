@@ -1,4 +1,4 @@
-"""The part of a comparison page that is about training runs: the answer, the variants, the figures, the method."""
+"""The section on training runs of a comparison page: the answer, the variants, the figures, the method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TablesBeside:
 
 
 def answer(comparison: TrainingComparison) -> str:
-    """The comparison in two sentences: who needs the fewest tokens for the baseline's loss, and its sink beside it."""
+    """The comparison in two sentences: which variant reaches the baseline's loss first, and its sink."""
     baseline = comparison.baseline
     loss = comparison.of(baseline, "validation_loss")
     assert loss is not None
@@ -62,7 +62,7 @@ def answer(comparison: TrainingComparison) -> str:
 
 
 def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
-    """The HTML of the part, and the figures that its page must draw."""
+    """The HTML of the section, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
     parts = [
@@ -86,7 +86,7 @@ def _percent(row: Row) -> str:
 
 
 def _seeds(row: Row) -> str:
-    """The interval over seeds, or that there is none."""
+    """The interval over seeds, or a note that there is none."""
     if row["low"] is None:
         return " (one seed, no interval)" if row["num_seeds"] == 1 else f" ({row['num_seeds']} seeds, no interval)"
     doubt = "; no clear difference" if row["low"] <= 1 <= row["high"] else ""

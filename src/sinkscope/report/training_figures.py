@@ -28,7 +28,7 @@ from sinkscope.studies.judging import percent
 
 Row = dict[str, Any]
 SETTLED = 0.25
-"""Share of training after which a loss is drawn to scale: the first fall would flatten all that follows."""
+"""The scale of a loss begins at this share of training: the first fall would flatten the rest."""
 PROBED = {
     "sink_rate": (
         "Sink rate",
@@ -41,7 +41,7 @@ BATCHES = {"random": "random tokens", "text": "held-out text"}
 COUNTS = {"tickformat": "", "exponentformat": "B"}
 """Ticks such as 10M and 2B."""
 SPREAD = 0.7
-"""How much of the room between two links the variants take."""
+"""Share of the space between two links that the variants fill."""
 
 
 def training_figures(comparison: TrainingComparison) -> list[Figure]:
@@ -57,14 +57,14 @@ def birth_figures(comparison: TrainingComparison) -> list[Figure]:
 
 
 def median_birth(rows: Sequence[Row]) -> int | None:
-    """The tokens by which half of the seeds had the link born; None where fewer had."""
+    """The tokens by which the link was born in half of the seeds; None if it was born in fewer."""
     born = sorted(row["tokens"] for row in rows if row["tokens"] is not None)
     middle = (len(rows) - 1) // 2
     return born[middle] if middle < len(born) else None
 
 
 def _ratios(comparison: TrainingComparison) -> Figure:
-    """How much of the baseline's way each variant needs, with the interval over seeds."""
+    """Each variant's ratio of tokens (or seconds) to the baseline's, with the interval over seeds."""
     traces, table = [], []
     for look, (quantity, name) in enumerate((("tokens_ratio", "tokens"), ("seconds_ratio", "seconds"))):
         rows = [row for row in comparison.rows("variants", quantity=quantity) if row["variant"] != comparison.baseline]
@@ -83,7 +83,7 @@ def _ratios(comparison: TrainingComparison) -> Figure:
                 "y": [plotted(row["variant"]) for row in rows],
                 "text": [ratio_text(row) for row in rows],
                 "hovertemplate": "%{y}: %{text}<extra></extra>",
-                # A bound is drawn as an arrowhead to where the ratio may lie.
+                # A bound is drawn as an arrowhead that points to where the ratio may lie.
                 "marker": {
                     "color": colour,
                     "size": 10,
@@ -124,7 +124,7 @@ def _losses(comparison: TrainingComparison, x_name: str, x_title: str) -> Figure
     room = 0.06 * (max(settled) - min(settled)) or 0.1
     ends = [row["validation_loss"] for row in comparison.rows("training_runs", variant=comparison.baseline)]
     finish, label = level(fmean(ends), plotted(f"{comparison.baseline}'s final loss"))
-    label |= {"x": 0, "xanchor": "left"}  # the curves end where it would stand else
+    label |= {"x": 0, "xanchor": "left"}  # the default place would cover the ends of the curves
     return _curves(
         f"loss-{x_name.replace('_', '-')}",
         f"Validation loss against {x_title}",

@@ -1,8 +1,8 @@
 """Writing that is whole or absent, by one process at a time.
 
 What is being written lies beside its place under a hidden name, `.<name>.sinkscope-<kind>`: the lock, the partial, what
-it replaces until the new is there, and finished parts. The kernel drops a lock with the process that held it, so
-whoever holds the lock knows that such siblings are what a killed process left.
+it replaces, and finished parts. The kernel drops a lock when its process ends. So whoever holds the lock knows that
+other hidden siblings were left by a killed process.
 """
 
 from __future__ import annotations
@@ -131,6 +131,6 @@ def _taken(lock: Path, path: Path) -> int:
 
 
 def _code_in_text(error: Exception) -> int | None:
-    """Libraries in Rust (safetensors, tokenizers) tell the system's error in their text alone."""
+    """The system's error number in a message: libraries in Rust (safetensors, tokenizers) give it only there."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return None if found is None else int(found[1])

@@ -1,7 +1,7 @@
-"""Finished parts of long work, kept beside the run folder until it is whole, so that an interrupted run goes on.
+"""Finished parts of long work, kept beside the run folder until the run is complete, so that it can be resumed.
 
 Parts belong to one request: a different request at the same place starts anew. Each is written to a temporary name and
-moved, so a part that is there is whole.
+moved, so a part that exists is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parts:
 
     @cached_property
     def _folder(self) -> Path | None:
-        """The folder, made or cleared for this request on first use: a run that is refused must leave all as it was."""
+        """The folder, made or cleared for this request on first use, since a refused run must change nothing."""
         if self.path is None:
             return None
         with explained(self.path, only=DISK_FULL):
@@ -64,6 +64,6 @@ class Parts:
             save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
 
     def discard(self) -> None:
-        """Removes the parts: the run they belong to is whole."""
+        """Removes the parts, once the run they belong to is complete."""
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)

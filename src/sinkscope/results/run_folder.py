@@ -1,7 +1,7 @@
-"""A run as a folder that is whole or absent, and that is known as ours by a mark.
+"""A run as a folder that appears only when it is complete, with a mark that says that sinkscope wrote it.
 
 Everything is written into a hidden sibling, which is renamed when it is complete. The mark, `.sinkscope`, lists the
-files that we wrote. A folder is replaced only where it has a mark and no file but those: what is somebody else's is
+files that we wrote. A folder is replaced only if it has a mark and no other files: what somebody else put there is
 never removed.
 """
 
@@ -125,7 +125,7 @@ def check_page(path: Path, overwrite: bool = False) -> None:
 
 
 def remove_run(path: Path) -> None:
-    """Removes a folder that `run_folder` wrote, its mark last: what a killed process leaves is still ours."""
+    """Removes a folder that `run_folder` wrote. The mark goes last, so that a killed removal can be repeated."""
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -137,7 +137,7 @@ def remove_run(path: Path) -> None:
 def is_training_run(folder: Path) -> bool:
     """Whether `pretrain` made this folder, finished or not: its config.yaml alone describes a model and its training.
 
-    It stands here, not in `pretrain`, for those who must know it before they wait for torch.
+    It is here and not in `pretrain` for callers that must know before torch is imported.
     """
     try:
         read_yaml(folder / "config.yaml", {"model": {}, "training": {}})
@@ -182,7 +182,7 @@ def _check_existing(path: Path, overwrite: bool) -> None:
 
 
 def _foreign(run: Path, folder: Path) -> Iterator[Path]:
-    """What lies in a folder of a run and is not in the run's mark; links are not followed."""
+    """Files in a run's folder that its mark does not list; links are not followed."""
     listed = _marked(run)
     for entry in sorted(folder.iterdir()):
         name = entry.relative_to(run).as_posix()

@@ -96,8 +96,8 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
 def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RANGES) -> dict[str, list]:
     """The columns of a table by name, nulls as None; `path` may leave the suffix out.
 
-    With a schema its columns alone are read, and a table of another version, or one that lacks a column, or holds other
-    values than it declares, is refused; `ranges` bounds whole numbers by the name of their column.
+    With a schema only its columns are read. A table of another version is refused, as is one that lacks a column or
+    holds values that the schema does not allow. `ranges` bounds whole numbers by the name of their column.
     """
     found = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
     if not found.is_file():
@@ -233,7 +233,7 @@ def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[s
 
 
 def _pyarrow() -> Any:
-    """The package, imported where a table is first written or read: `sinkscope --help` waits for none of it."""
+    """The package, imported when a table is first written or read, so that `sinkscope --help` does not wait for it."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -248,7 +248,7 @@ def _arrow_types(pyarrow: Any) -> dict[ColumnType, Any]:
 
 
 def _listed(column: Any) -> list:
-    """A column of Arrow as Python objects; equal texts are one object, so that a long one takes its room once."""
+    """A column of Arrow as Python objects; equal texts share one object, so that a long one is held once."""
     if not _pyarrow().types.is_dictionary(column.type):
         return column.to_pylist()
     listed: list = []

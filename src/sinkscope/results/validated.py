@@ -27,7 +27,7 @@ MOST_DEPTH = 32
 MOST_CHARACTERS = 1 << 16
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = 1e100
-"""Far above any reading, and its square is still a number."""
+"""Far above any value that is measured, and its square is still finite."""
 TOO_DEEP = f"nested more than {MOST_DEPTH} deep"
 SHOWN = 200
 """Characters of a wrong value that a message quotes."""
@@ -62,7 +62,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Maybe:
-    """What may be null, or not there."""
+    """A shape that may be null or missing."""
 
     shape: Any
 
@@ -130,7 +130,7 @@ def parse_json(
 
 
 def read_text(path: Path, most: int) -> str:
-    """The text of a file of at most so many bytes; a pipe or a device is none."""
+    """The text of a file of at most `most` bytes; a pipe or a device is refused."""
     content = _first_bytes(path, most + 1)
     if len(content) > most:
         raise refused(path, f"more than {most:,} bytes")
@@ -159,7 +159,7 @@ def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None 
 
 
 def refused(path: Path, found: str) -> InputError:
-    """What is wrong with a file that somebody gave."""
+    """The error for a file that sinkscope cannot use."""
     return InputError(
         expected=f"a file that sinkscope can use in {shortened(str(path))}",
         found=shortened(next(iter(found.strip().splitlines()), "nothing").rstrip(".")),
@@ -183,7 +183,7 @@ def _first_bytes(path: Path, most: int) -> bytes:
 
 
 def _check_bounds(value: Any, where: str) -> None:
-    """No deeper, longer or larger than a document may be. By a list of what is left: recursion is what is refused."""
+    """Refuses a document that is deeper, longer or larger than allowed, without recursion, which depth would break."""
     left = [(value, 0)]
     while left:
         value, depth = left.pop()
@@ -267,7 +267,7 @@ def _no_number(name: str) -> float:
 
 
 def _loader() -> type:
-    """A safe loader to which a date is text: of types that JSON has not, nothing downstream knows anything."""
+    """A safe loader that reads a date as text, since no later code expects types that JSON does not have."""
     import yaml
 
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C where PyYAML was built with it

@@ -31,7 +31,7 @@ class Evidence:
     averaging_law_LBT: np.ndarray
     """sum_s a_ts^2 Var(v_s), mean over heads."""
     cosine_BAT: np.ndarray
-    """Pseudo-values of the mean cosine over pairs of sequences, of the state that enters the layer behind each one with
+    """Pseudo-values of the mean cosine over pairs of sequences, of the state that enters the layer after each one with
     disparity: their mean is the mean cosine."""
     super_write_B: np.ndarray
     """Squared write of the super neurons into the massive dimensions at the sink, over all birth layers."""

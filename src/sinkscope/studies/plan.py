@@ -38,7 +38,7 @@ class Plan:
     first layer with a sink."""
     births: tuple[int, ...]
     alive: tuple[int, ...]
-    """Layers behind which disparity is there at the sink, or where there is none the layers with a sink."""
+    """Layers after which the sink has disparity or, if there is none, the layers with a sink."""
     dimensions: tuple[int, ...]
     super_neurons: tuple[Unit, ...]
     """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
@@ -107,7 +107,7 @@ def candidate_units(findings: Findings, sink: int) -> list[Unit]:
 
 
 def _alive(births: list[int], erasures: list[int], num_layers: int) -> list[int]:
-    """Layers behind which disparity is there."""
+    """Layers after which there is disparity."""
     alive: list[int] = []
     for number, birth in enumerate(births):
         end = erasures[number] if number < len(erasures) else num_layers
