@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_call import rank_index
 from sinkscope.capture.lock import read_lock
 from sinkscope.capture.recorder import Recording
-from sinkscope.capture.taps import rank_index
 from sinkscope.measures.dimension_disparity import (
     MASSIVE_CONTRAST,
     MASSIVE_RATIO,

@@ -42,7 +42,7 @@ class Observable:
     """Its name in a recording and, unless `column` says another, in a table."""
     tap: Tap
     reduce: Callable[[Any], Any]
-    """From a layer's call (`taps.LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
+    """From a layer's call (`LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
     nothing."""
     merge: Merge
     axes: str

@@ -21,12 +21,12 @@ from sinkscope import processes
 from sinkscope.arguments import check_keys, check_trace_length
 from sinkscope.capture.attention_rule import ReadingRequest, distances
 from sinkscope.capture.edits import check_chunks
+from sinkscope.capture.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.capture.merges import Cosine, Moments
 from sinkscope.capture.observables import SURVEY, Observable, Tap
 from sinkscope.capture.sole_reader import sole_reader
-from sinkscope.capture.taps import Known, LayerCall, Passing, blame, open_taps, point_at
+from sinkscope.capture.taps import open_taps
 from sinkscope.errors import InputError
-from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -251,11 +251,7 @@ def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:
     for layer, ratio_T in found["dom_ratio"].items():
         ratio_T = ratio_T.nan_to_num(nan=0.0)
         if layer >= 0:
-            received_S = found["received"][layer].sum(0)
-            keys = torch.arange(length, device=received_S.device) if keys_S is None else keys_S.to(received_S.device)
-            received_S = received_S * eligible_positions(length, received_S.device)[keys]
-            before = received_S.new_zeros(length) if received_T is None else received_T.to(received_S.device)
-            received_T = before.index_add(0, keys, received_S)
+            received_T = with_received(received_T, found["received"][layer][None], keys_S, length)
         pointed_at.append(point_at(ratio_T, ratio_T if received_T is None else received_T))
     return Known(list(found.get("value_variance_by_key", {}).values()), pointed_at)
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import suspend
+from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Merge, Own, Rows
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.sole_reader import in_this_thread
-from sinkscope.capture.taps import LayerCall, entering, leaving
+from sinkscope.capture.taps import entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model

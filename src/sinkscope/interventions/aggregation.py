@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_call import wide
 from sinkscope.capture.recorder import evaluation_mode, input_device
-from sinkscope.capture.taps import wide
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     BatchShape,

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sinkscope.capture.layer_call import LayerCall, wide
 from sinkscope.capture.merges import Cosine, Moments, Rows
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder
-from sinkscope.capture.taps import LayerCall, wide
 from sinkscope.measures.contraction import pairwise_cosine, principal, split_half_cosine
 from sinkscope.measures.directional_collapse import cosine_from_sum
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
-from sinkscope.capture.taps import LayerCall
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.studies.plan import Plan
 
