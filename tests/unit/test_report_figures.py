@@ -84,6 +84,7 @@ def test_variance_and_its_law(figures, folder):
     assert near(trace_named(figures["variance"], "layer 2")["y"], [row["value_variance"] for row in entries])
     first = [row["averaging_law"] for row in parquet(folder, "positions") if row["layer"] == 0]
     assert near(trace_named(figures["variance"], "law")["y"], first)
+    assert "log R^2 0.950 in layer 0, 0.850 in layer 2" in figures["variance"].caption
 
 
 def test_dose_response_with_its_intervals(figures, folder):

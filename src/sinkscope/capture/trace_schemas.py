@@ -88,7 +88,7 @@ NEURONS = Schema(
         Column("role", "str", "'writes' if it pushes the dimension the way it points, 'erases' if against it"),
         Column("activation", "float", "Mean activation at the position, times the routing weight"),
         Column("write", "float", "Mean write into the dimension at the position"),
-        Column("write_share", "float", "Part of the layer's squared write into the massive dimensions at the position"),
+        Column("write_share", "float", "Share of the layer's squared write into the massive dimensions there"),
         Column("contrast", "float", "Root mean square write at the position over that at all others"),
         Column(
             "max_over_median",

@@ -26,7 +26,8 @@ class BiasOptions:
     """What is measured of a model, or of models that are drawn from a configuration."""
 
     seeds: Annotated[
-        int | None, typer.Option(help="Seeds that a configuration is drawn from; 8 if not given.", show_default=False)
+        int | None,
+        typer.Option(help="Models to draw from a configuration, one per seed; default 8.", show_default=False),
     ] = None
     num_sequences: NumSequences = 128
     length: Length = 32
@@ -36,7 +37,7 @@ class BiasOptions:
     )
     along: Annotated[
         list[str] | None,
-        typer.Option(help="A later checkpoint of the model; repeat it for several. A training run brings its own."),
+        typer.Option(help="A later checkpoint of the model; may be repeated. A training run brings its own."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class PretrainOptions:
     """What is trained, on which data, and where."""
 
     data: Annotated[Sequence[str], DATA]
-    out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there goes on.")]
+    out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there is resumed.")]
     config: Annotated[
         str, typer.Option(help="Preset (tiny, 30m, 152m, 1b), a YAML file, or the config.yaml of a run.")
     ] = "tiny"

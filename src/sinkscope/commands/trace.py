@@ -26,9 +26,9 @@ class TraceOptions:
     """What is recorded of a batch."""
 
     bos: Bos = None
-    keys: Annotated[str | None, typer.Option(help="Read chosen key positions only, such as 0,10: O(length) each.")] = (
-        None
-    )
+    keys: Annotated[
+        str | None, typer.Option(help="Record attention on these keys only, such as 0,10; faster for long contexts.")
+    ] = None
     effective_rank: Annotated[
         bool, typer.Option("--effective-rank/--no-effective-rank", help="Effective rank, by a decomposition.")
     ] = True

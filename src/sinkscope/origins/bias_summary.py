@@ -91,9 +91,9 @@ def _story(summary: Row) -> str:
     deficit, ratio = summary["bias"]["entropy_deficit"], summary["bias"]["prediction_ratio"]
     over = f"{len(summary['seeds'])} seeds" if len(summary["seeds"]) > 1 else f"{summary['tokens']['count']} sequences"
     drawn = ", drawn anew," if summary["seeds"] else ""
-    verdict = {True: "prefers some tokens whatever it reads", False: "shows no preference that chance would not"}
+    verdict = {True: "prefers some tokens whatever it reads", False: "shows no preference beyond chance"}
     sentences = [
-        f"{summary['model']}{drawn} {verdict.get(summary['prefers_tokens'], 'was read, too little for a verdict')}: "
+        f"{summary['model']}{drawn} {verdict.get(summary['prefers_tokens'], 'has too few samples for a verdict')}: "
         f"its preferred token is predicted {_shown(ratio)} times as often as chance, and the entropy of its "
         f"predictions lies {_shown(deficit)} nats below uniform, over {over}."
     ]

@@ -75,35 +75,33 @@ class TrainingConfig:
     steps: Annotated[int, "Updates"]
     batch_size: Annotated[int, "Sequences in an update, over all processes"]
     micro_batch_size: Annotated[
-        int | None, "Sequences in one forward pass of one process; without it all of its share, without accumulation"
+        int | None, "Sequences in one forward pass of one process; by default its whole share of the batch"
     ] = None
-    sequence_length: Annotated[int, "Tokens of a sequence"]
+    sequence_length: Annotated[int, "Tokens in a sequence"]
     skipped_targets: Annotated[
-        int, "Targets at the head of each window that the loss leaves out; with 1, position 0 predicts nothing"
+        int, "First targets of each window that the loss leaves out; with 1, position 0 predicts nothing"
     ] = 0
-    seed: Annotated[int, "Of the initial weights and of the order of the data"] = 0
+    seed: Annotated[int, "Seed of the initial weights and of the order of the data"] = 0
 
     learning_rate: Annotated[float, "Peak learning rate"]
     schedule: Annotated[str, "cosine or constant"] = "cosine"
     warmup_steps: Annotated[int, "Steps of linear warm-up"]
-    decay_share: Annotated[float, "The last part of the steps, in which the constant schedule falls"] = 0.2
-    final_learning_rate_share: Annotated[float, "Of the peak, where the schedule ends"] = 0.1
+    decay_share: Annotated[float, "Share of the steps, at the end, in which the constant schedule falls"] = 0.2
+    final_learning_rate_share: Annotated[float, "Learning rate at the end, as a share of the peak"] = 0.1
     optimiser: Annotated[str, "adamw or muon"] = "adamw"
-    weight_decay: Annotated[float, "Of matrices"] = 0.1
-    beta1: Annotated[float, "Of the optimiser's mean of gradients"] = 0.9
-    beta2: Annotated[float, "Of the optimiser's mean of squares"] = 0.95
-    epsilon: Annotated[float, "Added where the optimiser divides"] = 1e-8
+    weight_decay: Annotated[float, "Weight decay of matrices"] = 0.1
+    beta1: Annotated[float, "Decay of the optimiser's mean of gradients"] = 0.9
+    beta2: Annotated[float, "Decay of the optimiser's mean of squared gradients"] = 0.95
+    epsilon: Annotated[float, "Added to the optimiser's divisor"] = 1e-8
     clip: Annotated[float, "Largest norm of the gradient of all parameters together"] = 1.0
 
     evaluate_every: Annotated[int, "Steps between held-out losses"]
-    evaluation_sequences: Annotated[int, "Sequences of a held-out loss"] = 64
+    evaluation_sequences: Annotated[int, "Sequences in a held-out loss"] = 64
     probe_every: Annotated[int, "Steps between probes of the six observables; 0: none"]
-    probe_length: Annotated[int, "Tokens of a probed sequence"] = 64
-    probe_sequences: Annotated[int, "Sequences of a probe"] = 32
+    probe_length: Annotated[int, "Tokens in a probed sequence"] = 64
+    probe_sequences: Annotated[int, "Sequences in a probe"] = 32
     checkpoint_every: Annotated[int, "Steps between checkpoints"]
-    keep_checkpoints: Annotated[
-        int, "Complete checkpoints that are kept, newest first; two, so that one may be damaged"
-    ] = 2
+    keep_checkpoints: Annotated[int, "Newest checkpoints to keep; two, in case one is damaged"] = 2
     snapshots: Annotated[tuple[int, ...], "Steps whose weights are kept for good, as models that can be loaded"] = ()
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_CHARACTERS = 1 << 20
 FORMS = "a text file, a folder of them, hf:NAME, hf:NAME:CONFIG or hf:FILE"
 DATA = "Text files or folders, hf:NAME, or one folder of token shards"
-VALIDATION = "Texts to hold out; else a share of the documents is"
+VALIDATION = "Texts to hold out; by default a share of the documents"
 HF_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
 
@@ -39,11 +39,11 @@ class TokenizeConfig:
 
     data: Annotated[Sequence[str], DATA]
     validation: Annotated[Sequence[str], VALIDATION] = ()
-    validation_share: Annotated[float, "Share of the documents to hold out, where no texts are"] = 0.01
+    validation_share: Annotated[float, "Share of the documents to hold out if no texts are given"] = 0.01
     vocab_size: Annotated[int, "Tokens of the byte-level BPE that is trained"] = 8192
     tokenizer: Annotated[str | None, "Folder or Hugging Face name of a tokenizer to use instead"] = None
-    max_tokens: Annotated[int | None, "Stop after so many training tokens: a streamed dataset may have no end"] = None
-    shard_tokens: Annotated[int, "Tokens of a shard"] = 1 << 27
+    max_tokens: Annotated[int | None, "Stop after this many training tokens; a streamed dataset may have no end"] = None
+    shard_tokens: Annotated[int, "Tokens in a shard"] = 1 << 27
 
     def check(self) -> None:
         check_sources(self.data)

@@ -61,7 +61,7 @@ SECTIONS = {
     "necessity": ("What the sink needs", "Each removal takes one thing away and leaves the rest as it was."),
     "mediation": (
         "What carries the effect",
-        "If an effect passes through a part, it disappears while that part is held at its untouched values.",
+        "If an effect passes through a mediator, it disappears while the mediator is held at its untouched values.",
     ),
     "confounds": ("What else changes", "An intervention that changes everything explains nothing."),
     "histograms": (
@@ -254,8 +254,8 @@ def _massive(run: Run) -> str:
     cut = f", {html.MAX_ROWS} of {len(rows)} rows" if len(rows) > html.MAX_ROWS else ""
     return (
         f"<details><summary>Massive dimensions at position {run.strongest}{cut}</summary>"
-        '<p class="caption">Mean value over sequences; its magnitude, that over the mean of all dimensions there, and '
-        "that over the same dimension at other positions. Layer -1 is what enters layer 0.</p>"
+        '<p class="caption">Value and magnitude are means over sequences. Ratio: magnitude over the mean of all '
+        "dimensions at the position. Contrast: over the same dimension at other positions. Layer -1 enters layer 0.</p>"
         f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
     )
 

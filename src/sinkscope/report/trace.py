@@ -21,6 +21,7 @@ from sinkscope.report.figure import (
     rounded,
 )
 from sinkscope.report.run import Run
+from sinkscope.report.text import number
 from sinkscope.studies.judging import percent
 
 NUM_POSITIONS_DRAWN = 64
@@ -99,6 +100,8 @@ def _variance(run: Run) -> Figure:
     applicable = run.summary["variance_ratio"] is not None
     name = "value_variance" if applicable else "second_moment"
     values, law = (by_layer_and_position(run, column)[:, :NUM_POSITIONS_DRAWN] for column in (name, "averaging_law"))
+    fits = run.tables["layers"]["averaging_law_r_squared"]
+    fit = ", ".join(f"{number(fits[layer])} in layer {layer}" for layer in _curve_layers(run))
     positions = range(values.shape[1])
     traces, listed = [], []
     for look, layer in enumerate(_curve_layers(run)):
@@ -111,10 +114,10 @@ def _variance(run: Run) -> Figure:
     return Figure(
         "variance",
         "Variance by position" if applicable else "Energy by position",
-        "Variance of the value aggregation across sequences. Dotted: what averaging predicts."
+        f"Variance of the value aggregation across sequences. Dotted: what averaging predicts (log R^2 {fit})."
         if applicable
         else "Position 0 has no variance across sequences here, so its second moment is shown.",
-        ("positions",),
+        ("positions", "layers"),
         traces,
         {"xaxis": axis("position"), "yaxis": log_axis("", values[_curve_layers(run)].ravel())},
         ("layer", "position", name.replace("_", " "), "averaging law"),

@@ -97,7 +97,7 @@ MINIMAL_SET = Schema(
         _LAYER,
         _EXPERT,
         _NEURON,
-        Column("share", "float", "Part of the layer's squared write into the massive dimensions at the sink"),
+        Column("share", "float", "Share of the layer's squared write into the massive dimensions at the sink"),
     ),
 )
 HISTOGRAMS = Schema(
@@ -123,7 +123,7 @@ OUTPUT_ENERGY = Schema(
         Column("kind", "str", "super: a super neuron; median: the layer's unit of median sparsity"),
         Column("rank", "int", "Place of the dimension among those of the output vector by energy, counted from 0"),
         Column("dimension", "int", "Output dimension"),
-        Column("energy_share", "float", "Part of the vector's energy in this dimension"),
+        Column("energy_share", "float", "Share of the vector's energy in this dimension"),
         Column("value", "float", "Entry of the vector"),
     ),
 )
