@@ -26,7 +26,7 @@ HOSTILE_TOKENS = (
 # id: threshold, rule, control's name, effect in a model whose chain holds
 NUMBERS = {
     "sink": (0.05, "low >= threshold", None, 0.77),
-    "variance_discrepancy": (2.0, "low >= threshold", "the same of the position in the middle", 9.4),
+    "variance_discrepancy": (2.0, "low >= threshold", "the same architecture at initialisation, three seeds", 9.4),
     "averaging_law": (0.8, "low >= threshold", "the law moved by half the length", 0.93),
     "super_neurons": (0.5, "low >= threshold", "their level elsewhere", 0.88),
     "channel_sparsity": (0.25, "low >= threshold", "the median unit's", 0.6),

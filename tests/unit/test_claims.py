@@ -70,6 +70,19 @@ def test_a_statistic_sees_the_axes_that_its_numbers_have():
     assert judged.effect == pytest.approx(1 / 6)
 
 
+def test_a_centred_interval_holds_its_effect_where_resampling_is_biased():
+    """Minus the spread of variances that are all 1 in truth: every resample scatters more than the sample."""
+    squares = np.random.default_rng(2).normal(size=(N, 40)) ** 2
+
+    def agreement(means):
+        return -np.log(means).std(-1)
+
+    judged = judge([found((Bar("at least", -1.0, agreement, centred=True), squares))], N)[0]
+    assert judged.low < judged.effect < judged.high
+    # The control: as they are, the resamples all lie below it.
+    assert judge([found((Bar("at least", -1.0, agreement), squares))], N)[0].high < judged.effect
+
+
 def test_a_sequence_without_a_number_is_left_out():
     values = spread(0.5, 0.2)
     some = np.where(np.arange(N) % 4 == 0, np.nan, values)

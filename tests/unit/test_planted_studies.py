@@ -1,14 +1,18 @@
 """The study on models whose truth is known: it finds the planted chain, and claims no link that a decoy lacks."""
 
+import copy
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from planted_models import DECOYS, decoy, planted_chain
 
 from sinkscope.arguments import STUDY_SEQUENCES
+from sinkscope.capture.trace import trace
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
+from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.studies import conditions, judging
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.study import NO_SINK, UNPLANNED, Study, study
@@ -48,6 +52,24 @@ def test_every_claim_holds_in_the_planted_chain(seed):
     assert found.plan.dimensions == (facts.massive_dimension,)
 
 
+def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():
+    """The control of `variance_discrepancy`, by the slow way: a whole fresh model of the same configuration."""
+    model, _ = planted_chain(0)
+    found = study(load(model), **SMALL)
+    fresh_NLT = found.measured.fresh_variance_NLT
+    assert fresh_NLT is not None
+    assert fresh_NLT.shape == (3, len(found.plan.layers), SMALL["length"])
+    batch = found.trace.recording.batch
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = len(found.plan.layers)
+    plain = trace(draw(Configuration(name="fresh", config=config), 1), batch, effective_rank=False)
+    np.testing.assert_allclose(fresh_NLT[1], plain.recording["value_variance"], rtol=1e-4)
+    judged = {judgement.id: judgement for judgement in found.judgements}["variance_discrepancy"]
+    later = fresh_NLT[:, -1, -(SMALL["length"] // 2) :].mean(-1)
+    assert judged.control == pytest.approx(float(np.prod(fresh_NLT[:, -1, 0] / later) ** (1 / 3)))
+    assert judged.effect != pytest.approx(judged.control, rel=0.01)
+
+
 NO_UNIT = {"super_neurons": FAILS, "super_neurons_necessary": FAILS, "super_neurons_sufficient": EMPTY}
 NO_DISPARITY = {"dimension_disparity": FAILS, "channel_sparsity": EMPTY, "channel_sparsity_necessary": EMPTY}
 NORM_DOES_IT = {"norm_scaling_does_not": FAILS, "random_direction_does_not": FAILS, "variance_beats_mean_shift": FAILS}
@@ -60,13 +82,15 @@ VARIANCE_DOES_IT = dict.fromkeys(
     ("variance_discrepancy", "mask_to_self_creates_sink", "amplification_creates_sink", "equalising_removes_sink"),
     HOLDS,
 )
+# Heads have their sink in the very layer where disparity is born: later tokens carry the first one's value there.
+SINK_AT_BIRTH = {"variance_discrepancy": FAILS}
 LINKS: dict[str, dict[str, str]] = {
     "sink_from_norm": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, **NORM_DOES_IT, "directional_collapse": FAILS},
     "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "norm_scaling_does_not": HOLDS},
     "disparity_without_sink": {**dict.fromkeys(CLAIMS, EMPTY), "sink": FAILS},
     "large_neuron": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, **NORM_DOES_IT},
-    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, "norm_scaling_does_not": HOLDS},
-    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **NORM_DOES_IT},
+    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, "norm_scaling_does_not": HOLDS},
+    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, **NORM_DOES_IT},
     "special_token": {
         **NO_UNIT,
         **NO_DISPARITY,

@@ -35,18 +35,30 @@ def _sink(study: Measured) -> Found:
     return Numbers(by_bar=[study.at_sink_B()])
 
 
-def _mean_variance_ratio(means: np.ndarray) -> np.ndarray:
-    """Position 0 over the later half, mean over layers, of variances [..., L, T]."""
-    return variance_ratio(torch.from_numpy(means)).mean(-1).numpy()
+def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
+    """Position 0 over the later half in the last layer, of variances [..., L, T]."""
+    return variance_ratio(torch.from_numpy(means[..., -1, :])).numpy()
 
 
 def _variance_discrepancy(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    variance_LT = study.evidence.squared_deviation_LBT.mean(1)
-    length = variance_LT.shape[-1]
-    middle = variance_LT[:, length // 2] / variance_LT[:, length - length // 2 :].mean(-1)
-    return Numbers(by_bar=[study.evidence.squared_deviation_LBT.swapaxes(0, 1)], control=float(middle.mean()))
+    layers = study.plan.before_sink
+    deviation_BLT = study.evidence.squared_deviation_LBT[layers].swapaxes(0, 1)
+    note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratio(deviation_BLT.mean(0)):.3g}"
+    if study.fresh_variance_NLT is None:
+        return Numbers(by_bar=[deviation_BLT], note=f"{note}; this machine cannot hold a model drawn afresh")
+    fresh_NLT = study.fresh_variance_NLT[:, layers]
+    return Numbers(
+        by_bar=[deviation_BLT],
+        control=float(np.exp(np.log(_ratio_at_birth(fresh_NLT)).mean())),
+        note=f"{note}, at initialisation {_mean_ratio(fresh_NLT):.3g}",
+    )
+
+
+def _mean_ratio(variance: np.ndarray) -> float:
+    """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, T]."""
+    return float(variance_ratio(torch.from_numpy(variance)).log().mean().exp())
 
 
 def _mean_r_squared(means: np.ndarray) -> np.ndarray:
@@ -125,16 +137,18 @@ LINK_CLAIMS = (
     Claim(
         id="variance_discrepancy",
         link="variance_discrepancy",
-        statement="Up to the birth of disparity, position 0 has more than twice the variance of later positions",
-        bars=(Bar("at least", VARIANCE_RATIO, _mean_variance_ratio),),
+        statement="Where disparity is born, or before the first sink if none is, position 0 has at least twice the "
+        "variance of later positions",
+        bars=(Bar("at least", VARIANCE_RATIO, _ratio_at_birth),),
         numbers=_variance_discrepancy,
-        control_is="the same of the position in the middle",
+        control_is="the same architecture at initialisation, three seeds",
     ),
     Claim(
         id="averaging_law",
         link="variance_discrepancy",
         statement="Averaging values explains how the variance falls: log R^2 at least 0.8",
-        bars=(Bar("at least", 0.8, _mean_r_squared),),
+        # A resample repeats sequences, so that its variances scatter more and log R^2 falls in nearly every one.
+        bars=(Bar("at least", 0.8, _mean_r_squared, centred=True),),
         numbers=_averaging_law,
         control_is="the law moved by half the length",
     ),

@@ -72,14 +72,14 @@ def _observables(plan: Plan) -> list[Observable]:
         )
 
     return [
-        by_sequence("squared_deviation", Tap.AGGREGATION, _squared_deviation, plan.layers),
+        by_sequence("squared_deviation", Tap.AGGREGATION, squared_deviation, plan.layers),
         by_sequence("averaging_law", Tap.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
         by_sequence("cosine", Tap.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
         by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),
     ]
 
 
-def _squared_deviation(call: LayerCall) -> Tensor:
+def squared_deviation(call: LayerCall) -> Tensor:
     """[B, T] n / (n - 1) times the squared deviation of the aggregation from its mean, mean over channels."""
     aggregation_BTC = call.aggregation.float()
     count = len(aggregation_BTC)

@@ -73,6 +73,9 @@ class Bar:
     threshold: float
     statistic: Callable[[np.ndarray], np.ndarray] = the_mean
     """From means over sequences [..., what a sequence has] to numbers [...]."""
+    centred: bool = False
+    """Whether resampled values are moved so that the estimate is their median: for a statistic that repeating
+    sequences makes smaller in every resample, whatever its truth."""
 
     def cleared_by(self, value: float) -> bool:
         return CLEARS[self.rule](value, self.threshold)
@@ -187,6 +190,8 @@ def _estimate(bar: Bar, values: np.ndarray, weights_RB: np.ndarray) -> Estimate:
         return np.nan, np.full_like(resampled_R, np.nan), 1.0
     # A resample without a single case (0 / 0) says nothing: it counts for both sides.
     resampled_R = np.where(np.isfinite(resampled_R), resampled_R, bar.threshold)
+    if bar.centred:
+        resampled_R += value - np.median(resampled_R)
     seen_BC = np.where(np.isnan(columns_BC), seen_mean(columns_BC), columns_BC)
     if np.ptp(seen_BC, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
         return value, np.full_like(resampled_R, value), 0.0

@@ -34,6 +34,8 @@ class Measured:
     minimal: tuple[Unit, ...]
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
+    fresh_variance_NLT: np.ndarray | None
+    """Of models drawn afresh; None where there is none, or nothing to compare with it."""
 
     def rise_B(self, name: str, factor: float | None = None, held: str | None = None) -> np.ndarray:
         """How far the rate at each target rises over the untouched model's, mean over targets."""

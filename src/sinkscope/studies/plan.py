@@ -51,6 +51,13 @@ class Plan:
         return tuple(unit for unit in self.super_neurons if unit.layer in self.births)
 
     @property
+    def before_sink(self) -> range:
+        """Layers whose aggregations the sink can come from: up to the birth of disparity or, where none is born, up to
+        the layer before the first with a sink."""
+        born = any(birth >= 0 for birth in self.births)
+        return range(self.last_layer + 1) if born else range(max(1, self.last_layer))
+
+    @property
     def layers(self) -> range:
         """Layers up to the birth of disparity."""
         return range(self.last_layer + 1)

@@ -29,6 +29,7 @@ from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
 from sinkscope.studies.evidence import read_evidence
+from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import Empty, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set
@@ -218,7 +219,18 @@ class _Run:
             outcomes=self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {},
             minimal=minimal,
             sink_varies=sink_varies,
+            fresh_variance_NLT=self._fresh_variance(plan) if has_sink and sink_varies else None,
         )
+
+    def _fresh_variance(self, plan: Plan) -> np.ndarray | None:
+        """Kept as a part: large models take minutes to draw."""
+        kept = self.parts.load("fresh")
+        if kept is not None:
+            return kept["variance_NLT"]
+        variance_NLT = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
+        if variance_NLT is not None and processes.rank() == 0:
+            self.parts.save("fresh", {"variance_NLT": variance_NLT})
+        return variance_NLT
 
     def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
         """Under torchrun each process runs its share of the conditions."""

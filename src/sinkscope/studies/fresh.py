@@ -1,0 +1,71 @@
+"""The same architecture at initialisation: how large position 0's variance is before any training.
+
+Averaging alone gives position 0 more variance than later ones, so a ratio in a trained model says little without that
+of models drawn afresh from its configuration. Axes: N models, L layers up to birth, B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.capture.merges import Rows
+from sinkscope.capture.observables import Observable, Tap
+from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
+from sinkscope.models.loading import LoadedModel
+from sinkscope.pretrain.model_specs import Configuration, draw
+from sinkscope.studies.evidence import squared_deviation
+
+SEEDS = (0, 1, 2)
+SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")
+"""Model types whose initial weights depend on the number of layers: they are drawn whole."""
+
+
+def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.ndarray | None:
+    """[N, L, T] variance of the aggregation in models drawn afresh, on the same tokens; None where this machine cannot
+    hold one."""
+    config = _shortened(loaded.model.config, num_layers)
+    drawn = Configuration(name=loaded.name, config=config, trust_remote_code=loaded.trust_remote_code)
+    device = str(input_device(anatomy_of(loaded.model)))
+    variances = []
+    for seed in SEEDS:
+        try:
+            model = draw(drawn, seed, device=device).model
+        except InputError:  # its only reason here: too large
+            return None
+        if (options := getattr(config, CONFIG_KEY, None)) is not None:
+            insert_head_norm(model, **options)
+        variances.append(_variance(model, ids_BT, range(num_layers)))
+        del model
+    return np.stack(variances)
+
+
+def _shortened(config: Any, num_layers: int) -> Any:
+    """The configuration of the first layers alone: later ones are not read."""
+    short = copy.deepcopy(config)
+    if config.model_type in SCALED_BY_DEPTH:
+        return short
+    text = short.get_text_config()  # itself, but for models of images and text
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # what each layer is
+            setattr(text, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return short
+
+
+def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
+    anatomy, name = anatomy_of(model), "squared_deviation"
+    observable = Observable(
+        name=name, tap=Tap.AGGREGATION, reduce=squared_deviation, merge=Rows(), axes="LBT", meaning=name, layers=layers
+    )
+    recorder = Recorder(anatomy, [observable])
+    with torch.no_grad(), evaluation_mode(model), recorder.listening((ids_BT.shape[0], ids_BT.shape[1])):
+        anatomy.decoder(input_ids=ids_BT.to(input_device(anatomy)), use_cache=False)
+    return np.stack([rows.double().mean(0).cpu().numpy() for rows in recorder.results()[name].values()])
