@@ -1,6 +1,6 @@
-"""Arguments that many functions take, judged before torch is imported and before anything is allocated.
+"""Checks of common arguments, before torch is imported and before anything is allocated.
 
-The command line checks what it was given here, and so does each function that makes the thing.
+Both the command line and the library's functions call them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from sinkscope.memory import memory_bytes
 from sinkscope.user_paths import user_path
 
 Method = Literal["alignment", "seedprint"]
-"""Of a fingerprint."""
+"""Methods of a fingerprint."""
 TOKEN_FORMS = "random, text:FILE or repeat:ID"
 LARGEST_TOKEN_ID = 2**31 - 1
 MOST_MODELS = 1000
-"""Models that one call draws from seeds; a thousand say no more than a hundred."""
+"""Most models that one call draws from seeds."""
 MOST_NUMBERS = 2**20
 """Numbers in a list such as 0-9: more than any model has layers, heads or keys worth choosing."""
 FINGERPRINT_SEQUENCES = 64
-"""Fewer leave a correlation an error above 0.125 in each dimension."""
+"""With fewer, a correlation in a dimension has an error above 0.125."""
 BIAS_SEQUENCES = 16
-"""Groups of them are left out in turn to find the error of a rank correlation."""
+"""Enough to leave out groups of them in turn, which gives the error of a rank correlation."""
 STUDY_LENGTH = 32
-"""From here on position 10, where the paper intervenes, and two others have enough later queries."""
+"""The shortest at which position 10, where the paper intervenes, and two others have enough later queries."""
 STUDY_SEQUENCES = 16
-"""From here on Holm's first step over all claims is within a bootstrap's reach; with fewer, all would be undecided."""
+"""With fewer, a bootstrap cannot reach the level of Holm's first step, and all claims would be undecided."""
 
 
 def check_batch(
@@ -92,7 +92,7 @@ def check_seed(seed: int, count: int = 1) -> None:
 
 
 def check_trace_length(length: int) -> None:
-    """Refuses sequences too short for any key to have as many later queries as a sink is measured with."""
+    """Refuses sequences so short that no key has the later queries that a sink needs."""
     check_count("length", length, LATER_QUERIES + 1, why=f", so that some key has {LATER_QUERIES} later queries")
 
 
@@ -103,7 +103,7 @@ def check_study(length: int, num_sequences: int) -> None:
 
 
 def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence[Any], fresh: int) -> None:
-    """Refuses a comparison without a pair, by an unknown method, or with a null that the method has no use for."""
+    """Refuses fewer than two models, an unknown method, and unrelated models where the method uses none."""
     if len(models) < 2:
         raise InputError(
             expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
@@ -130,7 +130,7 @@ def check_inputs(
     num_sequences: int = FINGERPRINT_SEQUENCES,
     seed: int = 0,
 ) -> None:
-    """Refuses sequences that no fingerprint can be made with; what is not given passes."""
+    """Refuses sequences that no fingerprint can be made with; defaults always pass."""
     check_sizes(length=length, num_sequences=num_sequences, least_length=1, least_sequences=FINGERPRINT_SEQUENCES)
     check_seed(seed)
     if vocabulary is not None:

@@ -87,7 +87,7 @@ def main() -> None:
             command_line()()
         return
     except Exception as error:
-        # Memory first: what reads strangers' files takes any error for a damaged file.
+        # Memory first: code that reads strangers' files takes any error for a damaged file.
         refused = OUT_OF_MEMORY if is_out_of_memory(error) else error
         if not isinstance(refused, InputError):
             raise
@@ -99,14 +99,14 @@ def main() -> None:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Nothing is printed while open; an error that leaves it is, whichever process of torchrun it comes from."""
+    """While open, nothing is printed; an error that leaves it is, whichever process of torchrun raised it."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
 @cache
 def command_line() -> Any:
-    """The application as click has it: `commands` by name, each with its `params`."""
+    """The application as a click group: `commands` by name, each with its `params`."""
     return typer.main.get_command(app)
 
 

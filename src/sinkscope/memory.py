@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 _SAID = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc", "failed to map segment")
-"""By torch, its allocator, safetensors and the dynamic linker."""
+"""Words in the errors of torch, its allocator, safetensors and the dynamic linker."""
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """What this machine has, or what a control group of this process, or one above it, leaves of it."""
+    """The memory of this machine, or less if a control group of this process limits it."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
@@ -29,9 +29,9 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def bound_memory() -> None:
-    """From here on, an allocation beyond `memory_bytes` fails; the kernel would kill the process, without a word.
+    """Makes an allocation beyond `memory_bytes` fail from now on; otherwise the kernel would kill the process silently.
 
-    For programs alone, and on a CPU: the limit is of the whole process, and drivers of GPUs reserve more than they use.
+    Only for programs, and on a CPU: the limit holds for the whole process, and GPU drivers reserve more than they use.
     """
     import resource
 

@@ -1,4 +1,4 @@
-"""Work shared among the processes that torchrun started; with one process, everything is that one's.
+"""Work shared among the processes that torchrun started; a single process does everything.
 
 Processes exchange what they found over gloo, on the CPU: reduced numbers, never activations.
 """
@@ -15,7 +15,7 @@ from sinkscope.errors import InputError
 
 T = TypeVar("T")
 _sharing = False
-"""Whether work is shared: a training run has processes too, and traces its probes in one of them alone."""
+"""Whether work is shared. A training run has several processes too, but only one of them traces its probes."""
 
 
 def count() -> int:
@@ -37,14 +37,14 @@ def rank() -> int:
 
 
 def share(items: Sequence[T] | Any) -> Any:
-    """This process's run of some items: a slice, in the order of the processes."""
+    """This process's slice of some items, in the order of the processes."""
     each, more = divmod(len(items), count())
     first = rank() * each + min(rank(), more)
     return items[first : first + each + (rank() < more)]
 
 
 def gathered(value: T) -> list[T]:
-    """What every process has, in their order, with tensors on the CPU."""
+    """The values of all processes, in their order, with tensors on the CPU."""
     if count() == 1:
         return [value]
     import torch.distributed
@@ -87,7 +87,7 @@ def joined() -> Iterator[None]:
 
 
 def moved(value: Any, device: Any) -> Any:
-    """The value with every tensor in it on a device."""
+    """The value with every tensor in it moved to a device."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
-    """Refuses names of a dtype or a device that are none, and a device beside a device map; needs no torch."""
+    """Refuses unknown dtypes and devices, and a device together with a device map; needs no torch."""
     if dtype not in DTYPE_NAMES:
         raise InputError(
             expected=f"a dtype: {', '.join(DTYPE_NAMES)}", found=repr(dtype), next_step="Give one of them as `dtype`"
@@ -65,7 +65,7 @@ def resolve_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def check_torch_defaults() -> None:
-    """Refuses to work where torch makes new tensors in another dtype or on another device than it does by itself."""
+    """Refuses to work if the default dtype or device of torch was changed."""
     import torch
 
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
@@ -81,7 +81,7 @@ def environment(*, device: torch.device | str | None = None, **extra: Any) -> di
     """What ran, as plain JSON values: versions, platform, device, threads, the start time and the `extra` entries.
 
     `device` is the device the run used; None means the one "auto" picks. Run folders are shared, so nothing here may
-    tell whose machine it was: a path among the extra entries is recorded by its last part.
+    reveal whose machine it was: of a path among the extra entries only the last part is recorded.
     """
     import torch
 

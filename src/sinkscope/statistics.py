@@ -1,4 +1,4 @@
-"""Intervals that say how far a number could have come out differently, and decisions over many of them.
+"""Intervals and p-values, and decisions over many of them.
 
 Axes: N samples (sequences), C columns (every trailing axis, flattened), R resamples.
 """
@@ -67,12 +67,12 @@ def bootstrap_mean_interval(
 
 
 def _left(totals: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Means of what is not empty, from weighted totals and the weights' share of it; NaN where nothing is left."""
+    """Means of samples that are not empty, from weighted totals and the sum of their weights; NaN if none is left."""
     return np.divide(totals, shares, out=np.full_like(totals, np.nan), where=shares > 0)
 
 
 def seen_mean(values: np.ndarray, axis: int | None = 0) -> np.ndarray:
-    """The mean over an axis of what is not NaN, which means empty; NaN where nothing is left."""
+    """The mean over an axis without NaN, which means empty; NaN if all are empty."""
     seen = ~np.isnan(values)
     return _left(np.where(seen, values, 0.0).sum(axis), seen.sum(axis))
 
@@ -94,7 +94,7 @@ def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray
 
 def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     """Kendall's tau-b of two samples of equal length; NaN where one of them is constant."""
-    from scipy.stats import kendalltau  # where it is used: a machine that only traces long texts need not have it
+    from scipy.stats import kendalltau  # imported here: a machine that only traces long texts need not have it
 
     found: Any = kendalltau(x, y)
     return float(found.statistic)
@@ -115,7 +115,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def share_interval(share: float, num_samples: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of independent samples, which is honest where it is 0 or 1 too."""
+    """Wilson's 95 % interval of a share of independent samples, which is right for shares of 0 and 1 too."""
     z = NormalDist().inv_cdf(0.975)
     middle = (share + z**2 / (2 * num_samples)) / (1 + z**2 / num_samples)
     half = z / (1 + z**2 / num_samples) * math.sqrt(share * (1 - share) / num_samples + (z / (2 * num_samples)) ** 2)
@@ -124,13 +124,13 @@ def share_interval(share: float, num_samples: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=2)
 def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 0) -> np.ndarray:
-    """[R, N] weights of bootstrap resamples, each adding up to 1: times the samples they give resampled means."""
+    """[R, N] weights of bootstrap resamples, each adding up to 1; times the samples, they give resampled means."""
     random = np.random.default_rng(seed)
     return random.multinomial(num_samples, np.full(num_samples, 1 / num_samples), size=num_resamples) / num_samples
 
 
 def mean_interval(values: ArrayLike, *, confidence: float = 0.95) -> tuple[float, float]:
-    """The low and high ends of Student's t interval of a mean, for the few samples that training runs are.
+    """The low and high ends of Student's t interval of a mean, for few samples, such as training runs.
 
     A bootstrap of four samples has 35 different means, and its interval is half as wide as it should be. One sample
     has no interval: NaN.

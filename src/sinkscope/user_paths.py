@@ -10,9 +10,9 @@ from sinkscope.errors import InputError
 
 
 def user_path(path: str | Path) -> Path:
-    """The path that is meant, with ~ as home; refused where nothing can have this name.
+    """The path that a user typed, with ~ as home; refused if no file can have this name.
 
-    A path that passes may be asked whether it exists, and what it is, without an error.
+    `exists`, `is_dir` and the like raise no error on the path returned.
     """
     expanded = Path(path)
     try:

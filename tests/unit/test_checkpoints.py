@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain import checkpoints, metrics
+from sinkscope.pretrain import checkpoints, metrics, training_run
 from sinkscope.pretrain import step as step_module
-from sinkscope.pretrain import train as train_module
 from sinkscope.pretrain.config import PretrainConfig, TrainingConfig, decoder_config
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers
@@ -61,7 +60,7 @@ def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "matrix_rate", lambda device: 1e9)  # a speed, which is measured for long
+        patch.setattr(training_run, "matrix_rate", lambda device: 1e9)  # a speed, which is measured for long
         yield
     torch.set_num_threads(threads)
 
@@ -134,9 +133,9 @@ MOMENTS = {
     "rename": (run_folder, "_move_into_place", None),
     "removal of the oldest": (run_folder.shutil, "rmtree", None),
     "row": (metrics.JsonLines, "write", half_a_row),
-    "probe": (train_module, "probe", None),
-    "export": (train_module, "export", None),
-    "tables": (train_module, "write_tables", None),
+    "probe": (training_run, "probe", None),
+    "export": (training_run, "export", None),
+    "tables": (training_run, "write_tables", None),
 }
 
 
@@ -344,7 +343,7 @@ def test_a_damaged_summary_is_written_again(train, whole, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_of_two_processes_started_together_one_is_refused_and_the_other_is_whole(train, whole, tmp_path, monkeypatch):
-    real, refusal = train_module.probe, tmp_path / "refusal"
+    real, refusal = training_run.probe, tmp_path / "refusal"
 
     def probe(*args, **kwargs):
         for _ in range(6000):  # the one that has the folder keeps it until the other one has asked for it
@@ -359,7 +358,7 @@ def test_of_two_processes_started_together_one_is_refused_and_the_other_is_whole
             (tmp_path / "told").write_text(str(error))
             (tmp_path / "told").rename(refusal)
 
-    monkeypatch.setattr(train_module, "probe", probe)
+    monkeypatch.setattr(training_run, "probe", probe)
     in_forks(work, work)
     assert "another run that is writing there" in refusal.read_text()
     assert_same_run(tmp_path / "run", whole)

@@ -1,4 +1,4 @@
-"""How far states gather along one direction. N states, E width. A state of zeros has no direction and is left out."""
+"""How far states contract to one direction. N states, E width. A state of zeros has no direction and is left out."""
 
 from typing import NamedTuple
 

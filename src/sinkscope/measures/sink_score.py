@@ -18,15 +18,14 @@ SINK_THRESHOLD = 0.3
 SINK_RATE = 0.05
 """There is a sink at a position when at least this share of sequences, layers and heads count it."""
 LATER_QUERIES = 16
-"""Only keys with as many queries after them are looked at: the last keys have few queries and look like sinks without
-being any."""
+"""Only keys with at least this many later queries can be sinks: with few queries a key looks like one by chance."""
 
 
 def mean_received(
     received_sum: Float[Tensor, "... S"], positions: Tensor | None = None, length: int | None = None
 ) -> Tensor:
-    """alpha_k = mean over queries i >= k of a_ik, from sums over queries; `positions` says which keys were read, if
-    not all."""
+    """alpha_k = mean over queries i >= k of a_ik, from sums over queries; `positions` says which keys were recorded,
+    if not all."""
     import torch
 
     if positions is None:
@@ -37,7 +36,7 @@ def mean_received(
 
 
 def eligible_positions(length: int, device: torch.device | None = None) -> Bool[Tensor, " S"]:
-    """Which keys have enough later queries to be looked at."""
+    """Which keys have enough later queries to be sinks."""
     import torch
 
     return torch.arange(length, device=device) < length - LATER_QUERIES

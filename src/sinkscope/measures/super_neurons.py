@@ -13,7 +13,7 @@ from sinkscope.measures.dimension_disparity import kurtosis, participation_ratio
 
 
 def write_share(mean_square_U: Float[Tensor, " U"], output_MU: Float[Tensor, "M U"]) -> Float[Tensor, " U"]:
-    """Each unit's part of the squared write into the massive dimensions, from E[n^2] and the output vectors' entries
+    """Each unit's share of the squared write into the massive dimensions, from E[n^2] and the output vectors' entries
     there."""
     energy = mean_square_U * output_MU.square().sum(0)
     return energy / energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)

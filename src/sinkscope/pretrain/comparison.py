@@ -145,12 +145,12 @@ class TrainingComparison:
         """A variant's row for one quantity; None if it was not measured."""
         return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
 
-    def write(self, folder: RunFolder) -> str:
-        """Writes every table, and the short ones also as summary.json; returns the suffix of the tables."""
-        paths = [folder.write_table(schema, self.tables[schema.name]) for schema in COMPARISON_TABLES]
+    def write(self, folder: RunFolder) -> None:
+        """Writes every table, and the short ones also as summary.json."""
+        for schema in COMPARISON_TABLES:
+            folder.write_table(schema, self.tables[schema.name])
         short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
         folder.write_json("summary.json", {"baseline": self.baseline, "notes": self.notes, **short})
-        return paths[0].suffix
 
 
 def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:

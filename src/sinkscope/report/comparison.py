@@ -88,8 +88,8 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
 
     comparison = compare_training(trained)
     with run_folder(tables_path(destination), overwrite) as folder:
-        suffix = comparison.write(folder)
-        part = training_parts(comparison, TablesBeside(tables_path(destination).name, suffix))
+        comparison.write(folder)
+        part = training_parts(comparison, TablesBeside(tables_path(destination).name))
         # Inside the block: a page that cannot be written leaves no tables either.
         _write(destination, _title(read, len(trained)), runs, [*comparison.variants], *part)
     return "\n".join([answer(comparison), *told, f"Tables: {tables_path(destination)}"])

@@ -29,10 +29,9 @@ class TablesBeside:
     """The folder with the tables of a page, as its figures name it."""
 
     folder: str
-    suffix: str
 
     def file_name(self, table: str) -> str:
-        return f"{self.folder}/{table}{self.suffix}"
+        return f"{self.folder}/{table}.parquet"
 
 
 def answer(comparison: TrainingComparison) -> str:
