@@ -43,7 +43,7 @@ def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
 class PretrainOptions:
     """What is trained, on which data, and where."""
 
-    data: Annotated[Sequence[str], DATA]
+    data: Annotated[Sequence[str], f"{DATA}; or one folder of token shards"]
     out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there is resumed.")]
     config: Annotated[
         str, typer.Option(help="Preset (tiny, 30m, 152m, 1b), a YAML file, or the config.yaml of a run.")

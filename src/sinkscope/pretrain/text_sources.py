@@ -23,7 +23,7 @@ SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_CHARACTERS = 1 << 20
 FORMS = "a text file, a folder of them, hf:NAME, hf:NAME:CONFIG or hf:FILE"
-DATA = "Text files or folders, hf:NAME, or one folder of token shards"
+DATA = "Text files or folders, or hf:NAME"
 VALIDATION = "Texts to hold out; by default a share of the documents"
 HF_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
