@@ -42,7 +42,7 @@ class LockInput:
     """The arguments of the attention call, without the state."""
 
     def joined(self, other: LockInput) -> LockInput:
-        """Both parts' sequences, as far as the lock is read on them."""
+        """The sequences of both, as far as the lock is measured on them."""
         names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
 
         def of_both(name: str) -> Tensor:

@@ -119,7 +119,7 @@ class Tile:
 
     @property
     def rows(self) -> tuple[slice, slice, slice]:
-        """The tile's part of [N, G, T]."""
+        """The tile's slice of [N, G, T]."""
         return self.pairs, slice(None), slice(self.start, self.stop)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.capture.edits import expert_edits
 from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.kernels.token_statistics import weighted_largest
-from sinkscope.models.anatomy import SHARED_EXPERT, Layer, Part
+from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer
 
 
 class UnitWrites(NamedTuple):
@@ -172,7 +172,7 @@ class LayerUnits:
         assert self.routed is not None
         assert expert is not None
         hidden_NE, index_Nk, weight_Nk = self.routed
-        experts: Part = self.layer.experts
+        experts: AnyModule = self.layer.experts
         chosen = hidden_NE[tokens_n]
         projection = experts.gate_up_proj[expert]
         gate_up = chosen @ (projection if experts.is_transposed else projection.T)

@@ -1,4 +1,4 @@
-"""sinkscope models: the families that are supported, and where one model keeps its parts."""
+"""sinkscope models: the families that are supported, and where a model keeps its modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelsOptions:
 
 
 def models_command(asked: ModelsOptions) -> None:
-    """List the families that are supported, or show where one model keeps its parts.
+    """List the families that are supported, or show where a model keeps its modules.
 
     Example: sinkscope models gpt2
     """

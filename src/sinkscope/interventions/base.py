@@ -163,7 +163,7 @@ def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
 
 
 def acting() -> bool:
-    """Whether interventions act now: they don't while capture runs a part of the model for a reading of its own."""
+    """Whether interventions act now: they don't while capture runs modules for itself."""
     return not suspended()
 
 

@@ -1,4 +1,4 @@
-"""The parts of a given model, read through its family's row.
+"""The modules of a model, found through its family's row.
 
 Numbers (heads, head size, width) are read from the configuration or the module, never inferred from shapes. A family
 that is missing raises an error that names the row to add.
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
 
-Part = Any
-"""A module of somebody's model: its attributes are the family's, so no type can promise them."""
+AnyModule = Any
+"""A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
 SHARED_EXPERT = -1
 """The expert number under which the units of a shared expert are listed."""
 DENSE = -2
@@ -38,21 +38,21 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The parts of one block. It has either `down_projection` or `experts`; a shared expert comes with experts."""
+    """The modules of one block. It has either `down_projection` or `experts`; a shared expert comes with experts."""
 
     index: int
-    block: Part
-    attention: Part
-    output_projection: Part
-    down_projection: Part | None
-    experts: Part | None
-    shared_down_projection: Part | None
-    post_norm: Part | None
-    attention_exit: Part
+    block: AnyModule
+    attention: AnyModule
+    output_projection: AnyModule
+    down_projection: AnyModule | None
+    experts: AnyModule | None
+    shared_down_projection: AnyModule | None
+    post_norm: AnyModule | None
+    attention_exit: AnyModule
     """The module whose output the attention adds to the residual stream: its output projection, or a norm after it."""
-    feed_forward: Part | None
+    feed_forward: AnyModule | None
     """The module that maps a normalised state to the feed-forward's output; None where the block itself does it."""
-    activations: tuple[Part, ...]
+    activations: tuple[AnyModule, ...]
     """The modules of the activation function: of dense neurons, or of experts and shared ones; may be empty."""
 
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
@@ -128,10 +128,10 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of one model, and the numbers that its configuration states."""
+    """The modules of one model, and the numbers that its configuration states."""
 
     family: Family
-    decoder: Part
+    decoder: AnyModule
     layers: tuple[Layer, ...]
     num_heads: int
     num_key_value_heads: int
@@ -182,7 +182,7 @@ def checked_units(anatomy: Anatomy, units: Iterable[Unit]) -> dict[tuple[int, in
     return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
 
 
-def anatomy_of(model: Part) -> Anatomy:
+def anatomy_of(model: AnyModule) -> Anatomy:
     """The anatomy of a causal language model; a model may bring its own as the attribute `sinkscope_anatomy`."""
     own = getattr(model, "sinkscope_anatomy", None)
     if own is not None:
@@ -190,13 +190,13 @@ def anatomy_of(model: Part) -> Anatomy:
     return describe(_family_of(model.config.get_text_config().model_type), model)
 
 
-def describe(family: Family, model: Part) -> Anatomy:
+def describe(family: Family, model: AnyModule) -> Anatomy:
     """The anatomy of a model read through a family's row."""
     config = model.config.get_text_config()
     reason = family.unsupported(config)
     if reason is not None:
         raise InputError(
-            expected=f"a {family.name} model whose every part can be read",
+            expected=f"a {family.name} model whose every module can be read",
             found=reason,
             next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
         )
@@ -230,8 +230,8 @@ def _family_of(model_type: str) -> Family:
     )
 
 
-def _layer(family: Family, index: int, block: Part) -> Layer:
-    experts = _part(block, family.experts)
+def _layer(family: Family, index: int, block: AnyModule) -> Layer:
+    experts = _submodule(block, family.experts)
     if hasattr(experts, "base_layer"):
         raise _adapted(index, experts)
     if experts is not None and not all(
@@ -244,11 +244,11 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
         )
     down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
     output_projection = attrgetter(family.output_projection)(block)
-    shared_down_projection = _part(block, family.shared_down_projection) if experts is not None else None
+    shared_down_projection = _submodule(block, family.shared_down_projection) if experts is not None else None
     for projection in (output_projection, down_projection, shared_down_projection):
         if projection is not None and not _is_plain(projection):
             raise _adapted(index, projection)
-    activations = (_part(block, path) for path in family.activations)
+    activations = (_submodule(block, path) for path in family.activations)
     return Layer(
         index=index,
         block=block,
@@ -257,14 +257,14 @@ def _layer(family: Family, index: int, block: Part) -> Layer:
         down_projection=down_projection,
         experts=experts,
         shared_down_projection=shared_down_projection,
-        post_norm=_part(block, family.post_norm),
-        attention_exit=_part(block, family.post_attention_norm) or output_projection,
-        feed_forward=_part(block, family.feed_forward),
+        post_norm=_submodule(block, family.post_norm),
+        attention_exit=_submodule(block, family.post_attention_norm) or output_projection,
+        feed_forward=_submodule(block, family.feed_forward),
         activations=tuple(part for part in activations if part is not None),
     )
 
 
-def _part(block: Part, path: str | None) -> Part | None:
+def _submodule(block: AnyModule, path: str | None) -> AnyModule | None:
     """The submodule at a path, or None where the path is absent (a dense layer among layers of experts)."""
     if path is None:
         return None
@@ -275,7 +275,7 @@ def _part(block: Part, path: str | None) -> Part | None:
     return block
 
 
-def _is_plain(projection: Part) -> bool:
+def _is_plain(projection: AnyModule) -> bool:
     """Whether a module multiplies by its weight and nothing else. An adapter or a scale would not be in that weight.
 
     A class that is no Linear says so by `acts_by_weight_alone`.
@@ -286,16 +286,16 @@ def _is_plain(projection: Part) -> bool:
     return (isinstance(projection, nn.Linear) or type(projection).__name__ == "Conv1D") and own <= {"weight", "bias"}
 
 
-def _adapted(index: int, part: Part) -> InputError:
-    names = ", ".join(name for name, _ in part.named_parameters())
+def _adapted(index: int, module: AnyModule) -> InputError:
+    names = ", ".join(name for name, _ in module.named_parameters())
     return InputError(
         expected=f"a projection in layer {index} whose weight is all that it multiplies by",
-        found=f"a {type(part).__name__} with {names or 'no parameters'}",
+        found=f"a {type(module).__name__} with {names or 'no parameters'}",
         next_step="Merge an adapter first (model = model.merge_and_unload()); load quantised weights in full precision",
     )
 
 
-def _projection_weight(projection: Part) -> Tensor:
+def _projection_weight(projection: AnyModule) -> Tensor:
     """[out, in] weight of a Linear, or of a Conv1D, which keeps it transposed."""
     weight = projection.weight.detach()
     return weight.T if type(projection).__name__ == "Conv1D" else weight

@@ -92,7 +92,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_weight_names(names: Iterable[str], checkpoint: str) -> None:
-    """Refuses a list of files that has no safetensors weights, or whose weights are only a part of the model."""
+    """Refuses a list of files that has no safetensors weights, or whose weights are only an adapter."""
     names = set(names)
     if "adapter_config.json" in names:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Where each family keeps its parts: one row per family, which names module paths below the decoder's block."""
+"""Where each family keeps its modules: one row per family, which names module paths below the decoder's block."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ GGUF_COPY_LIMIT = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """What the head of a GGUF file says, and where its parts lie."""
+    """What the head of a GGUF file says, and where its arrays and tensors lie."""
 
     path: Path
     metadata: dict[str, Any]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import Part, anatomy_of
+from sinkscope.models.anatomy import AnyModule, anatomy_of
 
 NAME = "head_norm"
 """Name of the submodule in each output projection."""
@@ -25,7 +25,7 @@ CONFIG_KEY = "sinkscope_head_norm"
 
 
 def insert_head_norm(
-    model: Part, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
+    model: AnyModule, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
 ) -> list[HeadRMSNorm]:
     """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
 
@@ -53,7 +53,7 @@ def insert_head_norm(
     return norms
 
 
-def remove_head_norm(model: Part) -> None:
+def remove_head_norm(model: AnyModule) -> None:
     """Takes the norms out: the model computes what it did before they were put in, to the bit, if it was not
     trained meanwhile."""
     for layer in anatomy_of(model).layers:
@@ -69,7 +69,7 @@ def remove_head_norm(model: Part) -> None:
     delattr(model.config, CONFIG_KEY)
 
 
-def load_head_norm(model: Part, folder: str | Path) -> None:
+def load_head_norm(model: AnyModule, folder: str | Path) -> None:
     """Puts the norms of a saved model into one that from_pretrained has just made of the same folder; nothing to do
     for a folder that has none."""
     options = getattr(model.config, CONFIG_KEY, None)
@@ -98,6 +98,6 @@ def _saved_values(folder: Path) -> dict[str, Tensor]:
     return values
 
 
-def _normalise(projection: Part, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _normalise(projection: AnyModule, args: tuple[Any, ...]) -> tuple[Any, ...]:
     norm = projection.head_norm
     return (norm(args[0].unflatten(-1, (norm.num_heads, norm.head_size))), *args[1:])

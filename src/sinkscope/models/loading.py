@@ -212,7 +212,7 @@ def bos_id(loaded: LoadedModel) -> int:
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's configuration that describes its decoder; None where it has no configuration."""
+    """The section of a model's configuration that describes its decoder; None if it has no configuration."""
     config = getattr(model, "config", None)
     return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
 

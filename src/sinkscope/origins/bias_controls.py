@@ -18,7 +18,7 @@ from sinkscope.capture.recorder import evaluation_mode, input_device
 from sinkscope.capture.taps import between_parts, entering, leaving
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
-from sinkscope.models.anatomy import Anatomy, Layer, Part, anatomy_of
+from sinkscope.models.anatomy import Anatomy, AnyModule, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 
@@ -63,7 +63,7 @@ def _odd_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Exit
         return _with_first(output, (leaving(output) - leaving(mirrored)) / 2)
 
     for layer in anatomy.layers:
-        feed_forward: Part = layer.feed_forward
+        feed_forward: AnyModule = layer.feed_forward
         stack.callback(feed_forward.register_forward_hook(hook, with_kwargs=True).remove)
 
 

@@ -22,7 +22,7 @@ _OVER = Column("over", "str", "What the interval is over: seeds or sequences")
 _N = Column("n", "int", "How many of them the number is made of")
 _QUANTITY = Column("quantity", "str", "What is measured; docs/born_biased.md defines each")
 _LAYER = Column("layer", "int", "Layer, counted from 0; -1 is the stream that enters layer 0")
-_PART = Column("part", "str", "After which part of the layer: attention or feed_forward; embeddings for layer -1")
+_PART = Column("part", "str", "Where in the layer: after attention or feed_forward; embeddings for layer -1")
 
 
 def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
@@ -54,9 +54,9 @@ CONTRACTION = Schema(
         _LAYER,
         _PART,
         *_value("inter", "Mean cosine between sequences at the last position"),
-        *_value("inter_added", "What this part adds to it"),
+        *_value("inter_added", "What attention, or the feed-forward, adds to it"),
         *_value("intra", "Mean cosine between the positions of a sequence"),
-        *_value("intra_added", "What this part adds to it"),
+        *_value("intra_added", "What attention, or the feed-forward, adds to it"),
         Column("alignment", "float", "|cosine| of the mean state with the top principal direction"),
         Column("top_share", "float", "Share of that direction in the energy of the states"),
         Column("split_half", "float", "Cosine of the mean states of two halves of the sequences"),

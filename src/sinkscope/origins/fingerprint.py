@@ -284,7 +284,7 @@ def _check_widths(signatures: list[Signature]) -> None:
             raise InputError(
                 expected="embeddings as wide as the layers in every model, or in none",
                 found=f"none in {without.name}",
-                next_step="Leave it out: signatures of different parts cannot be compared",
+                next_step="Leave it out: signatures with and without embeddings cannot be compared",
             )
         if other.width != first.width:
             raise InputError(

@@ -148,8 +148,8 @@ def _added(run: Run, name: str) -> Figure:
         ]
     return Figure(
         f"added-{name}",
-        f"What each part adds between {between}",
-        f"Mean cosine between {between} after the part, minus that before it.",
+        f"What attention and feed-forward add between {between}",
+        f"Mean cosine between {between} after each of them, minus that before it.",
         ("contraction",),
         traces,
         {"xaxis": axis("layer"), "yaxis": axis(""), **levels(level(0, ""))},

@@ -23,7 +23,7 @@ from sinkscope.studies.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Numbers by sequence; a mean over sequences is a claim's statistic, or a part of it."""
+    """Numbers by sequence; a mean over sequences is a claim's statistic, or enters it."""
 
     squared_deviation_LBT: np.ndarray
     """n / (n - 1) times the squared deviation of the aggregation from its mean, mean over channels: its mean over

@@ -14,10 +14,10 @@ from sinkscope.models.anatomy import Unit
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 
 SUPER_NEURON_SHARE = 0.005
-"""Super neurons are at most this part of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
+"""Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
 level at other positions."""
 LATER_SHARE = 0.1
-"""Behind the birth only units with this part of their layer's write count."""
+"""After the birth only units with this share of their layer's write count."""
 FIRST_TARGET = 10
 """The position that the paper intervenes at; two more follow it."""
 NUM_TARGETS = 3
