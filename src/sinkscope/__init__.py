@@ -51,7 +51,8 @@ _HOMES = {
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
 }
-__all__ = sorted([*_HOMES, "__version__"])
+# Type checkers take the names from the imports below.
+__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 RESOLVERS.append("sinkscope.pretrain.model_specs")
 

@@ -79,7 +79,7 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
             f"{loaded.name} ({recording.anatomy.family.name}, {recording.num_layers} layers, {loaded.dtype}), "
             f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {tokens['length']} {kind} tokens"
             f"{', BOS first' if tokens['bos'] else ''}; "
-            f"attention read by {recording.attention_path}, {recording.elapsed_s:.1f} s"
+            f"attention by {recording.attention_path}, {recording.elapsed_s:.1f} s"
         ),
     )
     if findings.sinks:
