@@ -8,6 +8,7 @@ from sinkscope.capture.trace_schemas import TRACE_TABLES
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.study_schemas import STUDY_TABLES
+from sinkscope.studies.tables import RULES
 
 NUM_LAYERS, NUM_HEADS, LENGTH, BIRTH = 8, 6, 48, 2
 TARGETS, FACTORS = (10, 20), (1.5, 2.0, 4.0, 8.0)
@@ -23,30 +24,6 @@ HOSTILE_TOKENS = (
     "\u2028\u2029\ufeff",
     " ",
 )
-# id: threshold, rule, control's name, effect in a model whose chain holds
-NUMBERS = {
-    "sink": (0.05, "low >= threshold", None, 0.77),
-    "variance_discrepancy": (2.0, "low >= threshold", "the same architecture at initialisation, three seeds", 9.4),
-    "averaging_law": (0.8, "low >= threshold", "the law moved by half the length", 0.93),
-    "super_neurons": (0.5, "low >= threshold", "their level elsewhere", 0.88),
-    "channel_sparsity": (0.25, "low >= threshold", "the median unit's", 0.6),
-    "dimension_disparity": (3.0, "low >= threshold", "the largest of any other position", 14.0),
-    "directional_collapse": (0.9, "low >= threshold", "cosine at other positions", 0.98),
-    "mask_to_self_creates_sink": (0.05, "low >= threshold", "rise when it sees all but itself", 0.42),
-    "amplification_creates_sink": (0.05, "low >= threshold", "rise when the norm is scaled alike", 0.35),
-    "dose_response": (0.0, "low >= threshold", "no trend", 0.9),
-    "norm_scaling_does_not": (0.05, "high < threshold", "rise under amplification", 0.01),
-    "random_direction_does_not": (0.05, "high < threshold", "rise under amplification", 0.004),
-    "variance_beats_mean_shift": (0.0, "low >= threshold", "the larger rise of the two", 0.2),
-    "equalising_removes_sink": (0.25, "high < threshold", "left when another position is equalised", 0.88),
-    "super_neurons_necessary": (0.25, "high < threshold", "left by the worst of 20 matched random sets", 0.06),
-    "channel_sparsity_necessary": (0.25, "high < threshold", "left when they are removed", 0.1),
-    "super_neurons_sufficient": (0.05, "low >= threshold", "rise under matched random units", 0.3),
-    "mediation_mask_super_neurons": (0.5, "low >= threshold", None, 0.9),
-    "mediation_mask_dimensions": (0.5, "low >= threshold", None, 0.95),
-    "mediation_amplification_super_neurons": (0.5, "low >= threshold", None, 0.8),
-    "mediation_amplification_dimensions": (0.5, "low >= threshold", None, 0.55),
-}
 VERDICT = (
     "Position 0 is a sink for 62.0% of heads. 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause "
     "and effect hold; does not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions. Without "
@@ -250,7 +227,18 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
         "mediation": _columns(
             "mediation",
             [
-                (intervention, mediator, 0.4, 0.4 * (1 - share), 0.4 * share, share, share - 0.08, share + 0.05, 32)
+                (
+                    intervention,
+                    mediator,
+                    0.4,
+                    0.39,
+                    0.39 - 0.4 * share,
+                    0.4 * share,
+                    share,
+                    share - 0.08,
+                    share + 0.05,
+                    32,
+                )
                 for intervention, mediator, share in (
                     ("mask_to_self", "super_neurons", 0.9),
                     ("mask_to_self", "massive_dimensions", 0.95),
@@ -262,7 +250,8 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
             else [],
         ),
         "random_sets": _columns(
-            "random_sets", [(index, 2, 0.6, 0.6 / 0.62 + random.normal() / 100) for index in range(20 if sink else 0)]
+            "random_sets",
+            [(index, 2, 0.8, 0.6, 0.6 / 0.62 + random.normal() / 100) for index in range(20 if sink else 0)],
         ),
         "minimal_set": _columns("minimal_set", [(2, None, 90, 0.9), (2, None, 7, 0.08)] if sink else []),
         "histograms": _columns("histograms", _histograms(random) if sink else []),
@@ -274,7 +263,9 @@ def _claims(sink: bool, bos: bool) -> list[tuple]:
     rows = []
     for name, claim in CLAIMS.items():
         link, statement = claim.link, claim.statement
-        threshold, rule, control_name, effect = NUMBERS[name]
+        bar, control_name = claim.bars[0], claim.control_is
+        threshold, rule = bar.threshold, RULES[bar.rule]
+        effect = threshold / 4 if bar.rule == "below" else 1.5 * threshold + 0.1  # well on the side on which it holds
         control = None if control_name is None else effect / 20
         verdict, low, high, note = "holds", effect * 0.93, effect * 1.07, ""
         if not sink:

@@ -13,6 +13,7 @@ from training_folders import curved_loss, write_training_folder
 from sinkscope.report.comparison import write_comparison_page
 from sinkscope.report.study import write_study_page
 from sinkscope.report.text import token_text, visible
+from sinkscope.studies.claims import CLAIMS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
 PAGES = ("study", "bos", "without_sink", "trace", "compared", "trained")
@@ -79,7 +80,7 @@ def test_answer_and_verdicts_are_on_the_first_screen(pages, browser, name):
     assert browser.evaluate(BOTTOM.format(".answer")) < 200
     assert browser.evaluate(BOTTOM.format("#verdicts")) <= 800
     rows = browser.evaluate("document.querySelectorAll('#verdicts tbody tr:not(.group)').length")
-    assert rows == 21
+    assert rows == len(CLAIMS)
     words = browser.evaluate("[...document.querySelectorAll('#verdicts .verdict')].map(e => e.textContent)")
     expected = {
         "study": "\u2717 does not hold",

@@ -128,6 +128,10 @@ class LayerUnits:
             else neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
         )
 
+    def output_norms(self) -> Tensor:
+        """[U] norm of every unit's output vector, after a post-norm with its gain."""
+        return torch.cat([self._output_norms(weight) for _, weight in self.layer.down_weights()])
+
     def _output_norms(self, weight_EF: Tensor) -> Tensor:
         """[F] float32 norms of the output vectors, after a post-norm with its gain."""
         if self.layer.post_norm is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,8 @@ from sinkscope.models.token_batches import TokenBatch
 
 Group = tuple[int, int | None]
 """(layer, expert or None)."""
+NUM_NEAREST = 20
+"""How many units, or dimensions, a matched one is drawn among."""
 
 
 class NeuronEdit(Intervention):
@@ -254,19 +256,38 @@ def transplant_neurons(model: Any, units: Iterable[Unit], source: int, target: i
     return TransplantNeurons(model, units, source, target, **where)
 
 
-def matched_units(anatomy: Anatomy, units: Iterable[Unit], excluded: Sequence[Unit], *, seed: int) -> list[Unit]:
-    """As many other units, each of the same layer and expert and among those whose output vector's norm is nearest."""
+def matched_units(
+    anatomy: Anatomy,
+    units: Iterable[Unit],
+    excluded: Sequence[Unit],
+    *,
+    seed: int,
+    sizes: Mapping[Group, Tensor] | None = None,
+) -> list[Unit]:
+    """As many other units, each of the same layer and expert and among the NUM_NEAREST of nearest size.
+
+    `sizes` are the units' by group; left out, they are the norms of output vectors.
+    """
     generator = torch.Generator().manual_seed(seed)
     units = [Unit(*unit) for unit in units]
     drawn: list[Unit] = []
     for unit in units:
-        weight_EF: Any = anatomy.layers[unit.layer].group_weight(unit.expert)
-        norms = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
-        distance = (norms / norms[unit.neuron]).log().abs()
-        distance[[u.neuron for u in (*units, *excluded, *drawn) if u[:2] == unit[:2]]] = float("inf")
-        nearest = distance.argsort()[: max(20, len(norms) // 20)]
-        nearest = nearest[distance[nearest].isfinite()]
-        if len(nearest):
-            pick = nearest[int(torch.randint(len(nearest), (1,), generator=generator))]
-            drawn.append(Unit(unit.layer, unit.expert, int(pick)))
+        if sizes is None:
+            weight_EF: Any = anatomy.layers[unit.layer].group_weight(unit.expert)
+            size_F = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
+        else:
+            size_F = sizes[unit.layer, unit.expert]
+        taken = [u.neuron for u in (*units, *excluded, *drawn) if u[:2] == unit[:2]]
+        drawn += [Unit(unit.layer, unit.expert, n) for n in nearest(size_F, unit.neuron, taken, generator)]
     return drawn
+
+
+def nearest(size_F: Tensor, index: int, taken: Sequence[int], generator: torch.Generator) -> list[int]:
+    """One drawn among the NUM_NEAREST of nearest size to `index`, by the log of their ratio; none where all are
+    taken."""
+    size_F = size_F.clamp(min=torch.finfo(size_F.dtype).tiny)  # what is silent is far from all, and can be drawn
+    distance_F = (size_F / size_F[index]).log().abs()
+    distance_F[list(taken)] = float("inf")
+    pool = distance_F.argsort()[:NUM_NEAREST]
+    pool = pool[distance_F[pool].isfinite()]
+    return [int(pool[int(torch.randint(len(pool), (1,), generator=generator))])] if len(pool) else []

@@ -48,6 +48,7 @@ ARROWS = (
     (1, 5, "Less variance removes it", ("equalising_removes_sink",)),
     (1, 2, "The super neurons carry it", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
     (3, 5, "The sink needs their sparse output vectors", ("channel_sparsity_necessary",)),
+    (4, 5, "The massive dimensions make a sink", ("dimensions_suffice",)),
     (1, 4, "The massive dimensions carry it", ("mediation_mask_dimensions", "mediation_amplification_dimensions")),
     (
         2,

@@ -305,12 +305,13 @@ def mediation(run: Run) -> Figure:
     entries = run.rows("mediation")
     names = [plotted(f"{row['intervention']} through {row['mediator']}".replace("_", " ")) for row in entries]
     shares = [f"share {number(row['share'])}<br>{interval(row['low'], row['high'])}" for row in entries]
-    parts = ("total", "direct", "indirect")
+    parts = ("total", "random", "direct", "indirect")
     return Figure(
         "mediation-effects",
         "Total, direct and indirect effect",
-        "Rise of the sink rate at the target: in total; directly, while the mediator is held at its untouched values; "
-        "and indirectly, the rest, with its share and interval.",
+        "Rise of the sink rate at the target: in total; while as many matched random units or dimensions are held at "
+        "their untouched values; directly, while the mediator is; and indirectly, the difference of these two, with "
+        "its share and interval.",
         ("mediation",),
         [
             {

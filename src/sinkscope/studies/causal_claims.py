@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORS, NUM_RANDOM_SETS, SUPER_NEURONS, Condition
+from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORS, RANDOM_OF, SUPER_NEURONS, Condition
+from sinkscope.studies.controls import EMPTY, NUM_RANDOM_SETS
 from sinkscope.studies.judging import (
     QUARTER,
     RISE,
@@ -24,9 +26,16 @@ from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
 CAUSAL = "causal"
 NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions takes the sink away"
+NO_DIMENSION = "there is no massive dimension"
 EMPTY_CONTROL = "an empty control: a norm follows the output projection, so that scaling changes nothing in this model"
 
 Found = Numbers | Empty
+
+
+def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, Any]:
+    """A random set's number and the claim's note; where the set is empty it has no number, and the note says so."""
+    empty = [f"an empty control: random {what} do {level:.1%} of this at the sink"] if level < EMPTY else []
+    return dict(control=None if empty else control, note="; ".join([*notes, *empty]))
 
 
 def _where(study: Measured) -> str:
@@ -90,17 +99,17 @@ def _variance_beats_mean_shift(study: Measured) -> Found:
     )
 
 
-def _left(study: Measured, removed: Condition, control: float, note: str = "") -> Numbers:
-    """What a condition leaves of the sink."""
-    before_B, after_B = study.at_sink_B(), study.at_sink_B(removed)
-    return Numbers(by_bar=[np.stack([before_B, after_B], 1)], control=control, note=note)
+def _left(study: Measured, removed: Condition) -> np.ndarray:
+    """[B, 2] the sink before and after a condition: the second over the first is what it leaves."""
+    return np.stack([study.at_sink_B(), study.at_sink_B(removed)], 1)
 
 
 def _equalising(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     sink, other = (Condition("equalise_variance", place) for place in (study.plan.sink, *study.plan.targets[:1]))
-    return _left(study, sink, float(study.at_sink_B(other).mean() / study.at_sink_B().mean()))
+    control = float(study.at_sink_B(other).mean() / study.at_sink_B().mean())
+    return Numbers(by_bar=[_left(study, sink)], control=control)
 
 
 def _necessity(study: Measured) -> Found:
@@ -110,8 +119,11 @@ def _necessity(study: Measured) -> Found:
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
     note = f"{len(study.minimal)} units: {', '.join(map(str, study.minimal[:8]))}"
-    left = _left(study, Condition("ablate_minimal_set", sink), worst, note)
-    return Numbers(by_bar=[*left.by_bar, np.stack([before_B, *random_sets], 1)], control=left.control, note=left.note)
+    left = _left(study, Condition("ablate_minimal_set", sink))
+    return Numbers(
+        by_bar=[left, np.stack([before_B, *random_sets], 1)],
+        **_beside(worst, study.controls.sets_level, "sets", note),
+    )
 
 
 def _least_over_first(means: np.ndarray) -> np.ndarray:
@@ -125,35 +137,45 @@ def _sparsity_necessity(study: Measured) -> Found:
         # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
         return Empty("the set's output vectors are not channel-sparse")
     densified, ablated = (Condition(f"{done}_minimal_set", study.plan.sink) for done in ("densify", "ablate"))
-    return _left(study, densified, float(study.at_sink_B(ablated).mean() / study.at_sink_B().mean()))
+    control = float(study.at_sink_B(ablated).mean() / study.at_sink_B().mean())
+    return Numbers(by_bar=[_left(study, densified)], control=control)
 
 
 def _sufficiency(study: Measured) -> Found:
     if not study.plan.super_neurons or not study.plan.targets:
         return Empty(NO_UNITS)
     risen_B, control_B = study.rise_B("transplant_super_neurons"), study.rise_B("transplant_random_set")
-    return Numbers(by_bar=[risen_B], control=float(control_B.mean()))
+    return Numbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.units_level, "units"))
+
+
+def _dimensions_suffice(study: Measured) -> Found:
+    if not study.plan.dimensions or not study.plan.targets:
+        return Empty(NO_DIMENSION if study.plan.targets else NO_TARGET)
+    risen_B, control_B = study.rise_B("transplant_dimensions"), study.rise_B("transplant_random_dimensions")
+    beside = _beside(float(control_B.mean()), study.controls.dimensions_level, "dimensions", _where(study))
+    return Numbers(by_bar=[risen_B], **beside)
 
 
 def _mediation(cause: str, factor: float | None, held: str) -> Callable[[Measured], Found]:
     def numbers(study: Measured) -> Found:
         there = study.plan.super_neurons if held == SUPER_NEURONS else study.plan.dimensions
         if not study.plan.targets or not there:
-            return Empty(NO_UNITS if held == SUPER_NEURONS else "there is no massive dimension")
-        total_B, direct_B = study.rise_B(cause, factor), study.rise_B(cause, factor, held)
+            return Empty(NO_UNITS if held == SUPER_NEURONS else NO_DIMENSION)
+        total_B, random_B, direct_B = (study.rise_B(cause, factor, of) for of in (None, RANDOM_OF[held], held))
         if total_B.mean() < RISE:
             return Empty(f"{cause} makes no sink that could be mediated")
-        return Numbers(
-            by_bar=[np.stack([total_B, direct_B], 1)],
-            control=float(direct_B.mean()),
-            note=f"total effect {total_B.mean():+.1%}",
-        )
+        level = study.controls.units_level if held == SUPER_NEURONS else study.controls.dimensions_level
+        what = "units" if held == SUPER_NEURONS else "dimensions"
+        gone = float(1 - random_B.mean() / total_B.mean())
+        note = f"total effect {total_B.mean():+.1%}, direct {direct_B.mean():+.1%}"
+        return Numbers(by_bar=[np.stack([total_B, random_B, direct_B], 1)], **_beside(gone, level, what, note))
 
     return numbers
 
 
 def _mediated(means: np.ndarray) -> np.ndarray:
-    return 1 - means[..., 1] / means[..., 0]
+    """What is gone with the mediator held and not with a random set held, of the total rise."""
+    return (means[..., 1] - means[..., 2]) / means[..., 0]
 
 
 def _mediation_claim(short: str, possessive: str, cause: str, factor: float | None, held: str) -> Claim:
@@ -161,10 +183,10 @@ def _mediation_claim(short: str, possessive: str, cause: str, factor: float | No
     return Claim(
         id=f"mediation_{short}_{held}",
         link=CAUSAL,
-        statement=f"At least half of {possessive} effect runs through the {mediator}",
+        statement=f"At least half of {possessive} effect runs through the {mediator}, beyond what random ones carry",
         bars=(Bar("at least", 0.5, _mediated),),
         numbers=_mediation(cause, factor, held),
-        control_is="rise with the mediator held (direct effect)",
+        control_is="gone with as many matched random ones held",
     )
 
 
@@ -252,6 +274,14 @@ CAUSAL_CLAIMS = (
         bars=(_UP,),
         numbers=_sufficiency,
         control_is="rise by as many matched random units",
+    ),
+    Claim(
+        id="dimensions_suffice",
+        link=CAUSAL,
+        statement="The sink's massive dimensions make another token a sink: up by 5 points",
+        bars=(_UP,),
+        numbers=_dimensions_suffice,
+        control_is="rise by as many matched random dimensions",
     ),
     _mediation_claim("mask", "the mask's", "mask_to_self", None, SUPER_NEURONS),
     _mediation_claim("mask", "the mask's", "mask_to_self", None, DIMENSIONS),

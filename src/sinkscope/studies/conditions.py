@@ -19,21 +19,21 @@ from sinkscope.interventions.neurons import (
     ClampNeurons,
     ablate_neurons,
     densify_neurons,
-    matched_units,
     transplant_neurons,
 )
 from sinkscope.interventions.residual import ClampDimensions, set_dimensions
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.studies.controls import NUM_RANDOM_SETS, Controls
 from sinkscope.studies.plan import Plan
 
 FACTORS = (1.5, 2.0, 4.0, 8.0)
 """Doses of amplification beside 1; claims and their controls are judged at the largest."""
 DOSE = FACTORS[-1]
-NUM_RANDOM_SETS = 20
 SUPER_NEURONS, DIMENSIONS = "super_neurons", "dimensions"
-"""What can be held at its untouched values."""
+RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
+"""What can be held at its untouched values, and as many matched random ones."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,16 @@ class Conditions:
     """The conditions of a study, in the order in which they run."""
 
     def __init__(
-        self, loaded: LoadedModel, plan: Plan, calibration: TokenBatch, replay: Replay, minimal: Sequence[Unit]
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        calibration: TokenBatch,
+        replay: Replay,
+        minimal: Sequence[Unit],
+        controls: Controls,
     ) -> None:
         self.loaded, self.plan, self.calibration, self.replay, self.minimal = loaded, plan, calibration, replay, minimal
+        self.controls = controls
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
 
@@ -165,23 +172,27 @@ class Conditions:
             yield Condition(control, target, DOSE)
         if plan.dimensions:
             yield Condition("transplant_dimensions", target)
+            yield Condition("transplant_random_dimensions", target)
         if plan.super_neurons:
             yield Condition("transplant_super_neurons", target)
             yield Condition("transplant_random_set", target)
         for held, there in ((SUPER_NEURONS, plan.super_neurons), (DIMENSIONS, plan.dimensions)):
             if there:
-                yield Condition("mask_to_self", target, held=held)
-                yield Condition("amplify_variance", target, DOSE, held=held)
+                for what in (held, RANDOM_OF[held]):
+                    yield Condition("mask_to_self", target, held=what)
+                    yield Condition("amplify_variance", target, DOSE, held=what)
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
         free = replace(condition, held=None)
         made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
-        plan, untouched, where = self.plan, self.replay.untouched, dict(positions=condition.target)
-        if condition.held == SUPER_NEURONS:
-            return [made, ClampNeurons(self.loaded, plan.super_neurons, untouched, **where)]
-        if condition.held == DIMENSIONS:
-            return [made, ClampDimensions(self.loaded, untouched, plan.dimensions, **where)]
+        untouched, where = self.replay.untouched, dict(positions=condition.target)
+        units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
+        dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
+        if condition.held in units:
+            return [made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
+        if condition.held in dimensions:
+            return [made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
         return [made]
 
     def _edit(self, condition: Condition) -> AggregationEdit:
@@ -196,11 +207,6 @@ class Conditions:
             )
         return self._edits[condition]
 
-    def matched(self, units: Sequence[Unit], *, seed: int) -> list[Unit]:
-        """As many other units, matched in size."""
-        excluded = (*self.plan.candidates, *self.minimal, *self.plan.super_neurons)
-        return matched_units(self.replay.anatomy, units, excluded, seed=seed)
-
     def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
         """The outcome of one condition on the judging sequences."""
         interventions = self.interventions(condition)
@@ -211,31 +217,28 @@ class Conditions:
         return replace(reduced(reading, self.plan), means=means)
 
 
-def _transplant_dimensions(study: Conditions, condition: Condition) -> Intervention:
+def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[int]) -> Intervention:
     plan = study.plan
-    where = dict(source=plan.sink, positions=condition.target, layers=plan.alive)
-    return set_dimensions(study.loaded, plan.dimensions, "transplant", **where)  # type: ignore[arg-type]
-
-
-def _transplant_random_set(study: Conditions, condition: Condition) -> Intervention:
-    others = study.matched(study.plan.super_neurons, seed=0)
-    return transplant_neurons(study.loaded, others, study.plan.sink, condition.target)
+    return set_dimensions(study.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive)
 
 
 MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
     "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
     "open_to_later": lambda study, c: edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1])),
-    "transplant_dimensions": _transplant_dimensions,
+    "transplant_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.plan.dimensions),
+    "transplant_random_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.controls.dimensions),
     "transplant_super_neurons": lambda study, c: transplant_neurons(
         study.loaded, study.plan.super_neurons, study.plan.sink, c.target
     ),
-    "transplant_random_set": _transplant_random_set,
+    "transplant_random_set": lambda study, c: transplant_neurons(
+        study.loaded, study.controls.units, study.plan.sink, c.target
+    ),
     "ablate_minimal_set": lambda study, c: ablate_neurons(study.loaded, study.minimal),
     "mean_minimal_set": lambda study, c: ablate_neurons(
         study.loaded, study.minimal, "mean", calibration=study.calibration
     ),
     "densify_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal),
-    "random_set": lambda study, c: ablate_neurons(study.loaded, study.matched(study.minimal, seed=1 + (c.number or 0))),
+    "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
 }
 """What a condition does that is no formula of the aggregation."""

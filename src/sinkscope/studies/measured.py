@@ -11,6 +11,7 @@ from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies.conditions import Condition, Outcome
+from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.plan import Plan
@@ -32,6 +33,7 @@ class Measured:
     outcomes: dict[Condition, Outcome]
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
+    controls: Controls
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
     fresh_variance_NLT: np.ndarray | None

@@ -28,6 +28,7 @@ from sinkscope.results.run_folder import RunFolder
 from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
+from sinkscope.studies.controls import draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import Empty, Judgement, judge, percent
@@ -204,12 +205,14 @@ class _Run:
 
     def _measured(self, plan: Plan, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
-        units = tuple(dict.fromkeys((*plan.super_neurons, *minimal)))
+        controls = draw_controls(read_activity(anatomy, model, self.choosing.ids, plan), anatomy, plan, minimal)
+        units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
+        dimensions = (*plan.dimensions, *controls.dimensions)
         restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
-        replay = Replay(anatomy, model, ids_BT, units, plan.dimensions, restarts=restarts, loss=True)
+        replay = Replay(anatomy, model, ids_BT, units, dimensions, restarts=restarts, loss=True)
         evidence = read_evidence(anatomy, model, ids_BT, plan)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
-        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal)
+        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, controls)
         return Measured(
             plan=plan,
             anatomy=anatomy,
@@ -218,6 +221,7 @@ class _Run:
             untouched=reduced(replay.untouched, plan),
             outcomes=self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {},
             minimal=minimal,
+            controls=controls,
             sink_varies=sink_varies,
             fresh_variance_NLT=self._fresh_variance(plan) if has_sink and sink_varies else None,
         )

@@ -74,8 +74,9 @@ MEDIATION = Schema(
         Column("intervention", "str", "mask_to_self or amplify_variance"),
         Column("mediator", "str", "What was held at its untouched values: super_neurons or massive_dimensions"),
         Column("total", "float", "Rise of the sink rate at the target"),
+        Column("random", "float", "Rise that remains while as many matched random ones are held"),
         Column("direct", "float", "Rise that remains while the mediator is held"),
-        Column("indirect", "float", "total - direct"),
+        Column("indirect", "float", "random - direct"),
         Column("share", "float", "indirect / total; null where there is no total effect", nullable=True),
         Column("low", "float", "Lower end of the share's interval", nullable=True),
         Column("high", "float", "Upper end of the share's interval", nullable=True),
@@ -87,6 +88,7 @@ RANDOM_SETS = Schema(
     (
         Column("set", "int", "Number of the matched random set, counted from 0"),
         Column("num_units", "int", "Units in it"),
+        Column("write", "float", "What they write at the sink, over what the minimal set does; empty under 0.1"),
         Column("rate", "float", "Sink rate at the sink without these units"),
         Column("remaining", "float", "That rate over the untouched one"),
     ),

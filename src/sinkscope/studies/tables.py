@@ -15,8 +15,8 @@ from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
-    NUM_RANDOM_SETS,
     QUANTITIES,
+    RANDOM_OF,
     SUPER_NEURONS,
     Condition,
     Outcome,
@@ -155,14 +155,17 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
         for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
             if not any(condition.held == held for condition in study.outcomes):
                 continue
-            total, direct = (float(study.rise_B(cause, dose, of).mean()) for of in (None, held))
+            total, random, direct = (
+                float(study.rise_B(cause, dose, of).mean()) for of in (None, RANDOM_OF[held], held)
+            )
             judged = by_id[f"mediation_{short}_{held}"]
             rows.add(
                 intervention=cause,
                 mediator=mediator,
                 total=total,
+                random=random,
                 direct=direct,
-                indirect=total - direct,
+                indirect=random - direct,
                 share=judged.effect,
                 low=judged.low,
                 high=judged.high,
@@ -174,10 +177,10 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
 def _random_sets(study: Measured) -> _Rows:
     rows = _Rows()
     if study.minimal and study.outcomes:
-        before = study.at_sink_B().mean()
-        for number in range(NUM_RANDOM_SETS):
+        before, controls = study.at_sink_B().mean(), study.controls
+        for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
             rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
-            rows.add(set=number, num_units=len(study.minimal), rate=float(rate), remaining=float(rate / before))
+            rows.add(set=number, num_units=len(units), write=level, rate=float(rate), remaining=float(rate / before))
     return rows
 
 

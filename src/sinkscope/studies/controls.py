@@ -1,0 +1,127 @@
+"""The random sets that stand beside what a study acts on: as many units, or dimensions, that do as much at the sink.
+
+A control must be able to fail. Units are alike in what they write at the sink, |activation| times the norm of the
+output vector; dimensions in their magnitude there; both as means over the choosing sequences. Where a model has nothing
+that comes near, the control is empty: a claim says so, shows no number for it, and does not count it as support.
+Axes: B sequences, T positions, U units of a layer, F units of one group, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.layer_call import LayerCall, wide
+from sinkscope.capture.merges import Mean
+from sinkscope.capture.observables import Observable, Tap
+from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.interventions.neurons import Group, matched_units, nearest
+from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.studies.plan import Plan
+
+NUM_RANDOM_SETS = 20
+EMPTY = 0.1
+"""A control that does less than this part of what it stands beside does at the sink is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What each unit and each dimension does at the sink, mean over sequences."""
+
+    writes: dict[Group, Tensor]
+    """By layer and expert [F]: |activation| times the norm of the output vector."""
+    magnitude_E: Tensor
+    """|h|, mean over the layers with disparity."""
+
+    def of(self, units: Sequence[Unit]) -> float:
+        """What units write together."""
+        return sum(float(self.writes[unit.layer, unit.expert][unit.neuron]) for unit in units)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """The random sets of one study."""
+
+    units: tuple[Unit, ...]
+    """As many as super neurons."""
+    units_level: float
+    """What they write at the sink, over what the super neurons do."""
+    dimensions: tuple[int, ...]
+    """As many as massive ones."""
+    dimensions_level: float
+    """Their magnitude at the sink over that of the massive ones."""
+    sets: tuple[tuple[Unit, ...], ...]
+    """Each of as many units as the minimal set; none where there is none."""
+    set_levels: tuple[float, ...]
+    """What each writes over what the minimal set does."""
+
+    @property
+    def sets_level(self) -> float:
+        """The mean over sets."""
+        return sum(self.set_levels) / max(1, len(self.set_levels))
+
+
+def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, minimal: Sequence[Unit]) -> Controls:
+    """The random sets that the activity at the sink leads to."""
+    excluded = (*plan.candidates, *minimal, *plan.super_neurons)
+
+    def matched(units: Sequence[Unit], seed: int) -> tuple[Unit, ...]:
+        return tuple(matched_units(anatomy, units, excluded, seed=seed, sizes=activity.writes))
+
+    units = matched(plan.super_neurons, 0)
+    sets = tuple(matched(minimal, 1 + number) for number in range(NUM_RANDOM_SETS)) if minimal else ()
+    generator, dimensions = torch.Generator().manual_seed(0), []
+    for dimension in plan.dimensions:
+        taken = (*plan.dimensions, *dimensions)
+        dimensions += nearest(activity.magnitude_E, dimension, taken, generator)
+    magnitude_E = activity.magnitude_E
+    return Controls(
+        units=units,
+        units_level=_level(activity.of(units), activity.of(plan.super_neurons)),
+        dimensions=tuple(dimensions),
+        dimensions_level=_level(float(magnitude_E[dimensions].sum()), float(magnitude_E[list(plan.dimensions)].sum())),
+        sets=sets,
+        set_levels=tuple(_level(activity.of(units), activity.of(minimal)) for units in sets),
+    )
+
+
+def _level(control: float, treated: float) -> float:
+    return control / treated if treated else 0.0
+
+
+def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> Activity:
+    """The activity at the sink in one untouched pass of the choosing sequences."""
+    recorder = Recorder(
+        anatomy,
+        [
+            _at_sink("writes", Tap.UNITS, lambda call: _writes(call, plan.sink)),
+            _at_sink("magnitude", Tap.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
+        ],
+    )
+    with torch.no_grad(), evaluation_mode(model), recorder.listening((ids_BT.shape[0], ids_BT.shape[1])):
+        anatomy.decoder(input_ids=ids_BT.to(input_device(anatomy)), use_cache=False)
+    found = recorder.results()
+    writes: dict[Group, Tensor] = {}
+    for layer in anatomy.layers:
+        experts, counts = zip(*((expert, weight.shape[1]) for expert, weight in layer.down_weights()), strict=True)
+        groups = found["writes"][layer.index].cpu().split(counts)
+        writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
+    alive = [found["magnitude"][layer].cpu() for layer in plan.alive]
+    return Activity(writes=writes, magnitude_E=torch.stack(alive).mean(0))
+
+
+def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
+    return Observable(name=name, tap=tap, reduce=reduce, merge=Mean(), axes="L", meaning=name)
+
+
+def _writes(call: LayerCall, sink: int) -> Tensor:
+    """[B, U] |activation| times the norm of the output vector at the sink, post-norm included."""
+    num_sequences, length = call.passing.shape
+    tokens_B = torch.arange(num_sequences, device=call.residual.device) * length + sink
+    write_BU = wide(call.units.at(tokens_B)).abs() * call.units.output_norms()
+    scale_N = call.units.write_scale_N
+    return write_BU if scale_N is None else write_BU * scale_N[tokens_B, None].abs()

@@ -1,0 +1,160 @@
+"""Random sets of a study: as active at the sink as what they stand beside, by a plain definition, or called empty."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planted_models import planted_chain
+from tiny_models import CONFIGURATIONS, PARTS, tiny_model
+
+from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
+from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.loading import load
+from sinkscope.studies.causal_claims import _beside, _mediated
+from sinkscope.studies.controls import EMPTY, Activity, draw_controls, read_activity
+from sinkscope.studies.plan import Plan
+from sinkscope.studies.study import study
+
+IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
+PLAN = Plan(
+    sink=4, targets=(), last_layer=0, births=(), alive=(0, 2), dimensions=(5, 9), super_neurons=(), candidates=()
+)
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGURATIONS if name not in ("mixtral", "gpt_oss")])
+def test_activity_equals_what_hooks_see(family):
+    """Of dense units: |activation| times the norm of what each adds to the stream, at the sink, mean over sequences."""
+    model = tiny_model(family)
+    anatomy, states, written = anatomy_of(model), {}, {}
+    handles = []
+    for layer, block in enumerate(model.get_submodule(PARTS[family]["blocks"])):
+        handles.append(
+            block.register_forward_hook(
+                lambda _, args, out, layer=layer: states.update(
+                    {layer: (out[0] if isinstance(out, tuple) else out)[:, PLAN.sink].double().abs().mean(0)}
+                )
+            )
+        )
+        if anatomy.layers[layer].down_projection is None:
+            continue
+        down, post = block.get_submodule(PARTS[family]["down"]), anatomy.layers[layer].post_norm
+
+        def keep(_, args, out, layer=layer, down=down, post=post):
+            values = args[0].view(3, 20, -1)[:, PLAN.sink].double()
+            weight = (down.weight.T if type(down).__name__ == "Conv1D" else down.weight).detach().double()
+            if post is not None:  # what one unit adds behind the norm: its vector through the norm's linear part
+                state = out.view(3, 20, -1)[:, PLAN.sink].double()
+                behind = post(state.float()).double() / state
+                norms = (behind[:, :, None] * weight).norm(dim=1)
+            else:
+                norms = weight.norm(dim=0)
+            written[layer] = (values.abs() * norms).mean(0)
+
+        handles.append(down.register_forward_hook(keep))
+    found = read_activity(anatomy, model, IDS, PLAN)
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(found.magnitude_E.double(), (states[0] + states[2]) / 2, rtol=1e-4, atol=1e-5)
+    assert written
+    for layer, expected in written.items():
+        torch.testing.assert_close(found.writes[layer, None].double(), expected, rtol=1e-3, atol=1e-5)
+    other = read_activity(anatomy, model, IDS, replace(PLAN, sink=5))  # control
+    assert not torch.allclose(other.magnitude_E, found.magnitude_E, rtol=1e-2)
+
+
+def test_the_activity_of_an_expert_counts_with_its_routing():
+    model = tiny_model("mixtral")
+    anatomy = anatomy_of(model)
+    found = read_activity(anatomy, model, IDS, PLAN)
+    routed = {}
+    experts: Any = anatomy.layers[1].experts
+    handle = experts.register_forward_pre_hook(
+        lambda _, args, kwargs: routed.update(experts=[*args, *kwargs.values()][1]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(IDS)
+    handle.remove()
+    used = set(routed["experts"].view(3, 20, -1)[:, PLAN.sink].flatten().tolist())
+    assert len(used) > 0
+    for expert in range(4):
+        assert bool((found.writes[1, expert] > 0).any()) == (expert in used)
+
+
+def test_the_nearest_in_ratio_are_drawn_and_those_that_are_taken_are_not():
+    sizes = torch.cat([torch.tensor([100.0, 90.0, 120.0, 95.0]), torch.full((60,), 1.0), torch.zeros(3)])
+    drawn = {nearest(sizes, 0, [0], torch.Generator().manual_seed(seed))[0] for seed in range(300)}
+    assert {1, 2, 3} < drawn
+    assert len(drawn) == NUM_NEAREST
+    assert drawn.isdisjoint({0, 64, 65, 66})  # the silent ones are farthest away
+    assert nearest(sizes[:4], 0, [0, 1, 2, 3], torch.Generator()) == []
+    assert nearest(sizes[:4], 0, [0, 1, 3], torch.Generator()) == [2]
+
+
+def test_units_are_matched_in_what_they_write_at_the_sink_not_in_norm_alone():
+    model = tiny_model("llama", intermediate_size=400)
+    anatomy = anatomy_of(model)
+    activity = read_activity(anatomy, model, IDS, PLAN)
+    write_F = activity.writes[1, None]
+    strongest = Unit(1, None, int(write_F.argmax()))
+    by_norm = [matched_units(anatomy, [strongest], (), seed=seed)[0] for seed in range(40)]
+    by_write = [matched_units(anatomy, [strongest], (), seed=seed, sizes=activity.writes)[0] for seed in range(40)]
+    assert min(write_F[u.neuron] for u in by_write) >= write_F.sort(descending=True).values[NUM_NEAREST]
+    assert strongest not in by_write
+    # The control: units of the same norm are as silent as any.
+    assert sum(activity.of([u]) for u in by_norm) < 0.5 * sum(activity.of([u]) for u in by_write)
+
+
+def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
+    anatomy = anatomy_of(tiny_model("llama"))
+    write_F = torch.ones(80)
+    write_F[:3] = torch.tensor([30.0, 20.0, 10.0])
+    magnitude_E = torch.ones(48)
+    magnitude_E[5], magnitude_E[9], magnitude_E[7] = 100.0, 50.0, 60.0
+    activity = Activity(writes={(layer, None): write_F for layer in range(3)}, magnitude_E=magnitude_E)
+    units, minimal = (Unit(1, None, 0),), (Unit(1, None, 0), Unit(2, None, 1))
+    plan = replace(PLAN, super_neurons=units, candidates=(Unit(1, None, 1),))
+    found = draw_controls(activity, anatomy, plan, minimal)
+    acted_on = {*units, *minimal, *plan.candidates}
+    assert len(found.sets) == len(found.set_levels) == 20
+    assert all(len(drawn) == 2 and acted_on.isdisjoint(drawn) for drawn in found.sets)
+    for drawn, level in zip(found.sets, found.set_levels, strict=True):
+        assert level == pytest.approx(activity.of(drawn) / 50)
+    assert found.sets_level == pytest.approx(sum(found.set_levels) / 20)
+    assert found.units_level == pytest.approx(activity.of(found.units) / 30)
+    assert set(found.dimensions).isdisjoint({5, 9})
+    assert len(set(found.dimensions)) == 2
+    assert found.dimensions_level == pytest.approx(float(magnitude_E[list(found.dimensions)].sum()) / 150)
+    assert draw_controls(activity, anatomy, PLAN, ()).sets == ()
+
+
+def test_an_empty_control_has_no_number_and_is_named():
+    assert _beside(0.9, EMPTY, "units", "a note") == dict(control=0.9, note="a note")
+    empty = _beside(0.9, 0.004, "units", "a note")
+    assert empty["control"] is None
+    assert empty["note"] == "a note; an empty control: random units do 0.4% of this at the sink"
+
+
+def test_the_mediated_share_is_what_random_ones_do_not_carry_by_hand():
+    import numpy as np
+
+    # Up by 40 points; 10 with the mediator held: 3/4 gone. With a random set held 30 are left: 1/4 is gone anyway.
+    assert _mediated(np.array([0.4, 0.3, 0.1])) == pytest.approx(0.5)
+    assert _mediated(np.array([0.4, 0.4, 0.1])) == pytest.approx(0.75)
+    assert _mediated(np.array([0.4, 0.1, 0.1])) == pytest.approx(0.0)  # random ones do as much: nothing is mediated
+
+
+def test_the_planted_chain_has_no_unit_like_its_super_neuron_and_says_so():
+    model, _ = planted_chain(0)
+    found = study(load(model), num_sequences=16, length=32)
+    judged = {judgement.id: judgement for judgement in found.judgements}
+    for claim in ("super_neurons_necessary", "super_neurons_sufficient", "mediation_mask_super_neurons"):
+        assert judged[claim].control is None
+        assert "an empty control" in judged[claim].note
+    assert judged["dimensions_suffice"].verdict == "holds"
+    mediation = found.tables["mediation"]
+    for total, random, direct, share in zip(
+        *(mediation[n] for n in ("total", "random", "direct", "share")), strict=True
+    ):
+        assert share == pytest.approx((random - direct) / total)
+    assert max(found.tables["random_sets"]["write"]) < EMPTY
