@@ -471,10 +471,10 @@ def test_effective_rank_equals_eager(variant):
         weights = values / values.sum()
         return float(np.exp(-(weights * np.log(weights)).sum()))
 
-    ranks = case(variant).found.findings.effective_ranks_without
-    assert_close(ranks([]), plain.stacked(lambda layer: rank(layer.leaving.flatten(0, 1))))
-    without = [t for t in range(T) if t not in (0, 3)]
-    assert_close(ranks([0, 3]), plain.stacked(lambda layer: rank(layer.leaving[:, without].flatten(0, 1))))
+    ranks, without = case(variant).found.findings.effective_ranks_apart_from([0, 3])
+    assert_close(ranks, plain.stacked(lambda layer: rank(layer.leaving.flatten(0, 1))))
+    others = [t for t in range(T) if t not in (0, 3)]
+    assert_close(without, plain.stacked(lambda layer: rank(layer.leaving[:, others].flatten(0, 1))))
 
 
 # The lock
@@ -968,7 +968,7 @@ def test_a_long_text_is_sampled(chunk_tokens):
     # Without the sink's tokens: only position 1,099 is dropped, and it is among the tokens taken.
     values = np.linalg.svd(outputs.hidden_states[1][0, index[:-1]].double().numpy(), compute_uv=False)
     weights = values / values.sum()
-    assert_close(found.findings.effective_ranks_without([1099])[0], np.exp(-(weights * np.log(weights)).sum()))
+    assert_close(found.findings.effective_ranks_apart_from([1099])[1][0], np.exp(-(weights * np.log(weights)).sum()))
 
 
 def test_two_traces_do_not_disturb_one_another():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sinkscope.measures.dimension_disparity import (
     dom_ratio,
     effective_rank,
+    effective_ranks,
     kurtosis,
     massive_dimensions,
     num_massive_activations,
@@ -216,6 +217,12 @@ def test_effective_rank_beside_a_massive_dimension_is_that_of_the_singular_value
     values = torch.linalg.svdvals(tokens.double()).numpy()
     weights = values / values.sum()
     close(effective_rank(tokens), math.exp(-(weights * np.log(weights)).sum()), rtol=1e-4 if massive > 1e3 else 1e-9)
+    # Without the massive tokens nothing is left of them, not even their rounding.
+    apart = torch.zeros(len(tokens), dtype=torch.bool)
+    apart[::16] = True
+    whole, rest = effective_ranks(tokens, apart)
+    close(whole, effective_rank(tokens), rtol=1e-4 if massive > 1e3 else 1e-9)
+    close(rest, effective_rank(tokens[~apart]), rtol=1e-9)
 
 
 def test_effective_rank_is_not_centred():

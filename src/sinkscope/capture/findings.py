@@ -20,8 +20,9 @@ from sinkscope.capture.recorder import Recording
 from sinkscope.measures.dimension_disparity import (
     MASSIVE_CONTRAST,
     MASSIVE_RATIO,
-    effective_rank,
+    effective_ranks,
     massive_dimensions,
+    median_magnitude,
     num_massive_activations,
 )
 from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
@@ -257,23 +258,24 @@ class Findings:
         if "rank_tokens" not in self.recording:
             return None, None
         sinks = [sink.position for sink in self.sinks]
-        return self.effective_ranks_without([]), self.effective_ranks_without(sinks) if sinks else None
+        ranks, without = self.effective_ranks_apart_from(sinks)
+        return ranks, without if sinks else None
 
-    def effective_ranks_without(self, positions: Sequence[int]) -> list[float]:
-        """[L] the effective rank of each layer's tokens, without those at some positions."""
+    def effective_ranks_apart_from(self, positions: Sequence[int]) -> tuple[list[float], list[float]]:
+        """([L] effective rank of each layer's tokens, [L] without those at some positions)."""
         batch = self.recording.batch
-        kept = ~torch.isin(
-            rank_index(batch.num_sequences, batch.length, torch.device("cpu")) % batch.length,
-            torch.tensor(list(positions)),
-        )
-
-        def rank(layer: int, tokens_NE: Tensor) -> float:
-            return effective_rank(
-                tokens_NE[kept.to(tokens_NE.device)], lambda note: self.fallbacks.append(f"layer {layer}: {note}")
+        positions_N = rank_index(batch.num_sequences, batch.length, torch.device("cpu")) % batch.length
+        apart_N = torch.isin(positions_N, torch.tensor(list(positions)))
+        ranks = [
+            effective_ranks(
+                tokens_NE,
+                apart_N.to(tokens_NE.device),
+                lambda note, layer=layer: self.fallbacks.append(f"layer {layer}: {note}"),
             )
-
-        layers = sorted(self.recording.at_layers("rank_tokens").items())
-        return [rank(layer, tokens_NE) for layer, tokens_NE in layers if layer >= 0]
+            for layer, tokens_NE in sorted(self.recording.at_layers("rank_tokens").items())
+            if layer >= 0
+        ]
+        return [whole for whole, _ in ranks], [without for _, without in ranks]
 
     @cached_property
     def lock(self) -> tuple[Tensor, Tensor]:
@@ -297,7 +299,7 @@ class Findings:
         magnitudes over sequences."""
         median = torch.tensor(float("nan"))
         if "rank_tokens" in self.recording:
-            median = self.recording.at_layers("rank_tokens")[layer].abs().float().median().cpu()
+            median = median_magnitude(self.recording.at_layers("rank_tokens")[layer]).cpu()
         return float(median), num_massive_activations(self.recording.rows("dimension_abs")[layer + 1], median)
 
     def slot(self, layer: int, position: int) -> int | None:

@@ -18,8 +18,7 @@ from sinkscope.capture.attention_rule import AttentionReading, AttentionRule, Re
 from sinkscope.capture.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.capture.observables import RANK_TOKENS
 from sinkscope.capture.units import LayerUnits, UnitWrites
-from sinkscope.kernels.token_statistics import TokenStatistics, token_statistics
-from sinkscope.measures.dimension_disparity import dom_ratio
+from sinkscope.kernels.token_statistics import TokenStatistics, token_dom_ratio, token_statistics
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received
 from sinkscope.models.anatomy import Anatomy, Layer
 
@@ -105,7 +104,7 @@ class LayerCall:
     @cached_property
     def state_dom_ratio(self) -> Tensor:
         """[B, T]."""
-        return dom_ratio(wide(self.state))
+        return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
 
     @cached_property
     def alpha(self) -> Tensor:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from sinkscope.kernels.jit import HAS_TRITON, jit
-from sinkscope.measures.dimension_disparity import kurtosis, participation_ratio
+from sinkscope.measures.dimension_disparity import dom_ratio, kurtosis, participation_ratio
 
 if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
 WARP_CHANNELS = 1024  # 32 values in each of a warp's threads
+BLOCK_VALUES = 1 << 17  # in float32 half a megabyte: a block and what is made of it stay in the level-2 cache
 
 
 class TokenStatistics(NamedTuple):
@@ -45,13 +46,17 @@ def token_statistics(x_NC: Tensor) -> TokenStatistics:
     if _has_kernel(x_NC):
         (largest_N, *others), largest_at_N, channel_C = _by_kernel(x_NC, None)
         return TokenStatistics._make([largest_N, largest_at_N, *others, channel_C])
-    x_NC = x_NC.to(torch.promote_types(x_NC.dtype, torch.float32))
+    *of_tokens, channels = zip(*(_of_block(block_NC) for block_NC in _blocks(x_NC)), strict=True)
+    return TokenStatistics(*map(torch.cat, of_tokens), torch.stack(channels).sum(0))
+
+
+def _of_block(x_NC: Tensor) -> TokenStatistics:
     magnitude_NC = x_NC.abs()
     largest_N, largest_at_N = _row_max(magnitude_NC)
     return TokenStatistics(
         largest=largest_N,
         largest_at=largest_at_N,
-        energy=x_NC.square().sum(1),
+        energy=torch.linalg.vector_norm(x_NC, dim=1).square(),
         mean_abs=magnitude_NC.mean(1),
         kurtosis=kurtosis(x_NC),
         participation_ratio=participation_ratio(x_NC),
@@ -59,15 +64,31 @@ def token_statistics(x_NC: Tensor) -> TokenStatistics:
     )
 
 
+def token_dom_ratio(x_NC: Tensor) -> Tensor:
+    """[N] max |x| / mean |x| of each token."""
+    if _has_kernel(x_NC):
+        (largest_N, _, mean_abs_N, *_), _, _ = _by_kernel(x_NC, None)
+        return largest_N / mean_abs_N
+    return torch.cat([dom_ratio(block_NC) for block_NC in _blocks(x_NC)])
+
+
 def weighted_largest(x_NC: Tensor, weight_C: Tensor) -> WeightedLargest:
     """The largest weighted magnitude of each token, and the energy of each channel."""
     if _has_kernel(x_NC):
         stats_SN, largest_at_N, channel_C = _by_kernel(x_NC, weight_C)
         return WeightedLargest(stats_SN[0], largest_at_N, channel_C)
-    x_NC = x_NC.to(torch.promote_types(x_NC.dtype, torch.float32))
-    largest_N, largest_at_N = _row_max((x_NC * weight_C).abs_())
+    blocks = _blocks(x_NC)
+    largest, largest_at = zip(*(_row_max((block_NC * weight_C).abs_()) for block_NC in blocks), strict=True)
     # What a few tokens have is later taken away from what all have, so sums over tokens need the digits.
-    return WeightedLargest(largest_N, largest_at_N, x_NC.double().square_().sum(0))
+    energy_RC = torch.stack([block_NC.double().square_().sum(0) for block_NC in blocks])
+    return WeightedLargest(torch.cat(largest), torch.cat(largest_at), energy_RC.sum(0))
+
+
+def _blocks(x_NC: Tensor) -> tuple[Tensor, ...]:
+    """The tokens in float32 or, from float64 input, float64; on a CPU in blocks that stay in the cache while the
+    definitions read them over and over."""
+    num_rows = max(1, BLOCK_VALUES // x_NC.shape[1]) if x_NC.device.type == "cpu" else max(1, len(x_NC))
+    return x_NC.to(torch.promote_types(x_NC.dtype, torch.float32)).split(num_rows)
 
 
 def _row_max(magnitude_NC: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ A token of zeros has no ratio: every one of them is NaN there, which means empty
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -25,35 +26,41 @@ never read alone."""
 
 def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """max_j |h_j| / mean_j |h_j|."""
-    return h.abs().amax(-1) / h.abs().mean(-1)
+    magnitude = h.abs()
+    return magnitude.amax(-1) / magnitude.mean(-1)
 
 
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """(sum h^2)^2 / sum h^4: how many dimensions share the energy."""
-    h = _in_units_of_largest(h)
-    square = h.square()
-    return square.sum(-1).square() / square.square().sum(-1)
+    return _participation(_in_units_of_largest(h).square_())
 
 
 def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """Share of the energy in the largest dimension."""
-    energy = _in_units_of_largest(h).square()
+    energy = _in_units_of_largest(h).square_()
     return energy.amax(-1) / energy.sum(-1)
 
 
 def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
-    """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant and not zero."""
-    constant = (h == h[..., :1]).all(-1) & (h[..., 0] != 0)
+    """Pearson's kurtosis over dimensions (3 for a Gaussian); 0 where the vector is constant and not zero.
+
+    E sum c^4 / (sum c^2)^2 of the centred vector c: the width over how many dimensions share its energy.
+    """
+    constant = (h.amax(-1) == h.amin(-1)) & (h[..., 0] != 0)
     h = _in_units_of_largest(h)
-    centred = h - h.mean(-1, keepdim=True)
-    square = centred.square()
-    value = square.square().mean(-1) / square.mean(-1).square()
+    h -= h.mean(-1, keepdim=True)
+    value = h.shape[-1] / _participation(h.square_())
     return value.masked_fill(constant, 0)
 
 
+def _participation(square: Tensor) -> Tensor:
+    """(sum h^2)^2 / sum h^4, from h^2."""
+    return (square.sum(-1) / torch.linalg.vector_norm(square, dim=-1)).square()
+
+
 def _in_units_of_largest(h: Tensor) -> Tensor:
-    """The vector over its largest magnitude, so that fourth powers stay in range; NaN for a zero vector."""
-    return h / h.abs().amax(-1, keepdim=True)
+    """A copy of the vector over its largest magnitude, so that fourth powers stay in range; NaN for a zero vector."""
+    return h / torch.maximum(h.amax(-1, keepdim=True), -h.amin(-1, keepdim=True))
 
 
 def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, ""]) -> Tensor:
@@ -72,6 +79,15 @@ def massive_dimensions(
     return (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST), ratio, contrast
 
 
+def median_magnitude(h: Float[Tensor, "..."]) -> Float[Tensor, ""]:
+    """The median of |h|; of an even number of values the lower one of the middle two."""
+    magnitude = h.abs().float().flatten()
+    if magnitude.is_cuda:
+        return magnitude.median()
+    middle = (len(magnitude) - 1) // 2  # numpy's selection is vectorised, ten times faster than torch's on a CPU
+    return torch.from_numpy(np.partition(magnitude.numpy(), middle))[middle]
+
+
 def effective_rank(x_NE: Float[Tensor, "N E"], fell_back: Callable[[str], None] = lambda note: None) -> float:
     """exp of the entropy of the normalised singular values (Roy and Vetterli), of the tokens as they are, not centred.
 
@@ -79,8 +95,27 @@ def effective_rank(x_NE: Float[Tensor, "N E"], fell_back: Callable[[str], None] 
     that squaring loses lie 1e-7 below a massive one and weigh as little: beside a dimension 1e9 times the others the
     result is right to 1e-4. `fell_back` as in `eigenvalues`.
     """
+    return effective_ranks(x_NE, torch.zeros(len(x_NE), dtype=torch.bool, device=x_NE.device), fell_back)[0]
+
+
+def effective_ranks(
+    x_NE: Float[Tensor, "N E"], apart_N: Bool[Tensor, " N"], fell_back: Callable[[str], None] = lambda note: None
+) -> tuple[float, float]:
+    """(the effective rank of all tokens, that of the tokens which are not apart), from one Gram matrix."""
     x_NE = x_NE.double()
-    gram = x_NE.T @ x_NE if x_NE.shape[0] > x_NE.shape[1] else x_NE @ x_NE.T
+    if x_NE.shape[0] > x_NE.shape[1]:
+        rest_nE, apart_nE = x_NE[~apart_N], x_NE[apart_N]
+        rest = rest_nE.T @ rest_nE
+        # Added, not taken away: massive tokens would leave nothing but their rounding behind.
+        whole = rest + apart_nE.T @ apart_nE
+    else:
+        whole = x_NE @ x_NE.T
+        rest = whole[~apart_N][:, ~apart_N]
+    rank = _rank_of_gram(whole, fell_back)
+    return rank, _rank_of_gram(rest, fell_back) if bool(apart_N.any()) else rank
+
+
+def _rank_of_gram(gram: Float[Tensor, "n n"], fell_back: Callable[[str], None]) -> float:
     energies = eigenvalues(gram, fell_back)
     rounding = len(gram) * torch.finfo(gram.dtype).eps * energies[-1]
     values = energies.where(energies > rounding, 0).sqrt()
