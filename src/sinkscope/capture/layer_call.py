@@ -117,6 +117,18 @@ class LayerCall:
         """[B, H, S] whether the head counts the key as a sink."""
         return self.alpha > SINK_THRESHOLD
 
+    @property
+    def sink_heads(self) -> Tensor:
+        """[B, S] how many heads count the key as a sink."""
+        return self.is_sink.sum(1, dtype=torch.int32)
+
+    @property
+    def second_moment(self) -> Tensor:
+        """[B, T] mean over channels of the squared value aggregation, by one read of it."""
+        dtype = torch.promote_types(self.aggregation.dtype, torch.float32)
+        squares_BT = torch.linalg.vector_norm(self.aggregation, dim=-1, dtype=dtype).square()
+        return squares_BT / self.aggregation.shape[-1]
+
     @cached_property
     def lock_rows(self) -> LockInput:
         """What the lock of this layer needs, at the positions that stand out before the layer."""
@@ -165,7 +177,7 @@ class LayerCall:
             ratio_T = self.dom_ratio.nansum(0)  # a token of zeros stands out nowhere
             pointed_at = point_at(ratio_T, ratio_T if passing.received_T is None else passing.received_T.to(device))
         before_P = passing.standing_out.get(self.index - 1, pointed_at[0]).to(device)
-        first_F = torch.arange(NUM_FIRST, device=device)
+        first_F = every_position(passing.length, device)[:NUM_FIRST]
         return torch.cat([pointed_at.flatten(), before_P[:NUM_POINTED_AT], first_F])
 
     @cached_property
@@ -187,8 +199,9 @@ class LayerCall:
     @cached_property
     def tokens_standing_out(self) -> Tensor:
         """[B * P] their numbers among all tokens."""
-        first_B1 = torch.arange(self.passing.shape[0], device=self.standing_out.device)[:, None] * self.passing.length
-        return (first_B1 + self.standing_out).flatten()
+        num_sequences, length = self.passing.shape
+        first_B = every_position(num_sequences * length, self.standing_out.device)[::length]
+        return (first_B[:, None] + self.standing_out).flatten() if num_sequences > 1 else self.standing_out
 
     @cached_property
     def units_standing_out(self) -> Tensor:

@@ -22,17 +22,18 @@ class Mean:
     """Whether NaN means an empty ratio, 0 / 0, which is left out."""
 
     def of(self, values: Tensor, mergeable: bool) -> Any:
+        if len(values) == 1 and not mergeable:  # its own mean: on a GPU each launch saved counts, in every layer
+            return values[0], 1
         if not self.of_ratios:
             return values.sum(0), len(values)
-        empty = values.isnan()
-        return values.masked_fill(empty, 0).sum(0), len(values) - empty.sum(0)
+        return values.nansum(0), (~values.isnan()).sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
         return mine[0] + theirs[0], mine[1] + theirs[1]
 
     def result(self, joined: Any) -> dict[str, Tensor]:
         total, count = joined
-        return {"": total / count}
+        return {"": total if isinstance(count, int) and count == 1 else total / count}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Largest:
     place: str
 
     def of(self, values: tuple[Tensor, Tensor], mergeable: bool) -> Any:
+        if len(values[0]) == 1:
+            return values[0][0], values[1][0]
         largest, sequence = values[0].max(0)
         return largest, values[1].gather(0, sequence[None])[0]
 
@@ -103,16 +106,22 @@ class Cosine:
     """The mean cosine over pairs of sequences of unit vectors [B, T, E]; a vector of zeros has no direction."""
 
     def of(self, values: Tensor, mergeable: bool) -> Any:
-        return Moments().of(values, mergeable), (values != 0).any(-1).sum(0)
+        import torch
+
+        total = values.sum(0)
+        has_direction = torch.linalg.vector_norm(values, dim=-1) > 0
+        # The sum is as large as what one sequence leaves, and only needed to join other sequences' to it.
+        return total if mergeable else None, total.square().sum(-1), has_direction.sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
-        return Moments().join(mine[0], theirs[0]), mine[1] + theirs[1]
+        total = mine[0] + theirs[0]
+        return total, total.square().sum(-1), mine[2] + theirs[2]
 
     def result(self, joined: Any) -> dict[str, Tensor]:
-        from sinkscope.measures.directional_collapse import cosine_from_deviation
+        from sinkscope.measures.directional_collapse import cosine_from_length
 
-        (count, _, deviation, _), num_states = joined
-        return {"": cosine_from_deviation(deviation, num_states, count)}
+        _, squared_length, num_states = joined
+        return {"": cosine_from_length(squared_length, num_states)}
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="sink_heads",
         tap=Tap.ATTENTION,
-        reduce=lambda call: call.is_sink.sum(1).int(),
+        reduce=lambda call: call.sink_heads,
         merge=Rows(),
         axes="LBS",
         meaning="How many heads count the key as a sink, by sequence",
@@ -190,7 +190,7 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="second_moment",
         tap=Tap.AGGREGATION,
-        reduce=lambda call: call.aggregation.float().square().mean(-1),
+        reduce=lambda call: call.second_moment,
         merge=Mean(),
         axes="LT",
         meaning="E[o^2] of the value aggregation, over sequences and channels",

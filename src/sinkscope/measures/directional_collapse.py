@@ -15,16 +15,13 @@ def cosine_across_sequences(state_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, 
 
 
 def cosine_from_sum(unit_sum_TE: Float[Tensor, "T E"], num_T: Int64[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """The same from the sum of n unit vectors: |sum u|^2 = n + 2 sum over pairs of u . u'."""
-    cosine_T = (unit_sum_TE.square().sum(-1) - num_T) / (num_T * (num_T - 1))
-    return cosine_T.masked_fill(num_T < 2, float("nan"))
+    """The same from the sum of n unit vectors."""
+    return cosine_from_length(unit_sum_TE.square().sum(-1), num_T)
 
 
-def cosine_from_deviation(
-    deviation_T: Float[Tensor, "... T"], num_T: Int64[Tensor, "... T"], num_sequences: int
+def cosine_from_length(
+    squared_length_T: Float[Tensor, "... T"], num_T: Int64[Tensor, "... T"]
 ) -> Float[Tensor, "... T"]:
-    """The same from the squared deviations d of n unit vectors and B - n zeros from the mean of all B:
-    1 - (d B / n - (B - n)) / (n - 1), of n = B vectors 1 - d / (B - 1)."""
-    num_T = num_T.to(deviation_T)
-    cosine_T = 1 - (deviation_T * (num_sequences / num_T) - (num_sequences - num_T)) / (num_T - 1)
+    """The same from the squared length of that sum: |sum u|^2 = n + 2 sum over pairs of u . u'."""
+    cosine_T = (squared_length_T - num_T) / (num_T * (num_T - 1))
     return cosine_T.masked_fill(num_T < 2, float("nan"))
