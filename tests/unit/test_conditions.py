@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
+from sinkscope.capture import layer_call
 from sinkscope.capture import replay as replay_module
-from sinkscope.capture import taps
 from sinkscope.capture.replay import BY_SEQUENCE, ConditionReading, Replay, next_token_loss, read_condition
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
@@ -136,7 +136,7 @@ def test_without_a_kept_layer_the_pass_begins_at_the_one_before():
 def test_readings_equal_a_trace(family, condition, monkeypatch):
     """At a threshold that many heads pass: random models have few sinks at 0.3."""
     model, replay = model_of(family), replay_of(family)
-    monkeypatch.setattr(taps, "SINK_THRESHOLD", 0.05)
+    monkeypatch.setattr(layer_call, "SINK_THRESHOLD", 0.05)
     interventions = {"untouched": [], "masked": [mask_to_self(model, 10)], "all": conditions(family)}[condition]
     with together(interventions):
         found = replay._read(None, loss=False)

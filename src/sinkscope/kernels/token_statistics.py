@@ -47,7 +47,7 @@ def token_statistics(x_NC: Tensor) -> TokenStatistics:
         (largest_N, *others), largest_at_N, channel_C = _by_kernel(x_NC, None)
         return TokenStatistics._make([largest_N, largest_at_N, *others, channel_C])
     *of_tokens, channels = zip(*(_of_block(block_NC) for block_NC in _blocks(x_NC)), strict=True)
-    return TokenStatistics(*map(torch.cat, of_tokens), torch.stack(channels).sum(0))
+    return TokenStatistics._make([*map(torch.cat, of_tokens), torch.stack(channels).sum(0)])
 
 
 def _of_block(x_NC: Tensor) -> TokenStatistics:
