@@ -1,10 +1,10 @@
 """Computes a layer's attention and what is recorded of it, by the best path there is, and names that path.
 
-On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel reads the rest in
+On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel finds the rest in
 one more pass over q k^T. Everywhere else, and for scores that the fused attention cannot make (soft-capping), tiles
 of matrix products do both at once.
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
-head size, P chosen keys, R distances, n queries at which distances are read.
+head size, P chosen keys, R distances, n queries at which distances are measured.
 """
 
 from __future__ import annotations

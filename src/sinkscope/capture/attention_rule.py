@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.capture.edits import RowEdit
 
 SAMPLED_QUERIES = 256
-"""Attention by distance and the lock are read at no more queries than this, evenly spaced."""
+"""Attention by distance and the lock are measured at no more queries than this, evenly spaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ReadingRequest:
     """Which readings are wanted."""
 
     keys: Tensor | None = None
-    """[P] chosen key positions; None reads every key, and then the row readings too."""
+    """[P] chosen key positions; None for every key, and then the numbers of each row too."""
     distances: tuple[int, ...] = ()
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
@@ -70,7 +70,7 @@ class ReadingRequest:
 
 @lru_cache(maxsize=64)
 def sampled_queries(length: int, device: torch.device) -> Tensor:
-    """[n] sorted queries at which attention by distance and the lock are read; all of them in a short text.
+    """[n] sorted queries at which attention by distance and the lock are measured; all of them in a short text.
 
     Kept per device: a copy from the host would make every layer wait for the one before.
     """
@@ -78,7 +78,7 @@ def sampled_queries(length: int, device: torch.device) -> Tensor:
 
 
 def distances(length: int) -> tuple[int, ...]:
-    """How far back attention by distance is read: 0 to 4, then powers of two."""
+    """The distances of attention by distance: 0 to 4, then powers of two."""
     return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
 
 

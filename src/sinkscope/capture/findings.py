@@ -284,7 +284,7 @@ class Findings:
 
     @cached_property
     def lock_positions(self) -> Tensor:
-        """[L, Q] positions that the lock was read at."""
+        """[L, Q] positions that the lock was measured at."""
         return torch.stack([rows.positions_Q.cpu() for rows in self.recording.at_layers("lock").values()])
 
     def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:

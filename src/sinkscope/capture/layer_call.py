@@ -1,6 +1,6 @@
 """One layer while it runs: what its call holds at each tap, and what several observables share, worked out once.
 
-Axes: B sequences, T positions, N = B * T tokens, S keys read, H heads, K key-value heads, D head size, E width, C
+Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
 channels of the value aggregation, U units, P positions that stand out, Q lock positions.
 """
 
@@ -64,7 +64,7 @@ class Passing:
         return self.shape[1]
 
     def keys(self, device: torch.device) -> Tensor:
-        """[S] the keys that are read."""
+        """[S] the recorded keys."""
         return every_position(self.length, device) if self.request.keys is None else self.request.keys.to(device)
 
 
@@ -230,7 +230,7 @@ def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
 
 def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | None, length: int) -> Tensor:
     """[T] the attention received up to a layer: what was received before, and what keys with enough later queries
-    receive there, summed over heads and sequences. `keys_S`: which keys were read, if not all."""
+    receive there, summed over heads and sequences. `keys_S`: which keys were recorded, if not all."""
     device = alpha_BHS.device
     received_S = alpha_BHS.sum((0, 1))
     if keys_S is not None:

@@ -20,9 +20,9 @@ from sinkscope.models.anatomy import Anatomy
 from sinkscope.processes import moved
 
 LOCK_SEQUENCES = 8
-"""Sequences that the lock is read on."""
+"""Sequences that the lock is measured on."""
 NUM_LOCK_POSITIONS = 4
-"""Positions of the largest DomRatio before a layer at which its lock is read."""
+"""The lock of a layer is measured at this many positions, those with the largest DomRatio before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 CHAIN holds every observable of the sink chain. The columns of a trace's tables are these records, so a new one is a new
 record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
 
-Axes, the layers first: L layers, B sequences, T positions, S keys read, H heads, R distances, E width, C channels, U
-units, P positions that stand out (`LayerCall.standing_out`), N tokens of the effective rank.
+Axes, the layers first: L layers, B sequences, T positions, S recorded keys, H heads, R distances, E width, C channels,
+U units, P positions that stand out (`LayerCall.standing_out`), N tokens of the effective rank.
 This file imports no torch: reports read the meaning of columns from it.
 """
 
@@ -89,7 +89,7 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
 
 
 def averaging_law(call: Any) -> Any:
-    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads; None where not every key is read."""
+    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads; None if only some keys are recorded."""
     weighted_BHT = call.attention.weighted_mixing
     return None if weighted_BHT is None else weighted_BHT.mean(1)
 

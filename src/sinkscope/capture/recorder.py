@@ -135,7 +135,7 @@ class Recording:
     batch: TokenBatch
     attention_path: str
     keys: Tensor
-    """[S] key positions that were read."""
+    """[S] recorded key positions."""
     distances: tuple[int, ...]
     observables: tuple[Observable, ...]
     by_layer: dict[str, dict[int, Any]]
@@ -204,7 +204,7 @@ def record(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Recording:
-    """The observables of a causal language model on a batch of tokens; `keys` reads chosen key positions only."""
+    """The observables of a causal language model on a batch of tokens; `keys` restricts attention to chosen keys."""
     anatomy = anatomy_of(loaded.model)
     keys_S = _checked_keys(keys, batch.length, anatomy.context)
     started_at = time.perf_counter()

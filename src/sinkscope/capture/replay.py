@@ -48,7 +48,7 @@ class ConditionReading:
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
     units: dict[tuple[int, int | None], Tensor]
-    """By (layer, expert): [B, T, n] activations of the units read, in the order of `neurons`."""
+    """By (layer, expert): [B, T, n] activations of the recorded units, in the order of `neurons`."""
     neurons: dict[tuple[int, int | None], tuple[int, ...]]
     num_heads: int
     loss_B: Tensor | None = None
@@ -60,7 +60,7 @@ class ConditionReading:
         return self.sink_heads_LBS.sum(0, dtype=torch.float64) / (self.sink_heads_LBS.shape[0] * self.num_heads)
 
     def group_values(self, group: tuple[int, int | None], neurons: Sequence[int]) -> Tensor:
-        """[B, T, n] activations of some of the units that were read."""
+        """[B, T, n] activations of some of the recorded units."""
         places = [self.neurons[group].index(neuron) for neuron in neurons]
         return self.units[group][..., places]
 
@@ -69,7 +69,7 @@ class ConditionReading:
         return self.group_values((unit.layer, unit.expert), [unit.neuron])[..., 0]
 
     def dimension_values(self, dimensions: Sequence[int]) -> Tensor:
-        """[L, B, T, M] values of some of the dimensions that were read."""
+        """[L, B, T, M] values of some of the recorded dimensions."""
         return self.dimensions_LBTM[..., [self.dimensions.index(dimension) for dimension in dimensions]]
 
 

@@ -69,7 +69,7 @@ def story(findings: Findings) -> str:
     position, rate = findings.strongest
     among = ""
     if (keys := _chosen_keys(findings)) is not None:
-        among = f" among the keys that were read ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
+        among = f" among the recorded keys ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
     if not sinks:
         text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
         text += f" (a sink needs {100 * SINK_RATE:g} %)"
@@ -108,7 +108,7 @@ def story(findings: Findings) -> str:
 
 
 def _chosen_keys(findings: Findings) -> list[int] | None:
-    """The keys that were read; None where all were."""
+    """The recorded keys; None if all were."""
     keys = findings.recording.keys.tolist()
     return keys if len(keys) < findings.recording.batch.length else None
 

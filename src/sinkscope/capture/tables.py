@@ -29,7 +29,7 @@ from sinkscope.results.tables import Schema
 from sinkscope.statistics import kendall_tau
 
 KENDALL_POINTS = 1024
-"""Kendall's tau compares all pairs, so longer curves are read at as many evenly spaced points."""
+"""Kendall's tau compares all pairs, so longer curves are cut down to this many evenly spaced points."""
 
 
 def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Exact causal attention in tiles of queries, read while it is computed: nothing of size T x T is ever held.
+"""Exact causal attention in tiles of queries, reduced while it is computed: nothing of size T x T is ever held.
 
 One tile holds the scores of a few queries with all keys they may see. Its softmax gives the value aggregation, and
 before it is dropped the attention received by each key, the row entropies and the sums of squared weights. Output and
@@ -162,7 +162,7 @@ class TileReadings:
 
 
 class TileReader:
-    """Turns one tile's scores into weights and reads them.
+    """Turns one tile's scores into weights and reduces them.
 
     Tiles leave sums of each row; what follows from them is worked out for all rows together.
     """

@@ -64,13 +64,13 @@ POSITIONS = schema_with(
             Column(
                 "attention_received",
                 "float",
-                "Mean attention received, over heads and sequences; null if the key was not read",
+                "Mean attention received, over heads and sequences; null if the key was not recorded",
                 True,
             ),
             Column(
                 "sink_rate",
                 "float",
-                "Share of heads and sequences that count the key as a sink; null if the key was not read",
+                "Share of heads and sequences that count the key as a sink; null if the key was not recorded",
                 True,
             ),
         ),
@@ -126,7 +126,7 @@ HEADS = schema_with(
             Column(
                 "positive_queries",
                 "float",
-                "Share of later queries with q . k > 0; null where the lock was not read there",
+                "Share of later queries with q . k > 0; null where the lock was not measured",
                 True,
             ),
             Column(

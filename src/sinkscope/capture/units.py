@@ -32,7 +32,7 @@ class UnitWrites(NamedTuple):
 
 
 class LayerUnits:
-    """Collects one layer's neurons during its feed-forward; read at the layer's end, then dropped."""
+    """Collects one layer's neurons during its feed-forward; reduced at the layer's end, then dropped."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer

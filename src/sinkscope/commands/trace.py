@@ -1,4 +1,4 @@
-"""sinkscope trace: the whole chain of a model, read in one forward pass."""
+"""sinkscope trace: the whole chain of a model, from one forward pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TraceOptions:
 
 
 def trace_command(asked: TraceOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
-    """Show the whole sink chain of a model, read in one forward pass.
+    """Show the whole sink chain of a model, from one forward pass.
 
     Example: sinkscope trace HuggingFaceTB/SmolLM2-135M --length 64 --num-sequences 32
     """

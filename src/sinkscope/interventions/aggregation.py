@@ -242,7 +242,7 @@ class AggregationEdit(Intervention):
 
 
 class _PassEndedError(Exception):
-    """Ends a pass whose later layers nobody reads."""
+    """Ends a pass whose later layers are not needed."""
 
 
 def _stop(module, args, output) -> None:

@@ -148,7 +148,7 @@ def check_indices(what: str, chosen: Indices, count: int) -> None:
 
 
 def check_held(held: Tensor, now: Tensor) -> None:
-    """Refuses values [B, T, ...] that were read from a batch of another shape than the one that is running."""
+    """Refuses values [B, T, ...] that were recorded on a batch of another shape than the one that is running."""
     if held.shape[:2] != now.shape[:2]:
         raise InputError(
             expected=f"a batch of {held.shape[0]} x {held.shape[1]} tokens, which the clamp was made from",

@@ -1,8 +1,8 @@
 """The kinds of interventions that can be asked for in words, such as `amplify 10:4` or `ablate 2:90`.
 
-`KINDS` is the one table of them. The options of `sinkscope intervene` and their help, what reads them, what makes the
-interventions and what stands in for them as a control all come from it: a new kind is one entry. torch is imported only
-when something is made, since the command line reads the table for its help.
+`KINDS` is the one table of them. The options of `sinkscope intervene` and their help, their parser, what makes the
+interventions, and their controls all come from it: a new kind is one entry. torch is imported only when something
+is made, since the command line reads the table for its help.
 
 A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
 itself instead of all others, amplification scales the whole aggregation, units are matched random ones. Where nothing
@@ -55,7 +55,7 @@ class Kind:
     does: str
     """What follows the form in the option's help."""
     read: Callable[[str], tuple]
-    """The text of one of them, read; ValueError where it is none."""
+    """Parses the text of one of them; ValueError if it cannot."""
     make: Make
     control: Make | None = None
     control_is: str = NOTHING
@@ -97,7 +97,7 @@ class Request:
 def requests(
     asked: Mapping[str, Sequence[str]], *, layers: str | None = None, heads: str | None = None
 ) -> list[Request]:
-    """What is asked for in words, by kind, as requests; refuses what cannot be read."""
+    """What is asked for in words, by kind, as requests; refuses what cannot be parsed."""
     if not asked:
         raise InputError(
             expected="at least one intervention",
@@ -150,7 +150,7 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-# How each form is read
+# How each form is parsed
 
 
 def _position(text: str) -> tuple:

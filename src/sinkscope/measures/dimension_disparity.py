@@ -21,7 +21,7 @@ marks no token."""
 MASSIVE_ACTIVATION = 100.0
 MASSIVE_ACTIVATION_RATIO = 1000.0
 """A massive activation exceeds the first and the second times the median magnitude (Sun et al.); not scale-free, so
-never read alone."""
+never used alone."""
 
 
 def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:

@@ -31,7 +31,7 @@ class Family:
     activations: tuple[str, ...] = ("mlp.act_fn",)
     """Where a layer may keep its activation function as a module; a layer has those that are there."""
     attention_door: str = "registry"
-    """How queries and keys are read: the attention registry, or the model's own call of
+    """How queries and keys are reached: the attention registry, or the model's own call of
     scaled_dot_product_attention."""
     notes: str = ""
     parallel: Callable[[Any], bool] = field(default=lambda config: False)

@@ -85,7 +85,7 @@ class Outcome:
     units_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
-    """Where it was read."""
+    """Where it was recorded."""
     means: dict[str, np.ndarray] = field(default_factory=dict)
     """The calibration means that it was made with."""
 

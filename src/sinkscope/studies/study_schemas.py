@@ -110,7 +110,7 @@ HISTOGRAMS = Schema(
         _LAYER,
         _EXPERT,
         _NEURON,
-        Column("place", "str", "Where the activation was read: sink, target or elsewhere"),
+        Column("place", "str", "Where the activation was recorded: sink, target or elsewhere"),
         Column("bin_low", "float", "Lower edge of the bin of activations"),
         Column("bin_high", "float", "Upper edge of the bin"),
         Column("count", "int", "Tokens in the bin"),
