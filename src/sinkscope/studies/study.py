@@ -241,7 +241,7 @@ class _Run:
         outcomes = {}
         every = conditions.all(sink_varies=sink_varies)
         wanted = processes.share(every)
-        # Over a large vocabulary the loss costs more than all layers: so only the first target's is computed.
+        # Over a large vocabulary the loss costs more than all layers, so only the first target's is computed.
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
