@@ -1,7 +1,7 @@
 """The claims of a study, fixed before any model is looked at. Each is one entry: its statement, its bars, where its
-numbers come from, and what its control is. How they are judged stands in `judging`.
+numbers come from, and what its control is. `judging` says how they are judged.
 
-Here are the links as they stand in the untouched model; cause and effect follow in `causal_claims`.
+These are the links in the untouched model; cause and effect follow in `causal_claims`.
 """
 
 from __future__ import annotations

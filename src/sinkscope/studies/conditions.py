@@ -74,7 +74,7 @@ QUANTITIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a condition left, by sequence."""
+    """The numbers of one condition, by sequence."""
 
     rate_BS: np.ndarray
     """Sink rate of every position."""
@@ -118,7 +118,7 @@ class Outcome:
 
 
 def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
-    """The outcome that a reading leaves."""
+    """The outcome, reduced from a reading."""
     places = (plan.sink, *plan.targets)
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
@@ -241,4 +241,4 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "densify_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal),
     "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
 }
-"""What a condition does that is no formula of the aggregation."""
+"""Conditions that are no formula on the aggregation."""

@@ -1,4 +1,4 @@
-"""The random sets that stand beside what a study acts on: as many units, or dimensions, that do as much at the sink.
+"""Random sets as controls of what a study acts on: as many units, or dimensions, that do as much at the sink.
 
 A control must be able to fail. Units are alike in what they write at the sink, |activation| times the norm of the
 output vector; dimensions in their magnitude there; both as means over the choosing sequences. Where a model has nothing
@@ -25,7 +25,7 @@ from sinkscope.studies.plan import Plan
 
 NUM_RANDOM_SETS = 20
 EMPTY = 0.1
-"""A control that does less than this part of what it stands beside does at the sink is empty."""
+"""A control is empty if it does less than this share of what its counterpart does at the sink."""
 
 
 @dataclass(frozen=True, kw_only=True)

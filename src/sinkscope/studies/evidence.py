@@ -1,4 +1,4 @@
-"""The links as they stand in the untouched model, by sequence: what the reading claims of a study are judged on.
+"""The links in the untouched model, by sequence: the numbers that its claims are judged on.
 
 One pass. Axes: L layers up to birth, A layers with disparity, B sequences, T positions, C channels, E width, M massive
 dimensions, U units.
@@ -92,7 +92,7 @@ def _cosine(call: LayerCall) -> Tensor:
     one_BT = (unit_BTE != 0).any(-1)
     others_BT = ((unit_BTE * unit_BTE.sum(0)).sum(-1) - 1) / (one_BT.sum(0) - 1)
     others_BT = others_BT.masked_fill(~one_BT, float("nan"))
-    # Each pair of sequences stands in two of these means: a pseudo-value counts its sequence twice.
+    # Each pair of sequences is in two of these means, so a pseudo-value counts its sequence twice.
     return 2 * others_BT - others_BT.nanmean(0)
 
 

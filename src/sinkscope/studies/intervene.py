@@ -46,7 +46,7 @@ class Intervened:
     positions: tuple[int, ...]
     """Positions that the interventions act on."""
     control_is: str
-    """What stood in for the interventions."""
+    """The control in words."""
 
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""How a claim is judged: what it is made of, its numbers by sequence, and the verdict that follows from them.
+"""What a claim is, and how the verdict follows from its numbers by sequence.
 
 A claim has one bar or several, all of which it must clear. A bar is a number computed from means over sequences, with a
 threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at least`
@@ -35,21 +35,21 @@ CLEARS: dict[Rule, Callable[[float, float], bool]] = {
 }
 FAMILY_LEVEL = 0.05
 
-# Thresholds that others go by too: the plan of a study, births in training, figures.
+# Thresholds that the plan of a study, births in training and figures use too.
 VARIANCE_RATIO = 2.0
 LEVEL_ELSEWHERE = 10.0
 """A super neuron's write at the sink over its level at other positions."""
 TOP_SHARE = 0.25
-"""Of an output vector's energy in one dimension: from here on it is channel-sparse."""
+"""An output vector with at least this share of its energy in one dimension is channel-sparse."""
 DOM_RATIO = 3.0
-"""At the sink, over that elsewhere."""
+"""DomRatio at the sink, over that elsewhere."""
 COSINE = 0.9
 RISE = 0.05
 """Five points of the sink rate: what counts as a sink made, and the margin of equivalence for what makes none."""
 QUARTER = 0.25
-"""Of the sink: less is left where it was taken away."""
+"""A sink counts as removed if less than this share of it is left."""
 SPARED = 0.8
-"""Of the sink: a matched random set leaves at least this."""
+"""A matched random set must leave at least this share of the sink."""
 
 
 def percent(share: float) -> str:
@@ -93,7 +93,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Empty:
-    """Why a claim has no number to judge, and the verdict that it has for that."""
+    """Why a claim has no number to judge, and the verdict that it then gets."""
 
     note: str
     verdict: Verdict = "not applicable"

@@ -1,4 +1,4 @@
-"""What a study measured: everything that claims and tables are made of."""
+"""What a study measured: everything that its claims and tables use."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class Measured:
             layer = self.anatomy.layers[unit.layer]
             top_F = top_energy_share(layer.written_vectors(unit.expert).T)
             shares.append(float(top_F[unit.neuron]))
-            medians.append(float(top_F.nanmedian()))  # units that write nothing have none
+            medians.append(float(top_F.nanmedian()))  # units that write nothing have no share
         return float(np.mean(shares)), float(np.mean(medians))

@@ -1,9 +1,9 @@
 """The search for an inclusion-minimal set of units whose removal takes the sink away.
 
-Some models write their sink with one unit; in others several back one another up, and taking the strongest changes
-nothing. So units are taken in the order of their writes, twice as many each time; where all of them are not enough the
-model without them is traced anew, since a backup may only have woken then. What is found is thinned out backwards
-until no unit can be put back.
+Some models write their sink with one unit. In others several units can replace each other, and removing the strongest
+changes nothing. So units are removed in the order of their writes, twice as many each time. If all of them are not
+enough, the model without them is traced again, since other units may take over only then. The set is then thinned out,
+weakest unit first, until no unit can be put back.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sinkscope.studies.plan import Plan, candidate_units
 NUM_SEARCHING = 16
 """Choosing sequences that the search runs on."""
 SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
-"""What the search asks for, and settles for where no set reaches it: one chosen at the very threshold fails it on
-other sequences half of the time."""
+"""Shares of the sink that the set may leave: the first if possible, else the second. A set right at the threshold
+would fail it on other sequences half of the time."""
 MAX_ROUNDS = 4
 MAX_UNITS = 64
 

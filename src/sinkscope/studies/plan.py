@@ -1,5 +1,4 @@
-"""What a study fixes before it judges: everything chosen from the model's behaviour on other sequences than those that
-judge."""
+"""What a study chooses before it judges, from the model's behaviour on other sequences than those that judge."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ class Plan:
     super_neurons: tuple[Unit, ...]
     """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
     candidates: tuple[Unit, ...]
-    """Every unit that moves a massive dimension at the sink, strongest write first: where a minimal set is sought."""
+    """Every unit that moves a massive dimension at the sink, strongest write first: for the minimal set."""
 
     @property
     def birth_units(self) -> tuple[Unit, ...]:
-        """The super neurons in layers of birth, which the reading claims are about."""
+        """The super neurons in layers of birth, which the claims about the untouched model use."""
         return tuple(unit for unit in self.super_neurons if unit.layer in self.births)
 
     @property

@@ -1,7 +1,7 @@
 """study(model): decides link by link whether the chain holds in a model, by interventions with their controls.
 
-Three sets of sequences that share none: the choosing ones fix the plan and the minimal set, the calibration ones the
-means, and the judging ones decide.
+There are three sets of sequences, which share none. The choosing set fixes the plan and the minimal set, the
+calibration set the means; the judging set decides.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Study:
 
     @property
     def verdict(self) -> str:
-        """What a reader takes home, in a sentence or two: is there a sink, which links hold, what causes it."""
+        """The answer in a sentence or two: is there a sink, which links hold, what causes it."""
         sink, *others = self.judgements
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
@@ -172,7 +172,7 @@ def study(
 
 
 class _Run:
-    """One study while it goes."""
+    """One study while it runs."""
 
     def __init__(
         self,
