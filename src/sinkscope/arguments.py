@@ -5,7 +5,8 @@ Both the command line and the library's functions call them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from sinkscope.errors import InputError
@@ -15,6 +16,16 @@ from sinkscope.user_paths import user_path
 
 Method = Literal["alignment", "seedprint"]
 """Methods of a fingerprint."""
+# The tables behind these names need torch: `attention.variants`, `origins.bias_controls` and `pretrain.metrics`.
+VARIANTS = (
+    *("softmax", "head_norm", "scale", "first_norm", "equal_variance", "gate", "head_gate", "head_norm_gate"),
+    *("sigmoid", "softmax_one", "learned_sink", "qk_norm", "value_norm"),
+)
+CONTROLS = (
+    *("tanh_activation", "odd_feed_forward", "no_feed_forward", "no_attention", "redrawn_embeddings"),
+    "calibrated_variance",
+)
+TRACKERS = ("trackio", "wandb", "tensorboard")
 TOKEN_FORMS = "random, text:FILE or repeat:ID"
 LARGEST_TOKEN_ID = 2**31 - 1
 MOST_MODELS = 1000
@@ -83,6 +94,16 @@ def check_count(name: str, value: int, least: int, most: int | None = None, *, w
         )
 
 
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Refuses a word that is none of the choices of the parameter called `name`."""
+    if value not in choices:
+        raise InputError(
+            expected=f"`{name}` as one of {', '.join(choices)}",
+            found=reprlib.repr(value),
+            next_step="Choose one of them",
+        )
+
+
 def check_seed(seed: int, count: int = 1) -> None:
     """Refuses seeds that torch's generator cannot tell apart: it keeps 32 bits of one. `count` of them are used."""
     if not 0 <= seed <= 2**32 - count:
@@ -108,12 +129,7 @@ def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence
         raise InputError(
             expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
         )
-    if method not in get_args(Method):
-        raise InputError(
-            expected=f"a method: {', '.join(get_args(Method))}",
-            found=repr(method),
-            next_step="Give one of them as `method`",
-        )
+    check_choice("method", method, get_args(Method))
     if method == "seedprint" and unrelated:
         raise InputError(
             expected="no `unrelated` models beside `method='seedprint'`, whose null is a formula",

@@ -81,9 +81,12 @@ def main() -> None:
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shares = next(iter(sys.argv[1:]), "") in SHARED
-    quiet = shares and int(os.environ.get("RANK", "0")) > 0
     try:
-        with options.outputs, processes.joined() if shares else nullcontext(), _unheard() if quiet else nullcontext():
+        with (
+            options.outputs,
+            processes.joined() if shares else nullcontext(),
+            _unheard() if processes.rank() > 0 else nullcontext(),
+        ):
             command_line()()
         return
     except Exception as error:

@@ -6,8 +6,11 @@ import errno
 import os
 from pathlib import Path
 
-_SAID = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc", "failed to map segment")
-"""Words in the errors of torch, its allocator, safetensors and the dynamic linker."""
+_SAID = (
+    *("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc", "failed to map segment"),
+    "can't start new thread",
+)
+"""Words in the errors of torch, its allocator, safetensors, the dynamic linker, and Python (a thread needs a stack)."""
 
 
 def memory_bytes(root: Path = Path("/")) -> int:

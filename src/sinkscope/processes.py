@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
+
+PARALLEL = ("auto", "single", "ddp", "fsdp")
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+VARIABLES = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun puts into the environment."""
 
 T = TypeVar("T")
 _sharing = False
@@ -66,18 +72,57 @@ def from_first(make: Callable[[], T]) -> T:
     return gathered(make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
+def number(name: str) -> int:
+    """A number that torchrun gives; 0 without torchrun."""
+    return int(os.environ.get(name, "0"))
+
+
+def is_one_of_several(parallel: str = "auto") -> bool:
+    """Whether torchrun started this process; refused where it should have, or says what cannot be."""
+    check_choice("parallel", parallel, PARALLEL)
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if parallel == "single" or (parallel == "auto" and "WORLD_SIZE" not in given):
+        return False
+    if missing := [name for name in VARIABLES if name not in given]:
+        raise _no_group(f"no {', '.join(missing)} in the environment")
+    if wrong := [name for name in NUMBERS if not given[name].isdecimal()]:
+        raise _no_group(f"{wrong[0]}={given[wrong[0]]!r}")
+    if number("RANK") >= number("WORLD_SIZE"):
+        raise _no_group(f"RANK={number('RANK')} of {number('WORLD_SIZE')}")
+    return True
+
+
+def join(backend: str, **options: Any) -> None:
+    """Joins the process group that torchrun describes."""
+    import torch.distributed
+
+    try:
+        torch.distributed.init_process_group(backend, **options)
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise _no_group(f"{str(error).splitlines()[0]}, at {address}") from error
+
+
+def _no_group(found: str) -> InputError:
+    return InputError(
+        expected="a process group as torchrun describes it",
+        found=found,
+        next_step="Start it with: torchrun --nproc-per-node 2 -m sinkscope ..., or unset RANK and WORLD_SIZE",
+    )
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
     """Joins the processes of torchrun while open; without torchrun, nothing."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not is_one_of_several():
         yield
         return
     import torch.distributed
 
     global _sharing
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    torch.distributed.init_process_group("gloo")
+        torch.cuda.set_device(number("LOCAL_RANK"))
+    join("gloo")
     _sharing = True
     try:
         yield

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from command_line import assert_refused
 from tiny_models import tiny_model
 from transformers import Trainer, TrainingArguments
 
@@ -21,6 +22,7 @@ from sinkscope.results.tables import read_table
 
 SHORT = ("--steps", 12, "--warmup-steps", 2, "--batch-size", 8, "--sequence-length", 64, "--learning-rate", 1e-2)
 SHORT += ("--evaluate-every", 6, "--probe-every", 12, "--checkpoint-every", 12)
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +147,7 @@ BAD = {
     "vocabulary": (["--data", "TOKENS", "--config", "vocabulary.yaml"], "a vocabulary of at least 300"),
     "long sequence": (["--data", "TOKENS", "--sequence-length", "1000000"], "in the longest"),
     "heads": (["--data", "TOKENS", "--config", "heads.yaml"], "heads"),
-    "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "an attention variant: softmax"),
+    "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "--variant as one of softmax"),
     "config": (["--data", "TOKENS", "--config", "13b"], "a preset: tiny"),
     "model key": (["--data", "TOKENS", "--config", "model_key.yaml"], "num_layers"),
     "training key": (["--data", "TOKENS", "--config", "training_key.yaml"], "Write learning_rate"),
@@ -209,12 +211,22 @@ def test_tokenize_refuses_a_tokenizer_that_is_not_there(sinkscope, text, tmp_pat
     assert not (tmp_path / "tokens").exists()
 
 
-def test_a_lonely_process_of_torchrun_is_refused(sinkscope, tokens, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = sinkscope("pretrain", "--data", tokens, "--out", "run")
-    assert result.code == 2
-    assert "no LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in result.err
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (TORCHRUN | {"RANK": "first"}, "RANK='first'"),
+        (TORCHRUN | {"RANK": "5"}, "RANK=5 of 2"),
+        (TORCHRUN | {"MASTER_PORT": "none"}, "at 127.0.0.1:none"),
+    ],
+)
+def test_processes_that_torchrun_did_not_start_are_refused(
+    sinkscope, tokens, tmp_path, monkeypatch, environment, message
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for command in (("pretrain", "--data", tokens, "--out", "run"), ("trace", "--out", "run")):
+        assert_refused(sinkscope(*command), message, tmp_path)
 
 
 def test_a_tracker_gets_the_numbers(sinkscope, tokens, monkeypatch):

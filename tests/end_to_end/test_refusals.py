@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from command_line import assert_refused
+from tiny_models import tiny_model
 
 from sinkscope import cli
 
@@ -54,8 +57,8 @@ WITHOUT_TORCH = {
     ("trace", "--device", "cpu", "--device-map", "auto"): "either --device or --device-map",
     ("trace", "--out", "taken"): "--overwrite",
     ("trace", "--json", "--length", "8"): "--length of at least 17",
-    ("study", "--json", "--bos", "maybe"): "--bos as yes, no, both or auto",
-    ("study", "--bos", "maybe"): "--bos as yes, no, both or auto",
+    ("study", "--json", "--bos", "maybe"): "--bos as one of auto, yes, no, both",
+    ("study", "--bos", "maybe"): "--bos as one of auto, yes, no, both",
     ("study", "--length", "20"): "--length of at least 32",
     ("study", "--num-sequences", "15"): "--num-sequences of at least 16",
     ("study", "--tokens", "poem"): "text:FILE",
@@ -74,6 +77,8 @@ WITHOUT_TORCH = {
     ("bias", "--num-sequences", "3"): "--num-sequences of at least 16",
     ("bias", "--seed", str(2**32 - 1)): "a seed from 0 to",
     ("bias", "--out", "taken"): "--overwrite",
+    ("bias", "--controls", "NONSENSE"): "--controls as one of tanh_activation",
+    ("bias", "--controls", "no_attention,"): "--controls as one of tanh_activation",
     ("fingerprint", "a"): "at least two",
     ("fingerprint", "a", "b", "--fresh", "1000000000"): "--fresh of at least 0 and at most 1000",
     ("fingerprint", "a", "b", "--method", "guess"): "alignment, seedprint",
@@ -103,6 +108,13 @@ WITHOUT_TORCH = {
     ("pretrain", "--data", "text.txt", "--out", "run", "--device", "gpu"): "cuda:N",
     ("pretrain", "--data", "text.txt", "--out", "run", "--keep", DIGITS): "--keep 0,100,1000",
     ("pretrain", "--data", "text.txt", "--out", "taken"): "--overwrite",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--variant", "softmaxx"): "--variant as one of softmax",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--parallel", "many"): "--parallel as one of auto, single, ddp",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--parallel", "ddp"): "Start it with: torchrun",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--track", "paper"): "--track as one of trackio",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "huge"): "a preset: tiny, 30m, 152m, 1b",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "nowhere.yaml"): "nowhere.yaml",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "odd.yaml"): "a key of the training configuration",
     ("compare", "nowhere"): "2 to 26 runs",
 }
 PROCESS = """
@@ -132,6 +144,7 @@ def without_torch(tmp_path_factory):
     (folder / "taken").mkdir()
     (folder / "taken" / "notes.txt").write_text("mine")
     (folder / "text.txt").write_text("some text")
+    (folder / "odd.yaml").write_text("training: {stepps: 3}")
     done = subprocess.run(
         [sys.executable, "-c", PROCESS],
         input=json.dumps(list(WITHOUT_TORCH)),
@@ -147,8 +160,47 @@ def without_torch(tmp_path_factory):
 def test_options_that_cannot_work_are_refused_before_torch_is_imported(arguments, without_torch):
     code, out, err, files = without_torch[arguments]
     assert "Traceback" not in err, err
-    assert (code, out, files) == (2, "", ["taken", "text.txt"])
+    assert (code, out, files) == (2, "", ["odd.yaml", "taken", "text.txt"])
     assert WITHOUT_TORCH[arguments] in err
+
+
+AFTER_LOADING = {
+    ("trace", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
+    ("trace", "MODEL", "--tokens", "repeat:97"): "token ids from 0 to 96",
+    ("trace", "MODEL", "--tokens", "text:text.txt"): "found none with model",
+    ("trace", "ZEROS"): "special and unused ones only",
+    ("trace", "LOUD", "--dtype", "float16"): "--dtype float32",
+    ("study", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
+    ("study", "LOUD", "--dtype", "float16"): "--dtype float32",
+    ("intervene", "MODEL", "--mask-to-self", "3", "--layers", "9"): "layer",
+    ("intervene", "MODEL", "--ablate", "0:9999"): "neuron",
+    ("bias", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
+    ("bias", "ZEROS"): "special and unused ones only",
+    ("bias", "MODEL", "--seeds", "2"): "Leave --seeds out",
+    ("fingerprint", "MODEL", "LOUD", "--vocabulary", "98", "--fresh", "0"): "98",
+    ("models", "text.txt"): "a model folder or a .gguf file",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of models by the names that the table gives them."""
+    made = {name: tiny_model("llama") for name in ("MODEL", "ZEROS", "LOUD")}
+    with torch.no_grad():
+        for weight in made["ZEROS"].parameters():
+            weight.zero_()
+        made["LOUD"].model.layers[1].mlp.down_proj.weight.mul_(3e4)
+    for name, model in made.items():
+        model.save_pretrained(tmp_path_factory.getbasetemp() / name / "model")
+    return {name: str(tmp_path_factory.getbasetemp() / name / "model") for name in made}
+
+
+@pytest.mark.parametrize("arguments", AFTER_LOADING, ids=" ".join)
+def test_a_refusal_after_the_model_is_loaded_prints_no_json_and_writes_nothing(arguments, models, sinkscope, tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    result = sinkscope(*(models.get(argument, argument) for argument in arguments), "--json")
+    assert_refused(result, AFTER_LOADING[arguments], tmp_path)
+    assert {path.name for path in tmp_path.rglob("*")} <= {"text.txt", "runs"}
 
 
 def test_help_has_an_example_and_loads_nothing_heavy(tmp_path):

@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
-from sinkscope import cli
+from sinkscope import arguments, cli
+from sinkscope.attention.variants import VARIANTS
 from sinkscope.commands.options import Output, command
 from sinkscope.commands.pretrain import TrainingOptions
+from sinkscope.origins.bias_controls import CONTROLS
 from sinkscope.pretrain.config import TrainingConfig
+from sinkscope.pretrain.metrics import PACKAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,12 @@ def test_a_command_gets_its_configurations_filled():
     app.command()(command(run))
     app(["it", "--units", "1:2", "--units", "3:4", "--json"], standalone_mode=False)
     assert seen == [(Asked(name="it", length=64, units=["1:2", "3:4"]), Output(as_json=True))]
+
+
+def test_names_that_are_known_before_torch_are_those_of_the_tables():
+    assert tuple(VARIANTS) == arguments.VARIANTS
+    assert tuple(CONTROLS) == arguments.CONTROLS
+    assert tuple(PACKAGES) == arguments.TRACKERS
 
 
 def test_every_entry_of_a_training_is_an_option():

@@ -40,6 +40,7 @@ WITHIN_LAYER_0 = {
     ("arguments", "measures.sink_score"),
     ("arguments", "user_paths"),
     ("arguments", "memory"),
+    ("processes", "arguments"),
     ("results.run_folder", "results.tables"),
     ("results.run_folder", "results"),
     ("results.run_folder", "results.atomic"),

@@ -160,6 +160,9 @@ class TestFolder:
         shards[1].unlink()
         refused(tmp_path, "every shard named in", f"no {shards[1].name}", "Fetch the missing shard")
         index = tmp_path / "model.safetensors.index.json"
+        for odd in ("../weights.safetensors", "a" * 5000):
+            index.write_text(json.dumps({"weight_map": {"lm_head.weight": odd}}))
+            refused(tmp_path, "names of files", odd[:100])
         index.write_text("{}")
         refused(tmp_path, "name the shards", "no weight_map")
         index.write_text("{")
@@ -218,6 +221,9 @@ class TestFolder:
             ("{}", ["a model_type", "none in tiny"]),
             ('{"model_type": "nonsense"}', ["knows", "'nonsense' in tiny", "upgrade transformers"]),
             ('{"model_type": "llama", "hidden_size": "wide"}', ["that transformers can read", "mend config.json"]),
+            ('{"model_type": "llama", "num_hidden_layers": 1000000000}', ["at most 4096", "num_hidden_layers 1000"]),
+            ('{"model_type": "llama", "auto_map": 7}', ["an auto_map", "7"]),
+            ('{"model_type": "llama", "sliding_window": "wide"}', ["a sliding window of at least 1", "'wide'"]),
         ],
     )
     def test_config(self, folder, content, parts):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -95,6 +96,39 @@ def test_fp8_without_its_scales_is_refused(tmp_path, scales, found):
     refused(tmp_path / "model", found, "full precision")
 
 
+MXFP4_NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4_experts(folder: Path) -> dict:
+    """A GPT-OSS with experts of random 4-bit numbers, 32 to a scale; returns what its weights stand for."""
+    model = tiny_model("gpt_oss", hidden_size=64, intermediate_size=32)
+    model.save_pretrained(folder)
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    meant = dict(weights)
+    for name in [name for name in weights if name.endswith("_proj") and "experts" in name]:
+        num_experts, width, outputs = weights.pop(name).shape
+        numbers = torch.randint(16, (num_experts, outputs, width // BLOCK, BLOCK), generator=generator)
+        scales = torch.randint(115, 125, numbers.shape[:3], generator=generator)
+        weights[f"{name}_blocks"] = (numbers[..., 0::2] | numbers[..., 1::2] << 4).to(torch.uint8)
+        weights[f"{name}_scales"] = scales.to(torch.uint8)
+        values = torch.cat([MXFP4_NUMBERS, -MXFP4_NUMBERS])[numbers] * torch.exp2(scales - 127.0)[..., None]
+        meant[name] = values.flatten(2).transpose(1, 2)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return meant
+
+
+def test_mxfp4_is_what_its_scales_make_of_it(tmp_path):
+    meant = mxfp4_experts(tmp_path / "model")
+    model = load(tmp_path / "model", device="cpu").model
+    assert all(torch.equal(weight, meant[name]) for name, weight in model.named_parameters())
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    few = {name: weight for name, weight in weights.items() if not name.endswith("_scales")}
+    save_file(few, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    refused(tmp_path / "model", "weights that fit config.json")
+
+
 def test_scales_beside_full_weights_are_refused(tmp_path):
     saved(tmp_path / "model", torch.float32)
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -111,6 +145,7 @@ def test_scales_beside_full_weights_are_refused(tmp_path):
         ({"quant_method": "gptq", "bits": 4}, "optimum"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
         ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "torchao"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}, "compressed-tensors"),
     ],
 )
 def test_a_missing_package_is_named(tmp_path, quantisation, package):

@@ -148,6 +148,11 @@ class TestRandom:
         torch.manual_seed(4)
         assert torch.equal(token_batch(loaded).ids, first)
 
+    def test_ids_that_are_none_in_a_strangers_file(self):
+        loaded = loaded_llama(None)
+        loaded.model.generation_config.pad_token_id = "x"
+        assert token_batch(loaded).ids.shape == (32, 64)
+
     def test_special_tokens_only(self):
         loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
         refused(lambda: token_batch(loaded), "ordinary tokens", "special and unused ones only")

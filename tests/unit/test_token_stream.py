@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import text_sources
@@ -19,7 +19,7 @@ from sinkscope.pretrain import tokenize as tokenize_module
 from sinkscope.pretrain.text_sources import check_sources, documents
 from sinkscope.pretrain.tokenize import TokenizeConfig, load_tokenizer, tokenize
 from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards, permuted
-from sinkscope.results.run_folder import run_folder
+from sinkscope.results.run_folder import RunFolder, run_folder
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\nIt ends here." for n in range(40)]
 
@@ -239,6 +239,18 @@ def test_code_beside_a_tokenizer_never_runs(text_file, tmp_path, monkeypatch):
     with contextlib.suppress(AttributeError):
         AutoTokenizer.from_pretrained(shards.path)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(RunFolder, "write_json"), (PreTrainedTokenizerFast, "save_pretrained")])
+def test_a_full_disk_is_told_and_leaves_nothing(text_file, tmp_path, monkeypatch, owner, name):
+    def full(*args, **kwargs):
+        # As the operating system tells it, and as the tokenizer's own library does.
+        raise OSError(28, "No space left on device") if owner is RunFolder else Exception("No space (os error 28)")
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(InputError, match=r"No space left on device\. Free some space"):
+        tokenize(TokenizeConfig(data=(str(text_file),), vocab_size=260), tmp_path / "tokens", progress=print)
+    assert list(tmp_path.glob("*tokens*")) == list(tmp_path.glob(".*")) == []
 
 
 def test_wide_tokens_for_a_large_vocabulary(tmp_path):

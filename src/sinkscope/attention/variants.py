@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sinkscope.arguments import check_choice
 from sinkscope.attention.head_norm import EqualisedFirst, HeadRMSNorm, HeadScale
 from sinkscope.attention.sink_attention import can_fuse_sink, sink_attention
 from sinkscope.errors import InputError
@@ -304,12 +305,7 @@ VARIANTS: Mapping[str, type[Softmax]] = {
 
 def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) -> Softmax:
     """The variant called `name`; unknown names and options are refused."""
-    if name not in VARIANTS:
-        raise InputError(
-            expected=f"an attention variant: {', '.join(VARIANTS)}",
-            found=repr(name),
-            next_step="Give one of them as `variant`",
-        )
+    check_choice("variant", name, VARIANTS)
     defaults = _options_of(VARIANTS[name])
     for option, value in options.items():
         default = defaults.get(option)

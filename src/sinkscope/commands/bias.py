@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkscope.arguments import check_bias
+from sinkscope.arguments import CONTROLS, check_bias, check_choice
 from sinkscope.commands.options import (
     Length,
     ModelOptions,
     NumSequences,
     Output,
     Seed,
+    bound_memory_of,
     first_process_writes,
     run_environment,
     write_request,
@@ -43,6 +44,14 @@ class BiasOptions:
     def __post_init__(self) -> None:
         seeds = 1 if self.seeds is None else self.seeds
         check_bias(seeds=seeds, length=self.length, num_sequences=self.num_sequences, seed=self.seed)
+        for name in self.chosen_controls or ():
+            check_choice("controls", name, CONTROLS)
+
+    @property
+    def chosen_controls(self) -> list[str] | None:
+        """By name; None for all of them."""
+        named = [name.strip() for name in self.controls.split(",")]
+        return {"all": None, "none": []}.get(self.controls, named)
 
 
 def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> None:
@@ -58,8 +67,9 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     from sinkscope.report import terminal
     from sinkscope.results.run_folder import run_folder
 
-    controls = {"all": None, "none": []}.get(asked.controls, [name.strip() for name in asked.controls.split(",")])
-    named: dict[str, Any] = asdict(source) | asdict(asked) | {"controls": controls, "along": asked.along or []}
+    bound_memory_of(source.device)
+    given = {"controls": asked.chosen_controls, "along": asked.along or []}
+    named: dict[str, Any] = asdict(source) | asdict(asked) | given
     with terminal.progress("readings") as progress:
         result = bias(named.pop("model"), **named, progress=progress)
     first_process_writes()

@@ -14,6 +14,7 @@ from sinkscope.commands.options import (
     Dtype,
     Output,
     TrustRemoteCode,
+    bound_memory_of,
     command_text,
     finished_parts_are_kept,
     first_process_writes,
@@ -75,6 +76,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
 
+    bound_memory_of(asked.device)
     # Parts are named by weights and inputs, so a model runs once, whatever else changes.
     parts = Parts(path, {"command": "fingerprint", "version": __version__})
     named: dict[str, Any] = asdict(asked) | {"unrelated": asked.unrelated or []}

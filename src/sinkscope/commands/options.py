@@ -68,13 +68,10 @@ class ModelOptions:
 
     def load(self) -> LoadedModel:
         """The model; shows that it is being loaded."""
-        from sinkscope.memory import bound_memory
         from sinkscope.models.loading import load
         from sinkscope.report import terminal
-        from sinkscope.runtime import resolve_device
 
-        if resolve_device(self.device).type == "cpu":
-            bound_memory()
+        bound_memory_of(self.device)
         named = asdict(self)
         with terminal.working("loading the model"):
             return load(named.pop("model"), **named)
@@ -115,6 +112,15 @@ class Output:
             print((path / "summary.json").read_text(encoding="utf-8"), end="")
         else:
             show()
+
+
+def bound_memory_of(device: str) -> None:
+    """Where the work is done on the CPU, memory that runs out is an error from here on, and told as one."""
+    from sinkscope.memory import bound_memory
+    from sinkscope.runtime import resolve_device
+
+    if resolve_device(device).type == "cpu":
+        bound_memory()
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:

@@ -10,10 +10,13 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from sinkscope.commands.options import integers
-from sinkscope.pretrain.config import TRAINING_PRESETS, TrainingConfig, changed
+from sinkscope.arguments import TRACKERS, VARIANTS, check_choice
+from sinkscope.commands.options import bound_memory_of, integers
+from sinkscope.pretrain.config import TrainingConfig, resolve
 from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
+from sinkscope.processes import is_one_of_several
 from sinkscope.runtime import check_placement
+from sinkscope.user_paths import user_path
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")]
 
@@ -68,6 +71,10 @@ class PretrainOptions:
 
     def __post_init__(self) -> None:
         check_placement("auto", self.device)
+        is_one_of_several(self.parallel)
+        for name, choices in (("variant", VARIANTS), ("track", TRACKERS)):
+            if (value := getattr(self, name)) is not None:
+                check_choice(name, value, choices)
 
 
 def _training_options() -> list[tuple[str, Any, None]]:
@@ -90,24 +97,22 @@ def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:
     changes = {name: value for name, value in asdict(training).items() if value is not None}
     if asked.snapshots is not None:
         changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
-    if asked.config in TRAINING_PRESETS:  # a file is judged later, with the model that it describes
-        changed(TRAINING_PRESETS[asked.config], changes, "training")
     from sinkscope.pretrain.tokens import is_shards
     from sinkscope.results.run_folder import check_output, is_training_run
 
     if not is_shards(asked.data):
         check_sources(asked.data)
-    if not is_training_run(asked.out):
+    if not is_training_run(user_path(asked.out)):
         check_output(asked.out, asked.overwrite)
-    from transformers.utils import logging
-
-    from sinkscope.pretrain.config import resolve
-    from sinkscope.pretrain.parallel import processes
-    from sinkscope.pretrain.train import pretrain
-
     config = resolve(
         asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes
     )
+    from transformers.utils import logging
+
+    from sinkscope.pretrain.parallel import processes
+    from sinkscope.pretrain.train import pretrain
+
+    bound_memory_of(asked.device)
     logging.disable_progress_bar()  # a bar for every file that is saved
     options = {name: getattr(asked, name) for name in ("compile", "overwrite", "track")}
     try:

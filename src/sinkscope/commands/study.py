@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sinkscope.arguments import check_study
+from sinkscope.arguments import check_choice, check_study
 from sinkscope.commands.options import (
     BatchOptions,
     ModelOptions,
@@ -22,7 +22,6 @@ from sinkscope.commands.options import (
     write_pictures,
     write_request,
 )
-from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
     from sinkscope.studies.study import Study
@@ -39,10 +38,7 @@ class StudyOptions:
     ] = "auto"
 
     def __post_init__(self) -> None:
-        if self.bos not in (*BOS, "both"):
-            raise InputError(
-                expected="`bos` as yes, no, both or auto", found=f"'{self.bos}'", next_step="Choose one of them"
-            )
+        check_choice("bos", self.bos, (*BOS, "both"))
 
 
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:

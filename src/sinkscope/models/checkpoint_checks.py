@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.quantised import check_scales
+from sinkscope.results.validated import shortened
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MOST_PARTS = 4096
+"""Layers, heads or experts of a model."""
 CHUNK = 1 << 24
 """Elements looked at together when weights are checked: this bounds the memory of the check."""
 
@@ -74,7 +78,26 @@ def read_config(folder: Path) -> dict[str, Any]:
             found=f"none in {folder.resolve().name}",
             next_step="Fetch the checkpoint again, or write its model_type into config.json",
         )
+    check_counts(config)
+    if not isinstance(config.get("auto_map") or {}, dict):
+        raise InputError(
+            expected="an auto_map in config.json that names classes",
+            found=reprlib.repr(config["auto_map"]),
+            next_step="Fetch the checkpoint again, or mend config.json",
+        )
     return config
+
+
+def check_counts(described: dict[str, Any]) -> None:
+    """Refuses a configuration of more parts than any model has: they are built one by one, which takes for ever."""
+    inner = described.get("text_config")
+    for name, value in (described | (inner if isinstance(inner, dict) else {})).items():
+        if re.match(r"(num|n)_\w*(layer|head|expert)", name) and isinstance(value, int) and value > MOST_PARTS:
+            raise InputError(
+                expected=f"a model of at most {MOST_PARTS} layers, heads and experts",
+                found=f"{name} {shortened(str(value))}",
+                next_step="Fetch the checkpoint again, or mend its configuration",
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -126,6 +149,12 @@ def check_safetensors(folder: Path) -> dict[str, str]:
                 next_step="Fetch the checkpoint again",
             )
         shards = sorted({str(shard) for shard in weight_map.values()})
+        if odd := next((shard for shard in shards if Path(shard).name != shard or len(shard) > 255), None):
+            raise InputError(
+                expected=f"names of files in {WEIGHTS_INDEX}",
+                found=shortened(odd),
+                next_step="Fetch the checkpoint again",
+            )
     dtypes = {}
     for shard in shards:
         if not (folder / shard).is_file():
@@ -197,10 +226,10 @@ def check_causal(config: Any, name: str) -> None:
         )
     windowed = "sliding_attention" in (getattr(text_config, "layer_types", None) or ["sliding_attention"])
     window = getattr(text_config, "sliding_window", None)
-    if windowed and window is not None and window < 1:
+    if windowed and window is not None and not (isinstance(window, int) and window >= 1):
         raise InputError(
             expected="a sliding window of at least 1 token",
-            found=f"sliding_window={window}, in which no token sees itself",
+            found=f"sliding_window={reprlib.repr(window)}",
             next_step="Write the window that the model was trained with into config.json, or null for none",
         )
 
@@ -301,6 +330,8 @@ def ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) -> 
     """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control."""
     try:
         return call(*args, **kwargs)
+    except InputError:
+        raise
     except Exception as error:
         found = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(expected=expected, found=found, next_step=next_step) from error

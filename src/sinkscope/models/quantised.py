@@ -40,7 +40,7 @@ def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str)
     except Exception as error:  # it is a stranger's description: any class of transformers may read it
         raise InputError(
             expected="a quantisation that transformers can read here",
-            found=f"{method!r} in {name}: {error}",
+            found=f"{method!r} in {name}: {str(error).rstrip('.')}",
             next_step=INSTALL,
         ) from error
     if quantisation is None:

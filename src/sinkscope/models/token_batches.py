@@ -164,7 +164,8 @@ def special_ids(loaded: LoadedModel) -> set[int]:
     for config in (text_config(loaded.model), getattr(loaded.model, "generation_config", None)):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(config, key, None)
-            special.update([value] if isinstance(value, int) else value or ())
+            # What is no number is no id: these files come from strangers.
+            special.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
     return special
 
 
@@ -178,7 +179,7 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
         raise InputError(
             expected="ordinary tokens in the vocabulary",
             found="special and unused ones only",
-            next_step="Give `tokens='repeat:ID'`",
+            next_step="Name a model that has some, each with an embedding of its own",
         )
     generator = torch.Generator().manual_seed(seed)
     # Row by row: a row's numbers then never depend on how many rows follow.

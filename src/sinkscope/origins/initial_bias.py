@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinkscope.arguments import check_bias
+from sinkscope.arguments import check_bias, check_choice
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
@@ -89,11 +89,9 @@ def bias(
     by default all. `along` holds later checkpoints of the model; a training run brings its own. Further options go to
     `load`.
     """
-    names = list(CONTROLS) if controls is None else list(controls)
-    if unknown := [name for name in names if name not in CONTROLS]:
-        raise InputError(
-            expected=f"`controls` among {', '.join(CONTROLS)}", found=unknown[0], next_step="Choose some of them"
-        )
+    names = list(CONTROLS if controls is None else dict.fromkeys(controls))
+    for name in names:
+        check_choice("controls", name, CONTROLS)
     for place in along:
         if isinstance(place, str | Path):
             user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take

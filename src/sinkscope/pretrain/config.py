@@ -50,10 +50,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         intermediate_size=192,
         max_position_embeddings=128,
     ),
-    "30m": dict(hidden_size=320, num_hidden_layers=12, num_attention_heads=5, intermediate_size=864),
+    "30m": dict(vocab_size=50257, hidden_size=320, num_hidden_layers=12, num_attention_heads=5, intermediate_size=864),
     # The paper's: 12 layers of width 768 with the tied vocabulary of GPT-2 make 152 million.
-    "152m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072),
+    "152m": dict(
+        vocab_size=50257, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
+    ),
     "1b": dict(
+        vocab_size=50257,
         hidden_size=2048,
         num_hidden_layers=16,
         num_attention_heads=32,
@@ -343,10 +346,6 @@ def resolve(
     training: Mapping[str, Any],
 ) -> PretrainConfig:
     """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
-    import torch
-
-    from sinkscope.pretrain.decoder import Decoder
-
     model, vocab_size, settings = _recipe(config)
     settings = changed(settings, {key: value for key, value in training.items() if value is not None}, "training")
     if variant is not None:
@@ -356,6 +355,10 @@ def resolve(
     vocab_size = model.get("vocab_size", vocab_size)
     if type(length := model.get("max_position_embeddings", 0)) is int:  # else refused below
         model["max_position_embeddings"] = max(settings.sequence_length, length)
+    import torch  # here: what could be judged without it has been
+
+    from sinkscope.pretrain.decoder import Decoder
+
     with torch.device("meta"):  # refuses a shape or a variant that cannot be, at no cost
         Decoder(decoder_config(model | {"vocab_size": vocab_size}))
     return PretrainConfig(
@@ -365,13 +368,11 @@ def resolve(
 
 def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
-    from sinkscope.pretrain.decoder_config import DecoderConfig
-
     is_file = config.endswith((".yaml", ".yml"))
     file: dict[str, Any] = read_recipe(user_path(config), KEYS_OF_A_RUN) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)
     model = preset(name)
-    vocab_size = model.pop("vocab_size", DecoderConfig.vocab_size)
+    vocab_size = model.pop("vocab_size")
     training = file.get("training", {})
     if "vocab_size" in file:  # config.yaml of a run: it is complete, so the preset adds nothing
         model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)

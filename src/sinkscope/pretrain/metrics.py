@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.optimisers import learning_rate
@@ -306,10 +307,7 @@ def check_tracker(name: str | None) -> None:
 
 
 def _imported(name: str) -> Any:
-    if name not in PACKAGES:
-        raise InputError(
-            expected=f"a tracker: {', '.join(PACKAGES)}", found=repr(name), next_step="Choose one as `track`"
-        )
+    check_choice("track", name, PACKAGES)
     try:
         return importlib.import_module(PACKAGES[name])
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, causal_config
+from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, causal_config, check_counts
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
 from sinkscope.models.names import DEFAULT_MODEL, is_reference, reference_run
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INITIAL = "init:"
-MOST_PARTS = 4096
-"""Most layers, heads or experts that a drawn model may have."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,21 +157,13 @@ def _placed(model: Any, name: str, tokenizer: Any, *, dtype: str, device: str) -
 
 def _check_size(configuration: Configuration) -> None:
     """Refuses a shape whose weights the machine cannot hold, before any of them is drawn."""
-    counts = {
-        name: value
-        for name, value in configuration.config.to_dict().items()
-        if type(value) is int and name.startswith(("num_", "n_layer", "n_head"))
-    }
-    found = next((f"{name} {value:,}" for name, value in counts.items() if value > MOST_PARTS), None)
-    if found is None:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]), quiet():
-            size = 4 * sum(each.numel() for each in _built(configuration).parameters())
-        memory = memory_bytes()
-        found = f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory" if size > memory else None
-    if found is not None:
+    check_counts(configuration.config.to_dict())
+    with torch.device("meta"), torch.random.fork_rng(devices=[]), quiet():
+        size = 4 * sum(each.numel() for each in _built(configuration).parameters())
+    if size > (memory := memory_bytes()):
         raise InputError(
             expected=f"a model of the shape of {shortened(configuration.name)} that this machine can hold",
-            found=found,
+            found=f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory",
             next_step="Take a smaller configuration or, for a fingerprint, `fresh=0` and `unrelated` models",
         )
 
@@ -196,7 +186,14 @@ def _built(configuration: Configuration, seed: int = 0) -> Any:
     if config.model_type == "sinkscope_decoder":
         config.seed = seed  # its parameters are drawn by generators of their own
     trusted = configuration.trust_remote_code
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
+    return ask(
+        "a configuration that transformers can build",
+        "Fetch it again, or mend it",
+        AutoModelForCausalLM.from_config,
+        config,
+        dtype=torch.float32,
+        trust_remote_code=trusted,
+    )
 
 
 def _run(source: str | Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,15 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sinkscope.errors import InputError
+from sinkscope import processes as torchrun
 from sinkscope.runtime import resolve_device
 
-MODES = ("auto", "single", "ddp", "fsdp")
 Mode = Literal["single", "ddp", "fsdp"]
-TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(hours=1)
 """How long a process waits for another: the first one tokenises text and writes checkpoints while the others wait."""
-TORCHRUN = "torchrun --nproc-per-node 2 -m sinkscope pretrain ..."
 
 T = TypeVar("T")
 
@@ -59,34 +55,14 @@ class Processes:
 @contextlib.contextmanager
 def processes(parallel: str = "auto", device: str = "auto") -> Iterator[Processes]:
     """Joins the process group that torchrun describes, or stays alone without torchrun; leaves it at the end."""
-    if parallel not in MODES:
-        raise InputError(
-            expected=f"one of {', '.join(MODES)}", found=repr(parallel), next_step="Choose one as `parallel`"
-        )
-    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    if parallel == "single" or (parallel == "auto" and not given):
+    if not torchrun.is_one_of_several(parallel):
         yield Processes(mode="single", rank=0, num_processes=1, device=resolve_device(device))
         return
-    if len(given) < len(TORCHRUN_VARIABLES):
-        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in given)
-        raise InputError(
-            expected=f"a process group as torchrun describes it, for `parallel={parallel!r}`",
-            found=f"no {missing} in the environment",
-            next_step=f"Start it with: {TORCHRUN}",
-        )
     resolved = resolve_device(device)
     if resolved.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        resolved = resolve_device(f"cuda:{local_rank}")
+        resolved = resolve_device(f"cuda:{torchrun.number('LOCAL_RANK')}")
         torch.cuda.set_device(resolved)
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            expected=f"a process group at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-            found=str(error).splitlines()[0],
-            next_step=f"Start it with: {TORCHRUN}",
-        ) from error
+    torchrun.join("cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield Processes(
             mode="fsdp" if parallel == "fsdp" else "ddp",
