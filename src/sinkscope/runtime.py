@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -25,11 +26,15 @@ def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
     """Refuses unknown dtypes and devices, and a device together with a device map; needs no torch."""
     if dtype not in DTYPE_NAMES:
         raise InputError(
-            expected=f"a dtype: {', '.join(DTYPE_NAMES)}", found=repr(dtype), next_step="Give one of them as `dtype`"
+            expected=f"a dtype: {', '.join(DTYPE_NAMES)}",
+            found=reprlib.repr(dtype),
+            next_step="Give one of them as `dtype`",
         )
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
         raise InputError(
-            expected="a device: auto, cpu, cuda or cuda:N", found=repr(device), next_step="Give one of them as `device`"
+            expected="a device: auto, cpu, cuda or cuda:N",
+            found=reprlib.repr(device),
+            next_step="Give one of them as `device`",
         )
     if device_map is not None and device != "auto":
         raise InputError(expected="either `device` or `device_map`", found="both", next_step="Leave one of the two out")

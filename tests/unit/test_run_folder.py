@@ -207,6 +207,11 @@ def test_the_folder_one_stands_in_is_not_moved_away(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="a place inside a folder"):
         check_output(Path("/"), overwrite=True)
     write_run(Path("run"), "second", overwrite=True)  # the control
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(InputError, match="No such file"):
+        check_output(Path("other"))
 
 
 def test_only_pages_of_ours_are_replaced(tmp_path):

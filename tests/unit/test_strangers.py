@@ -301,6 +301,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
     [
         (BOMB, "an alias or a tag in line 2"),
         ("a: !!python/object/apply:os.system [ls]", "an alias or a tag"),
+        ("a: 1\nb: {c: 1, d: 2, c: 3}", "c twice, from line 2 on"),
         ("[" * 100_000, "nested more than 32 deep"),
         ("a: " + "9" * 6_000, "4300 digits"),
         ("a: 0x" + "f" * 1_000, "more than 64 bits"),

@@ -30,7 +30,8 @@ def locked(path: Path) -> Iterator[None]:
 
     A thread may take a lock that it holds already. Missing parents are made, and go again if nothing was written.
     """
-    path = user_path(path).resolve()
+    with explained(path):  # a folder that this command was started in may be gone
+        path = user_path(path).resolve()
     if _holders.get(path) == threading.get_ident():
         yield
         return

@@ -12,6 +12,7 @@ then. Everything else is an InputError that names the file and what is wrong in 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,13 +268,18 @@ def _no_number(name: str) -> float:
 
 
 def _loader() -> type:
-    """A safe loader that reads a date as text, since no later code expects types that JSON does not have."""
+    """A safe loader that refuses a key given twice, and reads a date as text: no later code expects other types than
+    those of JSON."""
     import yaml
 
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C where PyYAML was built with it
 
     class PlainLoader(safe):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"{shortened(twice[0])} twice, from line {node.start_mark.line + 1} on")
+            return super().construct_mapping(node, deep)
 
     PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
     return PlainLoader
