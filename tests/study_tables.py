@@ -103,6 +103,7 @@ def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tu
         "entropy": np.log1p(position) * 0.8,
         "mixing": 1 / (position + 1) ** 0.7,
         "value_variance": variance,
+        "value_variance_before_norm": [None] * position.size,
         "averaging_law": np.where(bos & (position == 0), 0.0, 1 / (position + 1) ** 0.9),
         "projected_variance": variance * 1.5,
         "second_moment": variance + 0.3,
@@ -136,6 +137,7 @@ def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tu
     layers = {
         "layer": list(range(NUM_LAYERS)),
         "variance_ratio": [None if bos else ratio for ratio in ratios],
+        **{f"{name}_before_norm": [None] * NUM_LAYERS for name in ("variance_ratio", "averaging_law_r_squared")},
         "averaging_law_r_squared": [None if bos else 0.95 - index / 20 for index in range(NUM_LAYERS)],
         **{name: [0.3] * NUM_LAYERS for name in ("kendall_positions", "kendall_channels", "median_magnitude")},
         "dom_ratio_sink": at_sink if sink else [None] * NUM_LAYERS,

@@ -8,6 +8,9 @@ from tiny_models import tiny_model
 import sinkscope
 from sinkscope.capture.merges import Cosine, Largest, Mean, Moments, Rows, Total
 from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import read_table
 
@@ -137,3 +140,40 @@ def test_empty_values_are_left_out_of_a_mean_and_states_of_zeros_out_of_a_cosine
     others = unit[[0, 1, 3, 4, 5, 6], 1]
     cosine = ((others @ others.T).sum() - 6) / 30
     torch.testing.assert_close(joined(Cosine(), unit, parts)[""][1], cosine)
+
+
+@pytest.mark.parametrize("variant", ["inserted", "decoder"])
+def test_the_aggregation_is_read_on_both_sides_of_a_norm(variant):
+    """Of layer 0, whose attention no norm has changed yet: before it, what the plain model has; behind it, its norm."""
+    if variant == "inserted":
+        model = tiny_model("llama")
+        plain = sinkscope.trace(model, IDS)
+        sinkscope.insert_head_norm(model)
+        projections = [block.self_attn.o_proj for block in model.model.layers]
+    else:
+        shape = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+        model, bare = (
+            Decoder(DecoderConfig(**shape, attention_variant=name)).eval()
+            for name in ("head_norm", "softmax")
+        )
+        bare.load_state_dict({name: x for name, x in model.state_dict().items() if "head_norm" not in name})
+        plain = sinkscope.trace(bare, IDS)
+        projections = [layer.output_projection for layer in anatomy_of(model).layers]
+    entering = []
+    handle = projections[0].register_forward_hook(lambda module, args, output: entering.append(args[0]))
+    found = sinkscope.trace(model, IDS)
+    handle.remove()
+    before, behind = found.recording["value_variance_before_norm"], found.recording["value_variance"]
+    torch.testing.assert_close(before[0], plain.recording["value_variance"][0])
+    torch.testing.assert_close(behind[0], entering[0].var(0).mean(-1), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(before[0], behind[0], rtol=0.1)
+    np.testing.assert_allclose(
+        found.tables["layers"]["variance_ratio_before_norm"][0], plain.tables["layers"]["variance_ratio"][0], rtol=1e-4
+    )
+    law = [run.tables["layers"] for run in (found, plain)]
+    np.testing.assert_allclose(
+        law[0]["averaging_law_r_squared_before_norm"][0], law[1]["averaging_law_r_squared"][0], rtol=1e-4
+    )
+    # Without a norm there is no other side.
+    assert "value_variance_before_norm" not in plain.recording
+    assert plain.tables["layers"]["variance_ratio_before_norm"] == [None] * len(projections)

@@ -245,6 +245,18 @@ class Findings:
         return variance_ratio(self.recording["value_variance"])
 
     @cached_property
+    def before_norm(self) -> tuple[Tensor | None, Tensor | None]:
+        """`variance_ratio` and `averaging_law_r_squared` before the norm on the aggregation; None also without one."""
+        if self.variance_ratio is None or "value_variance_before_norm" not in self.recording:
+            return None, None
+        variance_LT = self.recording["value_variance_before_norm"]
+        has_law = "averaging_law" in self.recording
+        return (
+            variance_ratio(variance_LT),
+            log_r_squared(variance_LT, self.recording["averaging_law"]) if has_law else None,
+        )
+
+    @cached_property
     def averaging_law_r_squared(self) -> Tensor | None:
         """[L] how much of log variance by position the averaging law explains; None as for `variance_ratio`."""
         if self.variance_ratio is None or "averaging_law" not in self.recording:

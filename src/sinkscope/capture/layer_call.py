@@ -106,6 +106,11 @@ class LayerCall:
         """[B, T]."""
         return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
 
+    @property
+    def before_norm(self) -> Tensor | None:
+        """[B, T, C] the value aggregation as it leaves attention, where a norm follows; None where none does."""
+        return None if self.layer.aggregation_norm is None else self.attention.output.flatten(2)
+
     @cached_property
     def alpha(self) -> Tensor:
         """[B, H, S] attention received, mean over the queries from each key on."""

@@ -165,7 +165,17 @@ CHAIN: tuple[Observable, ...] = (
         reduce=lambda call: call.aggregation,
         merge=Moments(),
         axes="LT",
-        meaning="Variance of the value aggregation across sequences, mean over channels",
+        meaning="Variance across sequences of the value aggregation that enters the output projection, mean over "
+        "channels",
+        nullable=True,
+    ),
+    Observable(
+        name="value_variance_before_norm",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.before_norm,
+        merge=Moments(),
+        axes="LT",
+        meaning="The same before the norm on the aggregation; null where there is none",
         nullable=True,
     ),
     Observable(

@@ -166,10 +166,13 @@ def _layers(findings: Findings) -> dict:
         counts = zip(slots, activations, strict=True)
         massive_at_sink = [None if slot is None else int(counts_P[slot]) for slot, (_, counts_P) in counts]
     ranks, ranks_without_sink = findings.effective_ranks
+    ratio_before, law_before = findings.before_norm
     return {
         "layer": list(range(num_layers)),
         "variance_ratio": _floats(findings.variance_ratio, num_layers),
         "averaging_law_r_squared": _floats(findings.averaging_law_r_squared, num_layers),
+        "variance_ratio_before_norm": _floats(ratio_before, num_layers),
+        "averaging_law_r_squared_before_norm": _floats(law_before, num_layers),
         "kendall_positions": _kendall_positions(findings),
         "kendall_channels": _kendall_channels(findings),
         "dom_ratio_sink": at_sink.tolist() if sinks else unknown,

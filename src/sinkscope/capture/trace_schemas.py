@@ -156,6 +156,18 @@ LAYERS = Schema(
             True,
         ),
         Column(
+            "variance_ratio_before_norm",
+            "float",
+            "variance_ratio before the norm on the aggregation; null without one",
+            True,
+        ),
+        Column(
+            "averaging_law_r_squared_before_norm",
+            "float",
+            "averaging_law_r_squared there: values are averaged before the norm",
+            True,
+        ),
+        Column(
             "kendall_positions",
             "float",
             "Kendall's tau of the standard deviations by position before and after W_O",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
 
@@ -115,6 +116,11 @@ class Layer:
     def output_projection_weight(self) -> Tensor:
         """[E, C] the weight of the output projection, which multiplies the value aggregation."""
         return _projection_weight(self.output_projection)
+
+    @property
+    def aggregation_norm(self) -> HeadRMSNorm | None:
+        """The norm between attention and the output projection, where there is one: the model's own, or inserted."""
+        return next((module for module in self.attention.modules() if isinstance(module, HeadRMSNorm)), None)
 
     def write_gain(self) -> Tensor:
         """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through
