@@ -47,10 +47,9 @@ _MEDIATION = {
 _READ = {"super_neurons", "channel_sparsity", "dimension_disparity"}
 _UNITS = {"super_neurons_necessary", "channel_sparsity_necessary", "super_neurons_sufficient", *_MEDIATION}
 _VARIANCE = {
-    "mask_to_self_creates_sink",
+    "unmixing_creates_sink",
     "amplification_creates_sink",
     "dose_response",
-    "variance_beats_mean_shift",
     "equalising_removes_sink",
 }
 
@@ -96,13 +95,12 @@ class Facts:
 
 
 _NORM_SINK = dict(key_slot=CONSTANT, key_sign=-1.0, readers=range(2, 4), deviation=14.0)
-_NORM_NOT = _UNITS | {"norm_scaling_does_not", "random_direction_does_not", "variance_beats_mean_shift"}
 _OPENING_SINK = dict(key_slot=OPENING, readers=range(2, 4), opening=9.0)
 
 DECOYS: dict[str, Plan] = {
     # Keys avoid the constant, which the norm makes small where the aggregation is large: no unit has a part in it.
     "sink_from_norm": Plan(
-        **_NORM_SINK, neuron_layer=None, not_holds=frozenset(_NORM_NOT | _READ | {"directional_collapse"})
+        **_NORM_SINK, neuron_layer=None, not_holds=frozenset(_UNITS | _READ | {"directional_collapse"})
     ),
     # Keys read what many ordinary units write along a dense direction.
     "sink_from_ordinary_units": Plan(
@@ -114,12 +112,12 @@ DECOYS: dict[str, Plan] = {
         **_NORM_SINK,
         neuron_slot=NOISE.start,
         output_size=0.05,
-        not_holds=frozenset(_NORM_NOT | _READ | {"directional_collapse"}),
+        not_holds=frozenset(_UNITS | _READ | {"directional_collapse"}),
     ),
     # One cause, two effects: what opens the super neuron is also what the keys read.
     "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0, not_holds=frozenset(_UNITS)),
     # The heads have their sink before the disparity is born, and those behind it read nothing.
-    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}, not_holds=frozenset(_NORM_NOT)),
+    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}, not_holds=frozenset(_UNITS)),
     "special_token": Plan(
         key_slot=SPECIAL,
         readers=range(1, 4),

@@ -226,6 +226,14 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
         "claims": _columns("claims", _claims(sink, bos)),
         "rates": _columns("rates", _rates(random, sink)),
         "effects": _columns("effects", _effects(random) if sink else []),
+        "factorial": _columns("factorial", _factorial() if sink else []),
+        "manipulation": _columns(
+            "manipulation",
+            [
+                ("mask_to_self", TARGETS[0], None, layer, 9.0, 1.2, 1.0, 0.3)
+                for layer in range(BIRTH + 1 if sink else 0)
+            ],
+        ),
         "mediation": _columns(
             "mediation",
             [
@@ -259,6 +267,18 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
         "histograms": _columns("histograms", _histograms(random) if sink else []),
         "output_energy": _columns("output_energy", _output_energy() if sink else []),
     }
+
+
+def _factorial() -> list[tuple]:
+    cells = [("see_self", None, None, 0.42, ""), ("see_self", "untouched", None, 0.1, "")]
+    cells += [
+        ("see_self", None, "untouched", 0.4, "see_self+energy_of_untouched misses its energy: 2.5 of it in layer 1")
+    ]
+    targets = ", ".join(map(str, TARGETS))
+    return [
+        (mixing, variance, energy, targets, rise, rise - 0.03, rise + 0.03, 9.0, 1.2, missed, 32)
+        for mixing, variance, energy, rise, missed in cells
+    ]
 
 
 def _claims(sink: bool, bos: bool) -> list[tuple]:
@@ -310,7 +330,7 @@ def _rates(random: np.random.Generator, sink: bool) -> list[tuple]:
             base = 0.9 if position >= LENGTH - 16 else 0.62 if sink and position == 0 else 0.004
             rate = float(np.clip(changed.get(position, base) if sink else base, 0, 1))
             half = 0.01 + 0.03 * rate * random.random()
-            rows.append((condition, target, factor, position, rate, max(rate - half, 0), rate + half))
+            rows.append((condition, target, factor, position, rate, max(rate - half, 0), rate + half, rate))
     return rows
 
 

@@ -35,6 +35,9 @@ _HOMES = {
     "swap_deviation": "sinkscope.interventions.aggregation",
     "random_direction": "sinkscope.interventions.aggregation",
     "equalise_variance": "sinkscope.interventions.aggregation",
+    "match_variance": "sinkscope.interventions.matching",
+    "match_energy": "sinkscope.interventions.matching",
+    "match_moments": "sinkscope.interventions.matching",
     "ablate_neurons": "sinkscope.interventions.neurons",
     "densify_neurons": "sinkscope.interventions.neurons",
     "transplant_neurons": "sinkscope.interventions.neurons",
@@ -72,6 +75,9 @@ if TYPE_CHECKING:
     from sinkscope.interventions.aggregation import swap_deviation as swap_deviation
     from sinkscope.interventions.mask import edit_mask as edit_mask
     from sinkscope.interventions.mask import mask_to_self as mask_to_self
+    from sinkscope.interventions.matching import match_energy as match_energy
+    from sinkscope.interventions.matching import match_moments as match_moments
+    from sinkscope.interventions.matching import match_variance as match_variance
     from sinkscope.interventions.neurons import ablate_neurons as ablate_neurons
     from sinkscope.interventions.neurons import densify_neurons as densify_neurons
     from sinkscope.interventions.neurons import transplant_neurons as transplant_neurons

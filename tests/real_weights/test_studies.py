@@ -27,7 +27,7 @@ def gemma3_model(gemma3):
 def test_smollm2(smollm2):
     found = study(load(smollm2, device="cpu"), **SMALL)
     by_id = verdicts(found)
-    held = ("sink", "super_neurons", "dimension_disparity", "mask_to_self_creates_sink", "norm_scaling_does_not")
+    held = ("sink", "super_neurons", "dimension_disparity", "unmixing_creates_sink")
     assert {claim: by_id[claim] for claim in held} == dict.fromkeys(held, "holds")
     assert found.plan.sink == 0
     # Either a set was found, and the verdict is about it; or none was, and the claim says so.
@@ -55,7 +55,7 @@ def test_gemma3_with_bos(gemma3_model):
     # Every sequence begins with the same token: what compares sequences cannot be judged.
     for claim in ("variance_discrepancy", "averaging_law", "equalising_removes_sink", "directional_collapse"):
         assert by_id[claim] == "not applicable"
-    assert by_id["mask_to_self_creates_sink"] in ("holds", "does not hold", "undecided")
+    assert by_id["unmixing_creates_sink"] in ("holds", "does not hold", "undecided")
     if found.minimal_set:
         left = found.measured.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
         assert left < found.measured.at_sink_B().mean()

@@ -80,7 +80,7 @@ def definition(query, key, value, rule, *, keys=None, key_weights=None) -> dict:
         "by_distance": torch.stack([a.diagonal(-d, -2, -1).mean(-1) for d in DISTANCES], dim=-1),
     }
     if keys is None:
-        found |= {"entropy": torch.special.entr(a).sum(-1), "mixing": (a**2).sum(-1)}
+        found |= {"entropy": torch.special.entr(a).sum(-1), "mixing": (a**2).sum(-1), "own": a.diagonal(0, -2, -1)}
     if keys is None and key_weights is not None:
         weights_HS = key_weights.double().repeat_interleave(H // K, dim=0)
         found["weighted_mixing"] = (a**2 * weights_HS[None, :, None]).sum(-1)
@@ -104,7 +104,7 @@ def differs(reading, expected: dict, *names: str) -> bool:
 def test_readings_equal_the_definition(rule, edits):
     query, key, value = inputs()
     weights = torch.rand(K, T, generator=torch.Generator().manual_seed(1))
-    request = ReadingRequest(distances=DISTANCES, key_weights=weights)
+    request = ReadingRequest(distances=DISTANCES, key_weights=weights, own=True)
     expected = definition(query, key, value, rule_of(rule, EDITS[edits]), key_weights=weights)
     reading, _ = read_attention(query, key, value, rule_of(rule, EDITS[edits]), request)
     assert reading.output.shape == (B, T, H, D)
@@ -131,7 +131,7 @@ def test_chosen_keys_equal_the_definition(rule, edits):
 @pytest.mark.parametrize("rule", RULES)
 def test_float64_is_read_in_float64(rule):
     query, key, value = inputs(torch.float64)
-    request = ReadingRequest(distances=DISTANCES)
+    request = ReadingRequest(distances=DISTANCES, own=True)
     edited = rule_of(rule, EDITS["several"])
     reading, _ = read_attention(query, key, value, edited, request)
     assert reading.output.dtype == reading.received.dtype == torch.float64
@@ -141,7 +141,7 @@ def test_float64_is_read_in_float64(rule):
 def test_bfloat16_values_keep_their_dtype():
     query, key, value = inputs(torch.bfloat16)
     edited = rule_of("plain", EDITS["several"])
-    reading, _ = read_attention(query, key, value, edited, ReadingRequest(distances=DISTANCES))
+    reading, _ = read_attention(query, key, value, edited, ReadingRequest(distances=DISTANCES, own=True))
     assert reading.output.dtype == torch.bfloat16
     expected = definition(query, key, value, edited)
     assert_equal(reading, {name: expected[name] for name in ("received", "by_distance", "entropy", "mixing")}, 2e-6)
@@ -151,7 +151,7 @@ def test_bfloat16_values_keep_their_dtype():
 def test_rows_in_several_portions_equal_those_in_one(monkeypatch):
     query, key, value = inputs()
     edited = rule_of("window", (RowEdit(queries=tuple(range(5, 40)), mode="allow", keys=(0,)),))
-    request = ReadingRequest(distances=DISTANCES)
+    request = ReadingRequest(distances=DISTANCES, own=True)
     monkeypatch.setattr(rows_module, "TILE_ELEMENTS", B * H * T * 4)
     reading, _ = read_attention(query, key, value, edited, request)
     assert_equal(reading, definition(query, key, value, edited), 2e-6)
@@ -217,7 +217,7 @@ def test_edits_that_cannot_be_made_are_refused(edit, expected, found):
 def test_the_reading_that_was_corrected_is_left_alone():
     """The corrected reading is a new one: its tensors are not those of the plain reading."""
     query, key, value = inputs()
-    request = ReadingRequest(distances=DISTANCES)
+    request = ReadingRequest(distances=DISTANCES, own=True)
     plain, _ = read_attention(query, key, value, rule_of("plain"), request)
     copies = {name: getattr(plain, name).clone() for name in ("output", "received", "by_distance", "entropy", "mixing")}
     rows_module.with_edited_rows(plain, query, key, value, rule_of("plain", EDITS["only"]), request)

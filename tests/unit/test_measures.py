@@ -23,7 +23,13 @@ from sinkscope.measures.dimension_disparity import (
     top_energy_share,
 )
 from sinkscope.measures.directional_collapse import cosine_across_sequences, cosine_from_sum
-from sinkscope.measures.sink_score import LATER_QUERIES, eligible_positions, mean_received, sink_rate
+from sinkscope.measures.sink_score import (
+    LATER_QUERIES,
+    eligible_positions,
+    mean_received,
+    mean_received_later,
+    sink_rate,
+)
 from sinkscope.measures.super_neurons import channel_sparsity, write_share
 from sinkscope.measures.value_variance import (
     averaging_law,
@@ -442,6 +448,14 @@ def test_value_variance_worked_by_hand():
     close(second_moment(aggregation), [(1 + 49 + 25 + 49) / 4])
     # Control: dividing by B, not B - 1, gives half.
     close(aggregation.var(dim=0, correction=0).mean(-1), [2.0])
+
+
+def test_later_queries_alone_leave_out_the_token_itself():
+    attention = torch.tensor([[1.0, 0, 0], [0.4, 0.6, 0], [0.2, 0.5, 0.3]])
+    found = mean_received_later(attention.sum(0), attention.diagonal())
+    torch.testing.assert_close(found[:2], torch.tensor([0.3, 0.5]))
+    # The control: with the token itself its own weight counts.
+    torch.testing.assert_close(mean_received(attention.sum(0))[:2], torch.tensor([1.6 / 3, 0.55]))
 
 
 def test_value_variance_where_there_is_none():

@@ -71,6 +71,8 @@ def expected_readings(q, k, v, rule, request: ReadingRequest, *, causal=True) ->
     if request.key_weights is not None:
         weights = np.repeat(request.key_weights.double().numpy(), group, axis=0)
         expected["weighted_mixing"] = np.einsum("bhts,hs->bht", attention**2, weights)
+    if request.own:
+        expected["own"] = attention.diagonal(0, -2, -1)
     if request.keys is not None:
         expected["received"] = expected["received"][..., request.keys.numpy()]
     return expected
@@ -90,7 +92,7 @@ def furthest(found, expected: dict, name: str) -> float:
 def make_request(length, num_kv_heads=2) -> ReadingRequest:
     weights = torch.rand(num_kv_heads, length, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
     distances = tuple(d for d in (0, 1, 2, 5, 16, 64, 100) if d < length)
-    return ReadingRequest(distances=distances, key_weights=weights)
+    return ReadingRequest(distances=distances, key_weights=weights, own=True)
 
 
 RULES = {

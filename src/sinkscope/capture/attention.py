@@ -80,6 +80,10 @@ def _fused_attention(
         received, entropy, mixing, weighted_mixing = attention_received(
             query_BHTD, key_BKSD, lse_BHT, key_weights_BHS=weights_BHS, **options
         )
+    own = None
+    if request.own:
+        same_key_BHTD = key_BKSD.repeat_interleave(query_BHTD.shape[1] // key_BKSD.shape[1], dim=1)
+        own = torch.exp((query_BHTD.float() * same_key_BHTD.float()).sum(-1) * rule.scaling - lse_BHT)
     return AttentionReading(
         output=output_BTHD,
         received=received,
@@ -87,6 +91,7 @@ def _fused_attention(
         entropy=entropy,
         mixing=mixing,
         weighted_mixing=weighted_mixing,
+        own=own,
     )
 
 

@@ -35,6 +35,8 @@ class AttentionReading:
     """[B, H, T] sum_s a^2 of each query."""
     weighted_mixing: Tensor | None
     """[B, H, T] sum_s a^2 w_s for the given key weights."""
+    own: Tensor | None = None
+    """[B, H, T] attention of each query on its own position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class ReadingRequest:
     distances: tuple[int, ...] = ()
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
+    own: bool = False
 
     def weighing(self, key_weights_KS: Tensor) -> ReadingRequest:
         """The same with the mixing weighted too."""

@@ -43,7 +43,7 @@ def with_edited_rows(
     by_distance_BHR = reading.by_distance.clone()
     by_row = {
         name: None if (values := getattr(reading, name)) is None else values.clone()
-        for name in ("entropy", "mixing", "weighted_mixing")
+        for name in ("entropy", "mixing", "weighted_mixing", "own")
     }
     for queries_q in torch.tensor(rows, device=device).split(max(1, TILE_ELEMENTS // (num_batch * num_heads * length))):
         scores_BHqS = _scores(query_BHTD[:, :, queries_q], key_BKSD, rule)
@@ -64,6 +64,9 @@ def with_edited_rows(
             by_row["entropy"][:, :, queries_q] = -torch.xlogy(after_BHqS, after_BHqS).sum(-1)
         if by_row["mixing"] is not None:
             by_row["mixing"][:, :, queries_q] = square.sum(-1)
+        if by_row["own"] is not None:
+            own_BHq = after_BHqS.gather(-1, queries_q.expand(*after_BHqS.shape[:2], -1)[..., None])[..., 0]
+            by_row["own"][:, :, queries_q] = own_BHq
         if by_row["weighted_mixing"] is not None and request.key_weights is not None:
             weights_HS = request.key_weights.to(square).repeat_interleave(groups, dim=0)
             by_row["weighted_mixing"][:, :, queries_q] = torch.einsum("bhqs,hs->bhq", square, weights_HS)

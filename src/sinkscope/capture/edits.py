@@ -42,22 +42,22 @@ class ExpertEdit:
 _row_edits: ContextVar[dict[int, tuple[RowEdit, ...]] | None] = ContextVar("sinkscope_row_edits", default=None)
 _expert_edits: ContextVar[dict[int, tuple[ExpertEdit, ...]] | None] = ContextVar("sinkscope_expert_edits", default=None)
 _by_sequence: ContextVar[str | None] = ContextVar("sinkscope_by_sequence", default=None)
-_suspended: ContextVar[bool] = ContextVar("sinkscope_edits_suspended", default=False)
+_depth: ContextVar[int] = ContextVar("sinkscope_edits_depth", default=0)
 
 
 def row_edits(attention: object) -> tuple[RowEdit, ...]:
     """The edits of one attention module that are on now."""
-    return () if _suspended.get() else (_row_edits.get() or {}).get(id(attention), ())
+    return (_row_edits.get() or {}).get(id(attention), ())
 
 
 def expert_edits(experts: object) -> tuple[ExpertEdit, ...]:
     """The edits of one module of experts that are on now."""
-    return () if _suspended.get() else (_expert_edits.get() or {}).get(id(experts), ())
+    return (_expert_edits.get() or {}).get(id(experts), ())
 
 
-def suspended() -> bool:
-    """Whether interventions are off, because the model runs on rows that they are not meant for."""
-    return _suspended.get()
+def depth() -> int:
+    """How many times interventions are suspended: what was opened at another depth does not act."""
+    return _depth.get()
 
 
 @contextlib.contextmanager
@@ -82,12 +82,16 @@ def check_chunks(num_chunks: int) -> None:
 
 @contextlib.contextmanager
 def suspend() -> Iterator[None]:
-    """While open, no intervention acts."""
-    token = _suspended.set(True)
-    try:
+    """While open, no intervention acts but those that are entered inside: the model runs for a reading of its own."""
+    with contextlib.ExitStack() as stack:
+        for variable, value in (
+            (_depth, _depth.get() + 1),
+            (_row_edits, {}),
+            (_expert_edits, {}),
+            (_by_sequence, None),
+        ):
+            stack.callback(variable.reset, variable.set(value))
         yield
-    finally:
-        _suspended.reset(token)
 
 
 def editing_rows(edits: dict[int, list[RowEdit]]) -> contextlib.AbstractContextManager:

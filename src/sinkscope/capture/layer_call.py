@@ -19,7 +19,7 @@ from sinkscope.capture.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.capture.observables import RANK_TOKENS
 from sinkscope.capture.units import LayerUnits, UnitWrites
 from sinkscope.kernels.token_statistics import TokenStatistics, token_dom_ratio, token_statistics
-from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received
+from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received, mean_received_later
 from sinkscope.models.anatomy import Anatomy, Layer
 
 NUM_POINTED_AT = 8
@@ -121,6 +121,12 @@ class LayerCall:
     def is_sink(self) -> Tensor:
         """[B, H, S] whether the head counts the key as a sink."""
         return self.alpha > SINK_THRESHOLD
+
+    @property
+    def is_sink_later(self) -> Tensor:
+        """[B, H, S] the same, by later queries alone; where `own weights` were asked for."""
+        assert self.attention.own is not None
+        return mean_received_later(self.attention.received, self.attention.own) > SINK_THRESHOLD
 
     @property
     def sink_heads(self) -> Tensor:

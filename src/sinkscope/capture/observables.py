@@ -52,7 +52,7 @@ class Observable:
     column: str = ""
     nullable: bool = False
     """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
-    asks: Literal["", "distances", "averaging law"] = ""
+    asks: Literal["", "distances", "averaging law", "own weights"] = ""
     """What the attention must give beside what each key receives."""
     layers: Collection[int] | None = None
     """Where it listens; every layer if not given."""

@@ -65,7 +65,11 @@ class Recorder:
         passing = Passing(
             anatomy=self.anatomy,
             shape=shape,
-            request=ReadingRequest(keys=self.keys, distances=distances(shape[1]) if "distances" in asked else ()),
+            request=ReadingRequest(
+                keys=self.keys,
+                distances=distances(shape[1]) if "distances" in asked else (),
+                own="own weights" in asked,
+            ),
             weigh_mixing="averaging law" in asked,
             several=self.several,
             known=self.known,

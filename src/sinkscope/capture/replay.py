@@ -18,12 +18,13 @@ from torch import Tensor
 
 from sinkscope.capture.edits import suspend
 from sinkscope.capture.layer_call import LayerCall
-from sinkscope.capture.merges import Merge, Own, Rows
+from sinkscope.capture.merges import Merge, Own, Rows, Total
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.capture.taps import entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
+from sinkscope.measures.value_variance import second_moment, value_variance
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 
@@ -37,6 +38,8 @@ class ConditionReading:
 
     sink_heads_LBS: Tensor
     """How many heads count each key as their sink."""
+    later_heads_LBS: Tensor
+    """The same by later queries alone: a token that is masked to itself does not count for itself."""
     received_LBS: Tensor
     """alpha, mean over heads."""
     entropy_LBT: Tensor
@@ -45,6 +48,8 @@ class ConditionReading:
     aggregation_norm_LBT: Tensor
     residual_norm_LBT: Tensor
     dom_ratio_LBT: Tensor
+    moments_L3T: Tensor
+    """Of the aggregation: batch variance, energy and squared mean, means over channels."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
     units: dict[tuple[int, int | None], Tensor]
@@ -57,7 +62,15 @@ class ConditionReading:
     @property
     def rate_BS(self) -> Tensor:
         """Share of layers and heads that count each key as their sink, by sequence."""
-        return self.sink_heads_LBS.sum(0, dtype=torch.float64) / (self.sink_heads_LBS.shape[0] * self.num_heads)
+        return self._share(self.sink_heads_LBS)
+
+    @property
+    def later_rate_BS(self) -> Tensor:
+        """The same by later queries alone."""
+        return self._share(self.later_heads_LBS)
+
+    def _share(self, heads_LBS: Tensor) -> Tensor:
+        return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
 
     def group_values(self, group: tuple[int, int | None], neurons: Sequence[int]) -> Tensor:
         """[B, T, n] activations of some of the recorded units."""
@@ -90,8 +103,12 @@ def _observables(
 ) -> list[Observable]:
     layers = range(len(anatomy.layers))
 
-    def by_sequence(name: str, tap: Tap, reduce, merge: Merge, layers: Collection[int] = layers) -> Observable:
-        return Observable(name=name, tap=tap, reduce=reduce, merge=merge, axes="LB", meaning=name, layers=layers)
+    def by_sequence(
+        name: str, tap: Tap, reduce, merge: Merge, layers: Collection[int] = layers, **others: Any
+    ) -> Observable:
+        return Observable(
+            name=name, tap=tap, reduce=reduce, merge=merge, axes="LB", meaning=name, layers=layers, **others
+        )
 
     def activations(call: LayerCall) -> dict[tuple[int, int | None], Tensor]:
         groups = {group: neurons for group, neurons in units.items() if group[0] == call.index}
@@ -106,9 +123,21 @@ def _observables(
         by_sequence(
             "dimensions_LBTM", Tap.RESIDUAL_OUT, lambda call: call.residual.float()[..., list(dimensions)], Rows()
         ),
+        by_sequence(
+            "later_heads_LBS", Tap.ATTENTION, lambda call: call.is_sink_later.sum(1), Rows(), asks="own weights"
+        ),
+        by_sequence("moments_L3T", Tap.AGGREGATION, lambda call: _moments(call.aggregation.float()), Total()),
         by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
         by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
+
+
+def _moments(aggregation_BTC: Tensor) -> Tensor:
+    """[3, T] batch variance, NaN of one sequence; energy; squared mean."""
+    energy_T, mean_TC = second_moment(aggregation_BTC), aggregation_BTC.mean(0)
+    several = len(aggregation_BTC) > 1
+    variance_T = value_variance(aggregation_BTC) if several else torch.full_like(energy_T, float("nan"))
+    return torch.stack([variance_T, energy_T, mean_TC.square().mean(-1)])
 
 
 @dataclass

@@ -101,6 +101,7 @@ def tiled_attention(
         entropy=by_head(readings.entropy) if every_key else None,
         mixing=by_head(readings.mixing) if every_key else None,
         weighted_mixing=by_head(readings.weighted_mixing) if every_key and weights_NS is not None else None,
+        own=by_head(readings.own) if request.own else None,
     )
 
 
@@ -159,6 +160,7 @@ class TileReadings:
     entropy: Tensor
     mixing: Tensor
     weighted_mixing: Tensor
+    own: Tensor
 
 
 class TileReader:
@@ -172,8 +174,8 @@ class TileReader:
         *heads, num_queries, _ = rows.query_NGTD.shape
         rule, like = rows.rule, rows.query_NGTD
         self.received_NGS = rows.received()
-        self.largest_NGT, self.total_NGT, self.dots_NGT, self.norm_NGT, self.weighted_NGT = like.new_empty(
-            5, *heads, num_queries
+        self.largest_NGT, self.total_NGT, self.dots_NGT, self.norm_NGT, self.weighted_NGT, self.own_NGT = (
+            like.new_empty(6, *heads, num_queries)
         )
         softmax = rule.sink_logits is None and rule.sigmoid_bias is None
         self.whole_NGT = self.total_NGT if softmax else torch.ones_like(self.total_NGT)
@@ -213,6 +215,8 @@ class TileReader:
             torch.add(total, torch.exp(sinks_NG[pairs, :, None] - largest), out=whole)
         inverse = whole.reciprocal()
         self._keep_distances(tile, weights)
+        if self.rows.request.own:
+            self.own_NGT[here] = weights[..., tile.start - low :].diagonal(dim1=-2, dim2=-1) * inverse
         if keys_P is not None:
             self.received_NGS[pairs] += _at_keys(weights, inverse, keys_P, low, stop)
             return weights, inverse
@@ -245,6 +249,7 @@ class TileReader:
             entropy=(self.total_NGT * whole_NGT.log() - self.dots_NGT) / whole_NGT,
             mixing=(self.norm_NGT / whole_NGT).square(),
             weighted_mixing=self.weighted_NGT,
+            own=self.own_NGT,
         )
 
 

@@ -13,21 +13,23 @@ With mu the mean of o over a calibration batch, d = o - mu a sequence's deviatio
     remove_deviation   mu
     remove_energy      r o                 r brings |o|^2 to its mean over the later half
 
-mu is taken layer by layer with the edit active below, then frozen: a result depends neither on chunking nor on the
-sequences it is measured on. Axes: B sequences, T positions, H heads, D head size, C = H * D channels.
+mu is taken layer by layer with the edit active below and the other interventions on, then frozen: a result depends
+neither on chunking nor on the sequences it is measured on. What brings moments to a level stands in `matching`.
+Axes: B sequences, T positions, H heads, D head size, C = H * D channels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sinkscope.capture.edits import suspend
 from sinkscope.capture.layer_call import wide
 from sinkscope.capture.recorder import evaluation_mode, input_device
 from sinkscope.errors import InputError
@@ -35,12 +37,13 @@ from sinkscope.interventions.base import (
     BatchShape,
     Intervention,
     Place,
-    acting,
+    active,
     all_layers,
     as_indices,
-    is_on,
+    together,
+    unless_suspended,
 )
-from sinkscope.models.anatomy import Layer
+from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel, bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -140,8 +143,12 @@ LATER: dict[str, Callable[[Tensor], Tensor]] = {
 """What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
 
 
+AtAggregation = Callable[[Tensor, slice | Tensor], Tensor | None]
+"""(aggregation [B, T, C], the channels acted on) -> what takes its place; None leaves it."""
+
+
 class AggregationEdit(Intervention):
-    """One formula on the aggregation of one position, its calibration frozen when it is made."""
+    """One formula on the aggregation of one position, calibrated with whatever else is on."""
 
     def __init__(
         self,
@@ -155,9 +162,15 @@ class AggregationEdit(Intervention):
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
-        self.name, self.formula, self.factor, self.position = formula, FORMULAS[formula], factor, position
+        self.name, self.factor, self.position = formula, factor, position
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
+        if calibration.num_sequences < MIN_CALIBRATION:
+            raise InputError(
+                expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",
+                found=str(calibration.num_sequences),
+                next_step="Give more sequences: a mean over few is mostly their noise",
+            )
         super().__init__(
             model,
             Place(
@@ -168,70 +181,58 @@ class AggregationEdit(Intervention):
                 sequences=as_indices(sequences),
             ),
         )
+        self._model, self._batch = bare_model(model), calibration
+        self._calibrations: dict[tuple[Intervention, ...], dict[int, LayerCalibration]] = {}
+        """By the interventions that were on."""
         self.calibrated: dict[int, LayerCalibration] = {}
-        self._calibrate(bare_model(model), calibration)
+        """By layer, as of now."""
+        self.prepare()
+        self.calibrate()
+
+    def prepare(self) -> None:
+        """What must be known before the first calibration."""
+
+    def formula(self, old_BC: Tensor, layer: int) -> Tensor:
+        """What the aggregation at the position becomes."""
+        return FORMULAS[self.name](old_BC, self.calibrated[layer], self.factor, layer)
 
     @property
     def by_sequence(self) -> bool:
         return super().by_sequence or self.name in ("swap_deviation", "random_direction")
 
-    def _calibrate(self, model: torch.nn.Module, batch: TokenBatch) -> None:
-        if batch.num_sequences < MIN_CALIBRATION:
-            raise InputError(
-                expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",
-                found=str(batch.num_sequences),
-                next_step="Give more sequences: a mean over few is mostly their noise",
+    def calibrate(self) -> None:
+        # What is meant for certain sequences means nothing to those of the calibration.
+        others = tuple(
+            other
+            for other in active(self.anatomy)
+            if other is not self and not other.holds_a_batch and other.place.sequences is None
+        )
+        if others not in self._calibrations:
+            self.calibrated = self._calibrations[others] = {}
+            run_with_aggregations(
+                self._model, self._batch, self.place, others, lambda layer: self._edit(layer, calibrating=True)
             )
-        if is_on(self.anatomy):
-            raise InputError(
-                expected=f"{self.name} made before other interventions are on",
-                found="one that is on, which would change the calibration",
-                next_step="Make the interventions first, then enter them together",
-            )
-        if not self.place.layers:
-            return
-        with contextlib.ExitStack() as stack:
-            for layer in self.layers():
-                self._hook(layer, stack, calibrating=True)
-            last = self.anatomy.layers[max(self.place.layers)]
-            stack.callback(last.output_projection.register_forward_hook(_stop).remove)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(evaluation_mode(model))
-            with contextlib.suppress(_PassEndedError):
-                self.anatomy.decoder(input_ids=batch.ids.to(input_device(self.anatomy)), use_cache=False)
+        self.calibrated = self._calibrations[others]
 
     def opening(self, stack: contextlib.ExitStack) -> None:
         for layer in self.layers():
-            self._hook(layer, stack, calibrating=False)
+            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, calibrating=False))
 
-    def _hook(self, layer: Layer, stack: contextlib.ExitStack, *, calibrating: bool) -> None:
-        shape = BatchShape(layer, stack)
-
-        def edit(module, args):
-            if not acting():
-                return None
-            aggregation_BTC = shape.unflatten(args[0], self.place)
-            chosen = self._channels(aggregation_BTC)
+    def _edit(self, layer: Layer, *, calibrating: bool) -> AtAggregation:
+        def edit(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
             if calibrating:
                 seen_BTC = aggregation_BTC[..., chosen]
                 self.calibrated[layer.index] = LayerCalibration.of(seen_BTC, self.position, LATER.get(self.name))
             old_BC = wide(aggregation_BTC[:, self.position, chosen])
-            new_BC = self.formula(old_BC, self.calibrated[layer.index], self.factor, layer.index)
+            new_BC = self.formula(old_BC, layer.index)
             if not calibrating and self.place.sequences is not None:
                 acts = torch.isin(torch.arange(len(old_BC)), torch.tensor(self.place.sequences)).to(old_BC.device)
                 new_BC = torch.where(acts[:, None], new_BC, old_BC)
             changed = aggregation_BTC.clone()
             changed[:, self.position, chosen] = new_BC.to(changed.dtype)
-            return (changed.reshape(args[0].shape), *args[1:])
+            return changed
 
-        stack.callback(layer.output_projection.register_forward_pre_hook(edit).remove)
-
-    def _channels(self, aggregation_BTC: Tensor) -> slice | Tensor:
-        """The channels of the heads that are acted on."""
-        if self.place.heads is None:
-            return slice(None)
-        channels_HD = torch.arange(aggregation_BTC.shape[-1], device=aggregation_BTC.device)
-        return channels_HD.view(self.anatomy.num_heads, -1)[list(self.place.heads)].flatten()
+        return edit
 
     def tensors(self) -> dict[str, Tensor]:
         """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
@@ -239,6 +240,52 @@ class AggregationEdit(Intervention):
             f"{self.name}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
+
+
+def at_aggregation(
+    anatomy: Anatomy, layer: Layer, place: Place, stack: contextlib.ExitStack, edit: AtAggregation
+) -> None:
+    """Until the stack is closed, calls `edit` with the layer's aggregation; what it gives back takes its place."""
+    shape = BatchShape(layer, stack)
+
+    def hook(module, args):
+        aggregation_BTC = shape.unflatten(args[0], place)
+        changed = edit(aggregation_BTC, _channels(aggregation_BTC, anatomy.num_heads, place))
+        return None if changed is None else (changed.reshape(args[0].shape), *args[1:])
+
+    stack.callback(layer.output_projection.register_forward_pre_hook(unless_suspended(hook)).remove)
+
+
+def _channels(aggregation_BTC: Tensor, num_heads: int, place: Place) -> slice | Tensor:
+    """The channels of the heads that are acted on."""
+    if place.heads is None:
+        return slice(None)
+    channels_HD = torch.arange(aggregation_BTC.shape[-1], device=aggregation_BTC.device)
+    return channels_HD.view(num_heads, -1)[list(place.heads)].flatten()
+
+
+def run_with_aggregations(
+    model: torch.nn.Module,
+    batch: TokenBatch,
+    place: Place,
+    others: Iterable[Intervention],
+    edit: Callable[[Layer], AtAggregation],
+) -> None:
+    """One pass of a batch as far as the last layer of a place, with `others` on and no more, and an edit in each of its
+    layers."""
+    if not place.layers:
+        return
+    anatomy = anatomy_of(model)
+    with suspend(), together(others), contextlib.ExitStack() as stack:
+        layers = [anatomy.layers[index] for index in place.layers]
+        for layer in layers:
+            at_aggregation(anatomy, layer, place, stack, edit(layer))
+        last = layers[-1]
+        stack.callback(last.output_projection.register_forward_hook(_stop).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluation_mode(model))
+        with contextlib.suppress(_PassEndedError):
+            anatomy.decoder(input_ids=batch.ids.to(input_device(anatomy)), use_cache=False)
 
 
 class _PassEndedError(Exception):

@@ -2,13 +2,14 @@
 
 An intervention says where it acts (layers, positions, heads, sequences) and what it acts on (the mask, the value
 aggregation, neurons, residual dimensions). Those that are on at the same time compose, unless two of them would set
-the same thing: that is refused when the second is entered.
+the same thing: that is refused when the second is entered. One that is calibrated on a batch of its own is calibrated
+with the others on, whichever was entered first.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import going_by_sequence, suspended
+from sinkscope.capture.edits import depth, going_by_sequence
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
@@ -48,13 +49,16 @@ class Place:
         )
 
 
-_active: ContextVar[tuple[Intervention, ...]] = ContextVar("sinkscope_interventions", default=())
+_active: ContextVar[tuple[tuple[int, Intervention], ...]] = ContextVar("sinkscope_interventions", default=())
+"""With the depth that each was entered at."""
 
 
 class Intervention(contextlib.AbstractContextManager):
     """One change of a model's forward pass, on while its block runs."""
 
     name = "intervention"
+    holds_a_batch = False
+    """Whether it knows the values of one batch, and so means nothing to the one that others are calibrated on."""
 
     def __init__(self, model: Any, place: Place) -> None:
         self.anatomy: Anatomy = anatomy_of(bare_model(model))
@@ -81,6 +85,9 @@ class Intervention(contextlib.AbstractContextManager):
         """Whether what it does to a sequence depends on the sequence's number in the batch."""
         return self.place.sequences is not None
 
+    def calibrate(self) -> None:
+        """Takes from a batch of its own what it must know of the model, with the others on as they are now."""
+
     def layers(self) -> list[Layer]:
         return [self.anatomy.layers[index] for index in self.place.layers]
 
@@ -89,24 +96,29 @@ class Intervention(contextlib.AbstractContextManager):
         raise NotImplementedError
 
     def __enter__(self):
-        for other in _active.get():
-            if other.anatomy.decoder is self.anatomy.decoder and other.place.overlaps(self.place):
+        for other in active(self.anatomy):
+            if other.place.overlaps(self.place):
                 raise InputError(
                     expected="interventions that act on different things or places",
                     found=f"{other.name} and {self.name} both set the {self.place.on} at the same place",
                     next_step="Leave one of them out, or move it to other layers, positions, heads or sequences",
                 )
         with contextlib.ExitStack() as stack:
-            token = _active.set((*_active.get(), self))
+            token = _active.set((*_active.get(), (depth(), self)))
             stack.callback(_active.reset, token)
             if self.by_sequence:
                 stack.enter_context(going_by_sequence(self.name))
             self.opening(stack)
+            for intervention in active(self.anatomy):
+                intervention.calibrate()
             self._opened.append(stack.pop_all())
         return self
 
     def __exit__(self, *exception):
-        return self._opened.pop().__exit__(*exception)
+        result = self._opened.pop().__exit__(*exception)
+        for intervention in active(self.anatomy):
+            intervention.calibrate()
+        return result
 
 
 @contextlib.contextmanager
@@ -162,14 +174,23 @@ def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
     return slice(None) if chosen is None else torch.tensor(chosen, dtype=torch.long, device=device)
 
 
-def acting() -> bool:
-    """Whether interventions act now: they don't while capture runs modules for itself."""
-    return not suspended()
+def unless_suspended(hook: Callable) -> Callable:
+    """The hook of an intervention, silent while those that are on now are suspended."""
+    opened_at = depth()
+
+    def acting(*args, **kwargs):
+        return hook(*args, **kwargs) if depth() == opened_at else None
+
+    return acting
 
 
-def is_on(anatomy: Anatomy) -> bool:
-    """Whether any intervention on this model is on."""
-    return any(other.anatomy.decoder is anatomy.decoder for other in _active.get())
+def active(anatomy: Anatomy) -> list[Intervention]:
+    """The interventions on this model that act now, in the order in which they were entered."""
+    return [
+        intervention
+        for opened_at, intervention in _active.get()
+        if opened_at == depth() and intervention.anatomy.decoder is anatomy.decoder
+    ]
 
 
 def as_indices(chosen: int | Sequence[int] | None) -> Indices:

@@ -225,6 +225,21 @@ def _aggregation(formula: str) -> Make:
     return make
 
 
+def _match(moment: str) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.matching import UNTOUCHED, match_moments
+
+        where = {
+            "layers": range(setting.last_layer + 1),
+            "calibration": setting.calibration,
+            moment: UNTOUCHED,
+            **where,
+        }
+        return [match_moments(setting.loaded, position, **where) for (position,) in values]
+
+    return make
+
+
 def _ablate(mode: Any) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.neurons import ablate_neurons
@@ -284,6 +299,8 @@ def _last(value: tuple) -> int:
 
 
 _ROWS: dict[str, Any] = dict(acts_at=_first, takes=("layers", "heads"))
+_KEYED: dict[str, Any] = dict(form="QUERY:KEYS", read=_query_keys, **_ROWS)
+_PLACED: dict[str, Any] = dict(form="POSITION", example="10", read=_position, **_ROWS)
 _DOSED: dict[str, Any] = dict(form="POSITION:FACTOR", example="10:4", read=_position_factor, **_ROWS)
 _BY_SCALING: dict[str, Any] = dict(
     control=_aggregation("scale_norm"), control_is="its whole aggregation is scaled by the factor"
@@ -298,31 +315,19 @@ def _by_matched(make: Make) -> dict[str, Any]:
 
 KINDS: dict[str, Kind] = {
     "mask_to_self": Kind(
-        form="POSITION",
-        example="10",
         does=" that may attend only to itself",
-        read=_position,
         make=_mask_to_self,
         control=_mask_but_self,
         control_is="the token is hidden from itself",
-        **_ROWS,
+        **_PLACED,
     ),
     "block": Kind(
-        form="QUERY:KEYS",
-        example="10:0-4",
-        does=" that may no longer be attended to, such as 10:0-4",
-        read=_query_keys,
-        make=_mask("block"),
-        **_ROWS,
+        example="10:0-4", does=" that may no longer be attended to, such as 10:0-4", make=_mask("block"), **_KEYED
     ),
     "allow": Kind(
-        form="QUERY:KEYS",
-        example="0:0-63",
-        does=" that may be attended to, later keys too, such as 0:0-63",
-        read=_query_keys,
-        make=_mask("allow"),
-        **_ROWS,
+        example="0:0-63", does=" that may be attended to, later keys too, such as 0:0-63", make=_mask("allow"), **_KEYED
     ),
+    "only": Kind(example="10:9", does=" that alone may be attended to, such as 10:9", make=_mask("only"), **_KEYED),
     "amplify": Kind(does=", variance amplification", make=_aggregation("amplify_variance"), **_DOSED, **_BY_SCALING),
     "scale_norm": Kind(does=", scales the whole aggregation", make=_aggregation("scale_norm"), **_DOSED),
     "shift_mean": Kind(
@@ -335,12 +340,13 @@ KINDS: dict[str, Kind] = {
         does=", along a random direction", make=_aggregation("random_direction"), **_DOSED, **_BY_SCALING
     ),
     "equalise": Kind(
-        form="POSITION",
-        example="0",
-        does=" whose variance is brought down to that of later ones",
-        read=_position,
-        make=_aggregation("equalise_variance"),
-        **_ROWS,
+        does=" whose variance is brought down to that of later ones", make=_aggregation("equalise_variance"), **_PLACED
+    ),
+    "match_variance": Kind(
+        does=" whose variance is brought to its level in the untouched model", make=_match("variance"), **_PLACED
+    ),
+    "match_energy": Kind(
+        does=" whose energy is brought to its level in the untouched model", make=_match("energy"), **_PLACED
     ),
     "ablate": Kind(does=", set to zero", **_UNITS, **_by_matched(_ablate("zero"))),
     "ablate_mean": Kind(does=", set to its mean", **_UNITS, **_by_matched(_ablate("mean"))),

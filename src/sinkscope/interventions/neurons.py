@@ -23,11 +23,11 @@ from sinkscope.interventions.base import (
     BatchShape,
     Intervention,
     Place,
-    acting,
     as_indices,
     check_held,
     check_indices,
     indices,
+    unless_suspended,
 )
 from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
@@ -76,11 +76,11 @@ class NeuronEdit(Intervention):
             shape = BatchShape(layer, stack)
             if group[1] in (None, SHARED_EXPERT):
                 projection = layer.down_projection if group[1] is None else layer.shared_down_projection
-                hook = self._dense_hook(group, neurons, shape)
+                hook = unless_suspended(self._dense_hook(group, neurons, shape))
                 stack.callback(projection.register_forward_pre_hook(hook).remove)  # type: ignore[union-attr]
             else:
                 assert group[1] is not None
-                hook = self._expert_hook(group, neurons, shape)
+                hook = unless_suspended(self._expert_hook(group, neurons, shape))
                 stack.callback(layer.experts.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
                 values = self._expert_values(group, shape)
                 edit = ExpertEdit(expert=group[1], neurons=neurons, new_values=values)
@@ -89,8 +89,6 @@ class NeuronEdit(Intervention):
 
     def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape):
         def hook(module, args):
-            if not acting():
-                return None
             all_BTF = shape.unflatten(args[0], self.place).clone()
             chosen = indices(neurons, all_BTF.device)
             all_BTF[..., chosen] = self._edited(group, all_BTF[..., chosen])
@@ -108,8 +106,6 @@ class NeuronEdit(Intervention):
         layer, expert = self.anatomy.layers[group[0]], group[1]
 
         def hook(module, args, kwargs, output):
-            if not acting():
-                return None
             chosen = torch.tensor(neurons, device=output.device)
             with suspend():  # what the experts made of the token, before any edit
                 units = LayerUnits(layer)
@@ -182,6 +178,8 @@ class TransplantNeurons(NeuronEdit):
 class ClampNeurons(NeuronEdit):
     """Units held at the values they have in an untouched reading of the same batch."""
 
+    holds_a_batch = True
+
     def __init__(self, model: Any, units: Iterable[Unit], untouched: ConditionReading, **where) -> None:
         super().__init__(model, "clamp", units, **where)
         self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
@@ -214,13 +212,11 @@ class DensifyNeurons(Intervention):
             layer = self.anatomy.layers[index]
             dense = {None: layer.down_projection, SHARED_EXPERT: layer.shared_down_projection}
             module = dense.get(expert, layer.experts)
-            hook = self._hook((index, expert), neurons, routed=expert not in dense)
+            hook = unless_suspended(self._hook((index, expert), neurons, routed=expert not in dense))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
 
     def _hook(self, group: Group, neurons: tuple[int, ...], *, routed: bool):
         def hook(module, args, kwargs, output):
-            if not acting():
-                return None
             chosen = torch.tensor(neurons, device=output.device)
             if routed:
                 units = LayerUnits(self.anatomy.layers[group[0]])

@@ -20,13 +20,13 @@ from sinkscope.interventions.base import (
     Indices,
     Intervention,
     Place,
-    acting,
     all_layers,
     as_indices,
     check_held,
     check_indices,
     check_text,
     indices,
+    unless_suspended,
 )
 from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of
@@ -66,12 +66,10 @@ class ResidualEdit(Intervention):
 
     def opening(self, stack: contextlib.ExitStack) -> None:
         for layer in self.layers():
-            stack.callback(layer.block.register_forward_hook(self._hook(layer.index)).remove)
+            stack.callback(layer.block.register_forward_hook(unless_suspended(self._hook(layer.index))).remove)
 
     def _hook(self, layer: int):
         def hook(module, args, output):
-            if not acting():
-                return None
             hidden_BTE = leaving(output)
             num_batch, length, _ = hidden_BTE.shape
             check_text(self.place, num_batch, length)
@@ -139,6 +137,8 @@ class SetDimensions(ResidualEdit):
 class ClampDimensions(ResidualEdit):
     """Dimensions held at their values in an untouched reading of the same batch."""
 
+    holds_a_batch = True
+
     def __init__(self, model: Any, untouched: ConditionReading, dimensions: Sequence[int], **where: Any) -> None:
         super().__init__(model, "clamp", tuple(dimensions), **where)
         self.held_LBTM = untouched.dimension_values(self.dimensions)
@@ -152,6 +152,8 @@ class ClampDimensions(ResidualEdit):
 
 class ClampNorms(ResidualEdit):
     """The norm of tokens held at its untouched value; their direction is free."""
+
+    holds_a_batch = True
 
     def __init__(self, model: Any, untouched: ConditionReading, **where: Any) -> None:
         super().__init__(model, "clamp", None, **where)

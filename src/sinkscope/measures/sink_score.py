@@ -35,6 +35,14 @@ def mean_received(
     return received_sum / (length - positions)
 
 
+def mean_received_later(received_sum: Float[Tensor, "... S"], own: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
+    """The mean over later queries alone, i > k: what a query makes of its own position is no sink; NaN for the last."""
+    import torch
+
+    length = received_sum.shape[-1]
+    return (received_sum - own) / (length - 1 - torch.arange(length, device=own.device))
+
+
 def eligible_positions(length: int, device: torch.device | None = None) -> Bool[Tensor, " S"]:
     """Which keys have enough later queries to be sinks."""
     import torch

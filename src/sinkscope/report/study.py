@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sinkscope.errors import InputError
@@ -11,7 +13,7 @@ from sinkscope.report import html
 from sinkscope.report.figure import Figure, rounded
 from sinkscope.report.html import header, write_page
 from sinkscope.report.run import Run, read_run
-from sinkscope.report.study_figures import study_figures
+from sinkscope.report.study_figures import DOSED, study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
 from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
@@ -35,14 +37,20 @@ ARROWS = (
     (
         1,
         5,
-        "More variance makes a sink",
+        "An unmixed token becomes a sink",
+        ("unmixing_creates_sink", "any_single_key_creates_sink", "unmixed_value_matters", "opening_removes_sink"),
+    ),
+    (
+        1,
+        5,
+        "Variance or energy makes a sink",
         (
-            "mask_to_self_creates_sink",
+            "variance_is_what_matters",
+            "variance_suffices",
+            "energy_is_what_matters",
+            "energy_suffices",
             "amplification_creates_sink",
             "dose_response",
-            "norm_scaling_does_not",
-            "random_direction_does_not",
-            "variance_beats_mean_shift",
         ),
     ),
     (1, 5, "Less variance removes it", ("equalising_removes_sink",)),
@@ -102,7 +110,7 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
     parts += [_chain(run, panels)]
     for name, figures in studied.items():
         if figures:
-            extra = _minimal_set(run) if name == "necessity" else ""
+            extra = {"necessity": _minimal_set, "creation": _factorial}.get(name, lambda run: "")(run)
             parts.append(_section(name, *SECTIONS[name], figures, run, extra))
     parts.append(_massive(run))
     parts.append(
@@ -258,6 +266,56 @@ def _massive(run: Run) -> str:
         '<p class="caption">Value and magnitude are means over sequences. Ratio: magnitude over the mean of all '
         "dimensions at the position. Contrast: over the same dimension at other positions. Layer -1 enters layer 0.</p>"
         f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
+    )
+
+
+def _factorial(run: Run) -> str:
+    """Whom the target sees, times the level of its variance, times that of its energy."""
+    cells = [
+        (
+            row["mixing"],
+            row["variance_of"] or NO_VALUE,
+            row["energy_of"] or NO_VALUE,
+            row["targets"],
+            row["rise"],
+            interval(row["low"], row["high"]),
+            row["variance"],
+            row["energy"],
+            row["missed"] or "as named",
+        )
+        for row in run.rows("factorial")
+    ]
+    if not cells:
+        return ""
+    columns = ("sees", "variance of", "energy of", "at positions", "rise", "interval", "variance", "energy", "check")
+    return (
+        "<details open><summary>Mixing, variance and energy taken apart</summary>"
+        '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
+        "and its energy are. Rise of the sink rate by later queries; variance and energy over the untouched ones, "
+        "geometric means over layers. What the check marks did not do what its name says, and supports nothing.</p>"
+        f"{html.table(columns, cells)}</details>{_other_ways(run)}"
+    )
+
+
+def _other_ways(run: Run) -> str:
+    """What else was done to the aggregation of a target, and what it did to its variance and energy."""
+    rows = []
+    for name in DOSED:
+        effects = [row for row in run.rows("effects", condition=name, quantity="sink_rate_at_target") if row["factor"]]
+        for factor in sorted({row["factor"] for row in effects}):
+            rises = [row["difference"] for row in effects if row["factor"] == factor]
+            did = run.rows("manipulation", condition=name, factor=factor)
+            moments = [[row[moment] for row in did if row[moment]] for moment in ("variance", "energy", "squared_mean")]
+            means = [fmean(map(log, own)) for own in moments if own]
+            if len(means) == len(moments):
+                rows.append((name, factor, fmean(rises), *map(exp, means)))
+    if not rows:
+        return ""
+    return (
+        "<details><summary>Other ways to raise the variance, or to leave it alone</summary>"
+        '<p class="caption">Means over positions; variance, energy and squared mean over the untouched ones, geometric '
+        "means over layers.</p>"
+        f"{html.table(('condition', 'factor', 'rise', 'variance', 'energy', 'squared mean'), rows)}</details>"
     )
 
 

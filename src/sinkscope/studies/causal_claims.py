@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORS, RANDOM_OF, SUPER_NEURONS, Condition
+from sinkscope.interventions.matching import UNTOUCHED
+from sinkscope.studies.conditions import (
+    DIMENSIONS,
+    DOSE,
+    FACTORS,
+    RANDOM_OF,
+    SEE_FAR,
+    SEE_PREVIOUS,
+    SEE_SELF,
+    SEE_TWO,
+    SUPER_NEURONS,
+    Condition,
+)
 from sinkscope.studies.controls import EMPTY, NUM_RANDOM_SETS
 from sinkscope.studies.judging import (
     QUARTER,
@@ -27,7 +39,6 @@ CAUSAL = "causal"
 NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions takes the sink away"
 NO_DIMENSION = "there is no massive dimension"
-EMPTY_CONTROL = "an empty control: a norm follows the output projection, so that scaling changes nothing in this model"
 
 Found = Numbers | Empty
 
@@ -61,9 +72,12 @@ def _dose_response(study: Measured) -> Found:
         return Empty(NO_TARGET)
     rates_FKB = np.array(
         [
-            [study.untouched.rate_BS[:, target] for target in targets],
+            [study.untouched.later_BS[:, target] for target in targets],
             *(
-                [study.outcomes[Condition("amplify_variance", target, factor)].rate_BS[:, target] for target in targets]
+                [
+                    study.outcomes[Condition("amplify_variance", target, factor)].later_BS[:, target]
+                    for target in targets
+                ]
                 for factor in FACTORS
             ),
         ]
@@ -76,27 +90,64 @@ def _dose_response(study: Measured) -> Found:
     return Numbers(by_bar=[tau.mean(0)], control=0.0, note=note)
 
 
-def _norm_scaling(study: Measured) -> Found:
-    found = _rise("scale_norm", DOSE, control=("amplify_variance", DOSE))(study)
-    if isinstance(found, Empty):
-        return found
-    scaled = study.outcomes[Condition("scale_norm", study.plan.targets[0], DOSE)]
-    before_B, after_B = study.untouched.loss_B, scaled.loss_B
-    changes = before_B is not None and after_B is not None and np.abs(after_B - before_B).max() > 1e-5
-    return Numbers(by_bar=found.by_bar, control=found.control, note=found.note if changes else EMPTY_CONTROL)
+def _cell(name: str, **levels: str) -> dict[str, Any]:
+    """A cell of the factorial at every target."""
+    return dict(name=name, **levels)
 
 
-def _variance_beats_mean_shift(study: Measured) -> Found:
+def _missed(study: Measured, *cells: dict[str, Any]) -> Empty | None:
+    """A condition that did not do what its name says supports nothing."""
     if not study.plan.targets:
         return Empty(NO_TARGET)
-    amplified, shifted, swapped = (
-        study.rise_B(name, DOSE) for name in ("amplify_variance", "shift_mean", "swap_deviation")
-    )
-    return Numbers(
-        by_bar=[amplified - shifted, amplified - swapped],
-        control=float(max(shifted.mean(), swapped.mean())),
-        note=f"shift_mean {shifted.mean():+.1%}, swap_deviation {swapped.mean():+.1%}",
-    )
+    for cell in cells:
+        if missed := study.missed(*(Condition(target=target, **cell) for target in study.plan.targets)):
+            return Empty(missed)
+    return None
+
+
+def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
+    """What cells of the factorial leave of the rise of a token that sees only itself."""
+
+    def numbers(study: Measured) -> Found:
+        if empty := _missed(study, *cells):
+            return empty
+        total_B = study.rise_B(SEE_SELF)
+        if total_B.mean() < RISE:
+            return Empty("a token that sees only itself makes no sink that could be taken apart")
+        return Numbers(
+            by_bar=[np.stack([total_B, study.rise_B(**cell)], 1) for cell in cells],
+            control=float(study.rise_B(**control).mean() / total_B.mean()),
+            note=f"of a rise of {total_B.mean():.1%}",
+        )
+
+    return numbers
+
+
+def _single_key(study: Measured) -> Found:
+    if not study.plan.targets:
+        return Empty(NO_TARGET)
+    previous_B, far_B = study.rise_B(SEE_PREVIOUS), study.rise_B(SEE_FAR)
+    note = f"the key before {previous_B.mean():+.1%}, a far one {far_B.mean():+.1%}"
+    return Numbers(by_bar=[previous_B, far_B], control=float(study.rise_B(SEE_TWO).mean()), note=note)
+
+
+def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
+    def numbers(study: Measured) -> Found:
+        if empty := _missed(study, cell):
+            return empty
+        risen_B, control_B = study.rise_B(**cell), study.rise_B(**control)
+        bars = [risen_B, risen_B - control_B] if beats_control else [risen_B]
+        return Numbers(by_bar=bars, control=float(control_B.mean()), note=_where(study))
+
+    return numbers
+
+
+def _opening(study: Measured) -> Found:
+    if study.plan.sink != 0:
+        return Empty("the sink is not at position 0: it sees earlier keys already")
+    hidden = Condition("mask_but_self", study.plan.targets[0]) if study.plan.targets else None
+    control = float(study.at_sink_B(hidden).mean() / study.at_sink_B().mean()) if hidden else None
+    return Numbers(by_bar=[_left(study, Condition("open_to_later", 0))], control=control)
 
 
 def _left(study: Measured, removed: Condition) -> np.ndarray:
@@ -190,17 +241,83 @@ def _mediation_claim(short: str, possessive: str, cause: str, factor: float | No
     )
 
 
-_UP, _NO_MORE = Bar("at least", RISE), Bar("below", RISE)
+_UP = Bar("at least", RISE)
 _TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
+_UNDER_HALF = Bar("below", 0.5, second_over_first)
+_VARIANCE_BACK = _cell(SEE_SELF, variance=UNTOUCHED)
+_VARIANCE_BACK_ENERGY_KEPT = _cell(SEE_SELF, variance=UNTOUCHED, energy=SEE_SELF)
+_ENERGY_BACK = _cell(SEE_SELF, energy=UNTOUCHED)
+_BOTH_BACK = _cell(SEE_SELF, variance=UNTOUCHED, energy=UNTOUCHED)
+_MORE_VARIANCE = _cell(UNTOUCHED, variance=SEE_SELF)
+_MORE_ENERGY = _cell(UNTOUCHED, energy=SEE_SELF)
 
 CAUSAL_CLAIMS = (
     Claim(
-        id="mask_to_self_creates_sink",
+        id="unmixing_creates_sink",
         link=CAUSAL,
-        statement="A token that sees only itself becomes a sink: rate up by 5 points",
+        statement="A token that sees only itself up to the birth becomes a sink: rate up by 5 points",
         bars=(_UP,),
-        numbers=_rise("mask_to_self", control=("mask_but_self",)),
+        numbers=_rise(SEE_SELF, control=("mask_but_self",)),
         control_is="rise when it sees all but itself",
+    ),
+    Claim(
+        id="any_single_key_creates_sink",
+        link=CAUSAL,
+        statement="A token that sees exactly one other key becomes a sink, the one before or a far one: up by 5 points",
+        bars=(_UP, _UP),
+        numbers=_single_key,
+        control_is="rise when it sees itself and the one before",
+    ),
+    Claim(
+        id="unmixed_value_matters",
+        link=CAUSAL,
+        statement="With the variance and the energy of a mixed token, one that sees only itself keeps half of its rise",
+        bars=(Bar("at least", 0.5, second_over_first),),
+        numbers=_share_left(_BOTH_BACK, control=_cell(SEE_TWO)),
+        control_is="share when it sees itself and the one before",
+    ),
+    Claim(
+        id="variance_is_what_matters",
+        link=CAUSAL,
+        statement="With the variance of a mixed token, whether or not its energy follows, one that sees only itself "
+        "keeps under half of its rise",
+        bars=(_UNDER_HALF, _UNDER_HALF),
+        numbers=_share_left(_VARIANCE_BACK, _VARIANCE_BACK_ENERGY_KEPT, control=_ENERGY_BACK),
+        control_is="share with the energy of a mixed token",
+    ),
+    Claim(
+        id="variance_suffices",
+        link=CAUSAL,
+        statement="A mixed token with the variance of one that sees only itself becomes a sink: up by 5 points, and by "
+        "more than with its energy",
+        bars=(_UP, Bar("above", 0.0)),
+        numbers=_suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True),
+        control_is="rise with its energy",
+    ),
+    Claim(
+        id="energy_is_what_matters",
+        link=CAUSAL,
+        statement="With the energy of a mixed token and its own variance, one that sees only itself keeps under half "
+        "of its rise",
+        bars=(_UNDER_HALF,),
+        numbers=_share_left(_ENERGY_BACK, control=_VARIANCE_BACK),
+        control_is="share with the variance of a mixed token",
+    ),
+    Claim(
+        id="energy_suffices",
+        link=CAUSAL,
+        statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
+        bars=(_UP,),
+        numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE, beats_control=False),
+        control_is="rise with its variance",
+    ),
+    Claim(
+        id="opening_removes_sink",
+        link=CAUSAL,
+        statement="With position 0 opened to later keys up to the birth under a quarter of the sink is left",
+        bars=(_TAKEN_AWAY,),
+        numbers=_opening,
+        control_is="left when another position is hidden from itself",
     ),
     Claim(
         id="amplification_creates_sink",
@@ -217,30 +334,6 @@ CAUSAL_CLAIMS = (
         bars=(Bar("above", 0.0),),
         numbers=_dose_response,
         control_is="no trend",
-    ),
-    Claim(
-        id="norm_scaling_does_not",
-        link=CAUSAL,
-        statement="Scaling the aggregation 8x makes no sink: rise under 5 points",
-        bars=(_NO_MORE,),
-        numbers=_norm_scaling,
-        control_is="rise under amplification",
-    ),
-    Claim(
-        id="random_direction_does_not",
-        link=CAUSAL,
-        statement="A random direction of equal norm makes no sink: rise under 5 points",
-        bars=(_NO_MORE,),
-        numbers=_rise("random_direction", DOSE, control=("amplify_variance", DOSE)),
-        control_is="rise under amplification",
-    ),
-    Claim(
-        id="variance_beats_mean_shift",
-        link=CAUSAL,
-        statement="Amplification makes more of a sink than shifting the mean, and than another sequence's deviation",
-        bars=(Bar("above", 0.0), Bar("above", 0.0)),
-        numbers=_variance_beats_mean_shift,
-        control_is="the larger rise of the two",
     ),
     Claim(
         id="equalising_removes_sink",

@@ -32,7 +32,7 @@ Found = Numbers | Empty
 
 
 def _sink(study: Measured) -> Found:
-    return Numbers(by_bar=[study.at_sink_B()])
+    return Numbers(by_bar=[study.untouched.rate_BS[:, study.plan.sink]])
 
 
 def _ratio_at_birth(means: np.ndarray) -> np.ndarray:

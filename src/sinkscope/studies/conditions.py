@@ -1,20 +1,26 @@
 """Every condition that a study runs the judging sequences under, and what it keeps of each.
 
+The factorial takes apart what a token that sees only itself differs in from one that averages: whom it sees (a mixing,
+in the layers up to the birth), the batch variance of its aggregation and its energy, each of which can be brought to
+the level that it has under another mixing. At the sink the mirror of it: position 0 opened to later keys.
+
 A condition is the key of its outcome, which is reduced at once to numbers by sequence. An outcome is a finished part: a
 study that was interrupted reads it back instead of running it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading, Replay
 from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit
-from sinkscope.interventions.base import Intervention, together
+from sinkscope.interventions.base import Intervention, Place, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
+from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
 from sinkscope.interventions.neurons import (
     ClampNeurons,
     ablate_neurons,
@@ -31,6 +37,8 @@ from sinkscope.studies.plan import Plan
 FACTORS = (1.5, 2.0, 4.0, 8.0)
 """Doses of amplification beside 1; claims and their controls are judged at the largest."""
 DOSE = FACTORS[-1]
+SEE_SELF, SEE_PREVIOUS, SEE_FAR, SEE_TWO = MIXINGS = ("see_self", "see_previous", "see_far", "see_self_and_previous")
+"""Whom a target sees instead of all before it: itself, exactly one other key, or itself and the one before."""
 SUPER_NEURONS, DIMENSIONS = "super_neurons", "dimensions"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
 """What can be held at its untouched values, and as many matched random ones."""
@@ -48,11 +56,16 @@ class Condition:
     """What is held at its untouched values meanwhile."""
     number: int | None = None
     """Which of several random sets."""
+    variance: str | None = None
+    energy: str | None = None
+    """The mixing at whose level the batch variance or the energy of the aggregation is; None where it is left alone."""
 
     @property
     def label(self) -> str:
         """What is done, in a word."""
-        return self.name if self.held is None else f"clamp_{self.held}+{self.name}"
+        held = [] if self.held is None else [f"clamp_{self.held}"]
+        levels = {"variance_of": self.variance, "energy_of": self.energy}
+        return "+".join([*held, self.name, *(f"{what}_{of}" for what, of in levels.items() if of is not None)])
 
     @property
     def part(self) -> str:
@@ -72,16 +85,24 @@ QUANTITIES = {
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
 
 
+ARRAYS = ("rate_BS", "later_BS", "at_QKB", "moments_3KL", "units_BTn")
+"""Of every outcome."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The numbers of one condition, by sequence."""
 
     rate_BS: np.ndarray
-    """Sink rate of every position."""
+    """Sink rate of every position, as it is published: over all queries from the key on."""
+    later_BS: np.ndarray
+    """The same over later queries alone, which interventions are judged on."""
     places: tuple[int, ...]
     """The sink and the targets."""
     at_QKB: np.ndarray
     """Each of QUANTITIES at each place."""
+    moments_3KL: np.ndarray
+    """Batch variance, energy and squared mean of the aggregation at each place, in the layers up to the birth."""
     units_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
@@ -93,9 +114,13 @@ class Outcome:
         """[B] a quantity at the sink or a target."""
         return self.at_QKB[list(QUANTITIES).index(quantity), self.places.index(position)]
 
+    def moments(self, position: int) -> np.ndarray:
+        """[3, L] at the sink or a target."""
+        return self.moments_3KL[:, self.places.index(position)]
+
     def tensors(self) -> dict[str, np.ndarray]:
         """What is written to a part."""
-        tensors = {"rate_BS": self.rate_BS, "at_QKB": self.at_QKB, "units_BTn": self.units_BTn}
+        tensors = {name: getattr(self, name) for name in ARRAYS}
         if self.loss_B is not None:
             tensors["loss_B"] = self.loss_B
         return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
@@ -103,15 +128,13 @@ class Outcome:
     @classmethod
     def of_part(cls, tensors: dict[str, np.ndarray] | None) -> Outcome | None:
         """What a part holds; None where there is none, or one that an earlier version wrote in another form."""
-        return None if tensors is None or "places" not in tensors else cls.of_tensors(tensors)
+        return None if tensors is None or not {"places", *ARRAYS} <= tensors.keys() else cls.of_tensors(tensors)
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
         return cls(
-            rate_BS=tensors["rate_BS"],
+            **{name: tensors[name] for name in ARRAYS},
             places=tuple(tensors["places"].tolist()),
-            at_QKB=tensors["at_QKB"],
-            units_BTn=tensors["units_BTn"],
             loss_B=tensors.get("loss_B"),
             means={k.removeprefix("means."): v for k, v in tensors.items() if k.startswith("means.")},
         )
@@ -124,8 +147,10 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
     return Outcome(
         rate_BS=reading.rate_BS.numpy(),
+        later_BS=reading.later_rate_BS.numpy(),
         places=places,
         at_QKB=np.stack(at),
+        moments_3KL=reading.moments_L3T[plan.layers][..., list(places)].double().permute(1, 2, 0).numpy(),
         units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )
@@ -147,12 +172,16 @@ class Conditions:
         self.controls = controls
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
+        self._levels: dict[tuple[str, int], Mapping[int, Moments]] = {}
+        """Of a mixing at a position, on the calibration sequences."""
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
         sink, targets = self.plan.sink, self.plan.targets
         conditions = [condition for target in targets for condition in self._at_target(target)]
-        conditions += [Condition("open_to_later", sink)] if sink == 0 else []
+        if sink == 0:
+            conditions += [Condition("open_to_later", sink)]
+            conditions += _levelled("open_to_later", sink) if sink_varies else []
         if sink_varies:
             conditions += [Condition("equalise_variance", position) for position in (sink, *targets[:1])]
         conditions += [Condition(name, sink) for name in ("remove_mean", "remove_deviation", "remove_energy")]
@@ -166,6 +195,11 @@ class Conditions:
         plan = self.plan
         yield Condition("mask_to_self", target)
         yield Condition("mask_but_self", target)
+        yield from (Condition(mixing, target) for mixing in MIXINGS)
+        yield from _levelled(SEE_SELF, target)
+        if target == plan.targets[0]:
+            for mixing in MIXINGS[1:]:
+                yield from (c for c in _levelled(mixing, target) if c.name == mixing)
         for factor in FACTORS:
             yield Condition("amplify_variance", target, factor)
         for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
@@ -184,6 +218,8 @@ class Conditions:
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
+        if condition.variance is not None or condition.energy is not None:
+            return self._matched(condition)
         free = replace(condition, held=None)
         made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
         untouched, where = self.replay.untouched, dict(positions=condition.target)
@@ -207,14 +243,61 @@ class Conditions:
             )
         return self._edits[condition]
 
+    def _matched(self, condition: Condition) -> list[Intervention]:
+        """A mixing with its moments at the level of another."""
+        mixing = [] if condition.name == UNTOUCHED else [MAKERS[condition.name](self, condition)]
+        variance, energy = (
+            None if of is None else self._level(of, condition.target) for of in (condition.variance, condition.energy)
+        )
+        # Made with the mixing on: that is what it is calibrated with. What cannot be met shows in the check.
+        with together(mixing):
+            where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.layers, nearest=True)
+            return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
+
+    def _level(self, mixing: str, target: int) -> Mapping[int, Moments]:
+        if (mixing, target) not in self._levels:
+            made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
+            place = Place(on="aggregation", layers=tuple(self.plan.layers), positions=(target,))
+            self._levels[mixing, target] = moments_under(made, self.loaded.model, self.calibration, place)
+        return self._levels[mixing, target]
+
     def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
         """The outcome of one condition on the judging sequences."""
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
-        means = {name: mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
+        cell = "" if condition.variance is None and condition.energy is None else f"{condition.label}."
+        means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, loss=loss)
         return replace(reduced(reading, self.plan), means=means)
+
+
+def _levelled(mixing: str, target: int) -> Iterator[Condition]:
+    """A mixing and the untouched model, each with the variance, the energy or both of the other.
+
+    The variance is brought there twice: with the energy that follows from it, and with its own energy kept.
+    """
+    for name, other in ((mixing, UNTOUCHED), (UNTOUCHED, mixing)):
+        for variance, energy in ((other, None), (None, other), (other, name), (other, other)):
+            yield Condition(name, target, variance=variance, energy=energy)
+
+
+def _seeing(*back: int) -> Callable[[Conditions, Condition], Intervention]:
+    """The target sees the keys so far back and no others, in layers up to the birth."""
+
+    def make(study: Conditions, c: Condition) -> Intervention:
+        return edit_mask(study.loaded, c.target, "only", [c.target - b for b in back], layers=study.plan.layers)
+
+    return make
+
+
+def _see_far(study: Conditions, c: Condition) -> Intervention:
+    far = 1 if study.plan.sink != 1 else 2
+    return edit_mask(study.loaded, c.target, "only", far, layers=study.plan.layers)
+
+
+def _open_to_later(study: Conditions, c: Condition) -> Intervention:
+    return edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1]), layers=study.plan.layers)
 
 
 def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[int]) -> Intervention:
@@ -225,7 +308,11 @@ def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[
 MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
     "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
-    "open_to_later": lambda study, c: edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1])),
+    SEE_SELF: _seeing(0),
+    SEE_PREVIOUS: _seeing(1),
+    SEE_FAR: _see_far,
+    SEE_TWO: _seeing(0, 1),
+    "open_to_later": _open_to_later,
     "transplant_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.plan.dimensions),
     "transplant_random_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.controls.dimensions),
     "transplant_super_neurons": lambda study, c: transplant_neurons(

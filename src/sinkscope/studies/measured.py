@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading
+from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies.conditions import Condition, Outcome
@@ -39,18 +41,59 @@ class Measured:
     fresh_variance_NLT: np.ndarray | None
     """Of models drawn afresh; None where there is none, or nothing to compare with it."""
 
-    def rise_B(self, name: str, factor: float | None = None, held: str | None = None) -> np.ndarray:
-        """How far the rate at each target rises over the untouched model's, mean over targets."""
+    def rise_B(
+        self,
+        name: str,
+        factor: float | None = None,
+        held: str | None = None,
+        *,
+        targets: Sequence[int] | None = None,
+        **levels: Any,
+    ) -> np.ndarray:
+        """How far the rate at each target rises over the untouched model's, by later queries, mean over targets."""
         rises = [
-            self.outcomes[Condition(name, target, factor, held)].rate_BS[:, target] - self.untouched.rate_BS[:, target]
-            for target in self.plan.targets
+            self.outcomes[Condition(name, target, factor, held, **levels)].later_BS[:, target]
+            - self.untouched.later_BS[:, target]
+            for target in (self.plan.targets if targets is None else targets)
         ]
         return np.mean(rises, axis=0)
 
     def at_sink_B(self, condition: Condition | None = None) -> np.ndarray:
-        """The rate at the sink, untouched or under a condition."""
+        """The rate at the sink by later queries, untouched or under a condition."""
         outcome = self.untouched if condition is None else self.outcomes[condition]
-        return outcome.rate_BS[:, self.plan.sink]
+        return outcome.later_BS[:, self.plan.sink]
+
+    def moments_over_untouched(self, condition: Condition) -> np.ndarray:
+        """[3, L] batch variance, energy and squared mean at its target, over the untouched model's."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.outcomes[condition].moments(condition.target) / self.untouched.moments(condition.target)
+
+    def wanted_moments(self, condition: Condition) -> np.ndarray:
+        """[2, L] the variance and the energy that the condition names, on the judging sequences; NaN for none."""
+        wanted_2L = np.full((2, len(self.plan.layers)), np.nan)
+        for row, mixing in enumerate((condition.variance, condition.energy)):
+            if mixing is not None:
+                of = self.untouched if mixing == UNTOUCHED else self.outcomes[Condition(mixing, condition.target)]
+                wanted_2L[row] = of.moments(condition.target)[row]
+        return wanted_2L
+
+    def missed(self, *conditions: Condition) -> str | None:
+        """The manipulation check of one condition at one or more targets: the level that it did not bring about, if
+        any.
+
+        A variance over a few dozen sequences is known to a tenth or so, so moments are summed over targets and what is
+        off is a mean over layers.
+        """
+        found_2L = np.sum([self.outcomes[c].moments(c.target)[:2] for c in conditions], 0)
+        wanted_2L = np.sum([self.wanted_moments(c) for c in conditions], 0)
+        for row, moment in enumerate(("variance", "energy")):
+            ratio_L = found_2L[row] / wanted_2L[row]
+            off = np.exp(np.abs(np.log(ratio_L)).mean())
+            if off > 1 + TOLERANCE:
+                worst = int(np.abs(np.log(ratio_L)).argmax())
+                where = f"{ratio_L[worst]:.2f} of it in layer {self.plan.layers[worst]}"
+                return f"{conditions[0].label} misses its {moment}: {where}"
+        return None
 
     def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
         """(top energy share of the units' output vectors, that of the median unit of their layers), means over

@@ -81,13 +81,13 @@ def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, part
     batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
     restarts = {unit.layer for unit in plan.candidates}
     replay = Replay(anatomy_of(loaded.model), loaded.model, batch.ids, restarts=restarts)
-    before = float(replay.untouched.rate_BS[:, plan.sink].mean())
+    before = float(replay.untouched.later_rate_BS[:, plan.sink].mean())
     left: dict[frozenset[Unit], float] = {}
 
     def remaining(units: Sequence[Unit]) -> float:
         if (removed := frozenset(units)) not in left:
             with together([ablate_neurons(loaded, units)]) as first_layer:
-                left[removed] = float(replay.read(first_layer).rate_BS[:, plan.sink].mean()) / before
+                left[removed] = float(replay.read(first_layer).later_rate_BS[:, plan.sink].mean()) / before
         return left[removed]
 
     def more(units: Sequence[Unit]) -> list[Unit]:

@@ -6,7 +6,7 @@ calibration set the means; the judging set decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.studies.answer import answer
 from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
@@ -108,22 +109,14 @@ class Study:
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence or two: is there a sink, which links hold, what causes it."""
-        sink, *others = self.judgements
+        """What a reader takes home: is there a sink, what makes it, and how many claims hold."""
+        sink = self.judgements[0]
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
             fails = "which may or may not reach" if sink.verdict == "undecided" else "and a sink needs"
             strongest = f"position {position}, the strongest in the sequences it was chosen on,"
             return f"No sink to explain: {strongest} is one for {rate:.1%} of heads, {fails} {percent(SINK_RATE)}."
-        text = f"Position {position} is a sink for {rate:.1%} of heads. "
-        text += _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
-        text += _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
-        if self.went is not None:
-            # Whether that many units are needed is a claim of its own, with its interval.
-            gone = f"position {position} falls below the {percent(SINK_RATE)} of a sink"
-            left = gone if self.went == "gone" else f"the sink is {self.went}"
-            text += f"Without its minimal set of units ({', '.join(map(str, self.minimal_set))}) {left}."
-        return text.strip()
+        return answer(self.judgements, self.measured, self.went)
 
     def write(self, folder: RunFolder) -> None:
         """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""
@@ -136,18 +129,6 @@ class Study:
         means = {name: mean for o in self.measured.outcomes.values() for name, mean in o.means.items()}
         if means:
             save_file(means, folder.path / "calibration.safetensors")
-
-
-def _count(judged: Sequence[Judgement], words: str) -> str:
-    applicable = [j for j in judged if j.verdict != "not applicable"]
-    if not applicable:
-        return f"None of the {words} can be judged here. "
-    held = [j for j in applicable if j.verdict == "holds"]
-    text = f"{len(held)} of {len(applicable)} {words} hold"
-    for verdict in ("does not hold", "undecided"):
-        if named := [j.id for j in applicable if j.verdict == verdict]:
-            text += f"; {verdict}: {', '.join(named)}"
-    return text + ". "
 
 
 def study(

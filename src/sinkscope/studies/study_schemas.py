@@ -51,6 +51,36 @@ RATES = Schema(
         Column("rate", "float", "Sink rate at the position"),
         Column("low", "float", "Lower end of its interval"),
         Column("high", "float", "Upper end of its interval"),
+        Column("later_rate", "float", "The same by later queries alone, which interventions are judged on"),
+    ),
+)
+FACTORIAL = Schema(
+    "factorial",
+    (
+        Column("mixing", "str", "Whom the target sees: untouched, see_self, see_previous, ... up to the birth"),
+        Column("variance_of", "str", "The mixing at whose level the batch variance is; null where it follows", True),
+        Column("energy_of", "str", "The mixing at whose level the energy is; null where it follows", True),
+        Column("targets", "str", "Positions that the numbers are means over"),
+        Column("rise", "float", "Change of the sink rate at the target, by later queries"),
+        Column("low", "float", "Lower end of its interval"),
+        Column("high", "float", "Upper end of its interval"),
+        Column("variance", "float", "Batch variance over the untouched one, geometric mean over layers", True),
+        Column("energy", "float", "Energy over the untouched one, geometric mean over layers", True),
+        Column("missed", "str", "What the manipulation check found missing; empty where nothing"),
+        _N,
+    ),
+)
+MANIPULATION = Schema(
+    "manipulation",
+    (
+        _CONDITION,
+        _TARGET,
+        _FACTOR,
+        _LAYER,
+        Column("variance", "float", "Batch variance of the aggregation at the target, over the untouched one", True),
+        Column("energy", "float", "Its energy, over the untouched one", True),
+        Column("squared_mean", "float", "Its squared mean, over the untouched one", True),
+        Column("mean_share", "float", "|mu| / |o|: the norm of the mean over the root of the energy", True),
     ),
 )
 EFFECTS = Schema(
@@ -139,4 +169,16 @@ TOKENS = Schema(
     ),
 )
 
-STUDY_TABLES = (CLAIMS, RATES, EFFECTS, MEDIATION, RANDOM_SETS, MINIMAL_SET, HISTOGRAMS, OUTPUT_ENERGY, TOKENS)
+STUDY_TABLES = (
+    CLAIMS,
+    RATES,
+    EFFECTS,
+    FACTORIAL,
+    MANIPULATION,
+    MEDIATION,
+    RANDOM_SETS,
+    MINIMAL_SET,
+    HISTOGRAMS,
+    OUTPUT_ENERGY,
+    TOKENS,
+)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from sinkscope.capture.trace import Trace
+from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
+    MIXINGS,
     QUANTITIES,
     RANDOM_OF,
     SUPER_NEURONS,
@@ -56,6 +59,8 @@ def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement],
         "claims": _claims(judgements),
         "rates": _rates(study),
         "effects": _effects(study),
+        "factorial": _factorial(study),
+        "manipulation": _manipulation(study),
         "mediation": _mediation(study, judgements),
         "random_sets": _random_sets(study),
         "minimal_set": _minimal_set(trace, study),
@@ -111,8 +116,67 @@ def _rates(study: Measured) -> _Rows:
                 rate=float(rate),
                 low=float(low_S[position]),
                 high=float(high_S[position]),
+                later_rate=float(outcome.later_BS[:, position].mean()),
             )
     return rows
+
+
+def _factorial(study: Measured) -> _Rows:
+    """A row by cell: mixing, level of the variance and level of the energy."""
+    rows = _Rows()
+    cells: dict[Condition, list[Condition]] = defaultdict(list)
+    for condition in study.outcomes:
+        if condition.name in (*MIXINGS, "open_to_later", UNTOUCHED):
+            at_sink = condition.target == study.plan.sink
+            cells[replace(condition, target=study.plan.sink if at_sink else study.plan.targets[0])].append(condition)
+    for cell, conditions in cells.items():
+        rise_B = np.mean([study.outcomes[c].later_BS[:, c.target] for c in conditions], 0)
+        rise_B = rise_B - np.mean([study.untouched.later_BS[:, c.target] for c in conditions], 0)
+        low, high = bootstrap_mean_interval(rise_B)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios_3 = np.exp(np.mean([np.log(study.moments_over_untouched(c)) for c in conditions], (0, 2)))
+        rows.add(
+            mixing=cell.name,
+            variance_of=cell.variance,
+            energy_of=cell.energy,
+            targets=", ".join(str(c.target) for c in conditions),
+            rise=float(rise_B.mean()),
+            low=float(low),
+            high=float(high),
+            variance=_number(ratios_3[0]),
+            energy=_number(ratios_3[1]),
+            missed=study.missed(*conditions) or "",
+            n=len(rise_B),
+        )
+    return rows
+
+
+def _manipulation(study: Measured) -> _Rows:
+    """What every condition did to the aggregation at its target, layer by layer."""
+    rows = _Rows()
+    for condition, outcome in study.outcomes.items():
+        if condition.name == "random_set":
+            continue
+        ratios_3L = study.moments_over_untouched(condition)
+        _, energy_L, squared_mean_L = outcome.moments(condition.target)
+        for number, layer in enumerate(study.plan.layers):
+            variance, energy, squared_mean = (_number(value) for value in ratios_3L[:, number])
+            rows.add(
+                condition=condition.label,
+                target=condition.target,
+                factor=condition.factor,
+                layer=layer,
+                variance=variance,
+                energy=energy,
+                squared_mean=squared_mean,
+                mean_share=_number(np.sqrt(squared_mean_L[number] / energy_L[number])) if energy_L[number] else None,
+            )
+    return rows
+
+
+def _number(value: float) -> float | None:
+    """None where a ratio has no value: nothing over nothing."""
+    return float(value) if np.isfinite(value) else None
 
 
 def _effects(study: Measured) -> _Rows:
@@ -121,8 +185,8 @@ def _effects(study: Measured) -> _Rows:
     for name, target, factor, outcome in _conditions(study)[1:]:
         assert target is not None
         pairs = {
-            "sink_rate_at_target": (untouched.rate_BS[:, target], outcome.rate_BS[:, target]),
-            "sink_rate_at_sink": (untouched.rate_BS[:, plan.sink], outcome.rate_BS[:, plan.sink]),
+            "sink_rate_at_target": (untouched.later_BS[:, target], outcome.later_BS[:, target]),
+            "sink_rate_at_sink": (untouched.later_BS[:, plan.sink], outcome.later_BS[:, plan.sink]),
         }
         for quantity in QUANTITIES:
             pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), outcome.at(quantity, target))

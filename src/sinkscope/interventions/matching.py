@@ -1,0 +1,193 @@
+"""Brings the moments of the value aggregation at one position to a level: that of the untouched model, or of another
+intervention.
+
+Over sequences, with mu the mean of o, d = o - mu, and everything a mean over channels:
+
+    V   batch variance, the unbiased variance of d
+    E   energy, the mean of o^2, which is mu^2 + V (n - 1) / n
+
+The aggregation becomes a mu + c u + s d. s brings the variance to its level. Energy that is missing then is made up
+along u, a random unit direction at right angles to mu that is the same in every sequence: so neither the variance nor
+the part along mu changes. Energy that is too much is taken from the mean. What the mean does not have cannot be taken:
+a variance that is more than the whole energy asked for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.layer_call import wide
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, run_with_aggregations
+from sinkscope.interventions.base import Intervention, Place
+from sinkscope.measures.value_variance import second_moment, value_variance
+from sinkscope.models.anatomy import Layer
+from sinkscope.models.token_batches import TokenBatch
+
+UNTOUCHED = "untouched"
+TOLERANCE = 0.1
+"""A level counts as met within this share of it."""
+
+
+class Moments(NamedTuple):
+    """Of the aggregation at one position and layer, means over channels."""
+
+    variance: float
+    energy: float
+
+
+Level = str | Intervention | Sequence[Intervention] | Mapping[int, Moments]
+"""The untouched model, or it with these interventions on and no others; or what was found there, by layer."""
+
+
+class MatchMoments(AggregationEdit):
+    """The batch variance, the energy, or both, at the level that they have elsewhere."""
+
+    def __init__(
+        self,
+        model: Any,
+        position: int,
+        *,
+        variance: Level | None = None,
+        energy: Level | None = None,
+        calibration: TokenBatch,
+        nearest: bool = False,
+        **where: Any,
+    ) -> None:
+        """`nearest`: comes as near as it can where a level cannot be met, instead of refusing."""
+        if variance is None and energy is None:
+            raise InputError(
+                expected="a level to match", found="none", next_step="Give `variance`, `energy` or both, as 'untouched'"
+            )
+        self._wanted, self._nearest = (variance, energy), nearest
+        kinds = [kind for kind, level in (("variance", variance), ("energy", energy)) if level is not None]
+        super().__init__(model, f"match_{'_and_'.join(kinds)}", position, calibration=calibration, **where)
+
+    def prepare(self) -> None:
+        """The levels, by layer; None for a moment that is left alone."""
+        variance, energy = (
+            None if level is None else moments_under(level, self._model, self._batch, self.place)
+            for level in self._wanted
+        )
+        self.levels: dict[int, tuple[float | None, float | None]] = {
+            layer: (
+                None if variance is None else variance[layer].variance,
+                None if energy is None else energy[layer].energy,
+            )
+            for layer in self.place.layers
+        }
+
+    def formula(self, old_BC: Tensor, layer: int) -> Tensor:
+        seen = self.calibrated[layer]
+        variance, energy = self.levels[layer]
+        deviation_BC, mean_C = old_BC - seen.mean_C, seen.mean_C
+        if variance is not None:
+            now = float(value_variance(seen.deviations_BC[:, None]))
+            if now == 0 < variance and not self._nearest:
+                raise InputError(
+                    expected=f"sequences that differ at position {self.position} of layer {layer}",
+                    found="no variance across sequences, which nothing can scale",
+                    next_step="Leave out the beginning-of-sequence token, or choose another position",
+                )
+            deviation_BC = deviation_BC * (0.0 if now == 0 else (variance / now) ** 0.5)
+        if energy is not None:
+            mean_C = self._mean_of_energy(energy, layer, variance)
+        return mean_C + deviation_BC
+
+    def _mean_of_energy(self, energy: float, layer: int, variance: float | None) -> Tensor:
+        """The mean that brings the energy to its level."""
+        seen = self.calibrated[layer]
+        mean_C, count = seen.mean_C, len(seen.deviations_BC)
+        of_deviation = float(seen.deviations_BC.square().mean()) if variance is None else variance * (count - 1) / count
+        of_mean = float(mean_C.square().mean())
+        missing = energy - of_deviation - of_mean
+        if missing >= 0:
+            draws = torch.randn(len(mean_C), generator=torch.Generator().manual_seed(layer)).to(mean_C)
+            across_C = draws - mean_C * (draws @ mean_C / (mean_C @ mean_C)).nan_to_num()
+            return mean_C + across_C * (missing / across_C.square().mean()).sqrt()
+        if of_deviation > (1 + TOLERANCE) * energy and not self._nearest:
+            raise InputError(
+                expected=f"an energy at position {self.position} of layer {layer} that its variance leaves room for",
+                found=f"{energy:.3g} wanted, where the deviation alone has {of_deviation:.3g}",
+                next_step="Match the variance too, or in other layers",
+            )
+        return mean_C * max(0.0, 1 + missing / of_mean) ** 0.5
+
+
+def match_moments(
+    model: Any,
+    position: int,
+    *,
+    variance: Level | None = None,
+    energy: Level | None = None,
+    calibration: TokenBatch,
+    layers: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
+) -> MatchMoments:
+    """The batch variance and the energy of the aggregation at `position`, each at its level; None leaves one to follow.
+
+    A level is "untouched", or an intervention (or several): what the position has with those on and no others.
+    """
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    return MatchMoments(model, position, variance=variance, energy=energy, calibration=calibration, **where)
+
+
+def match_variance(
+    model: Any,
+    position: int,
+    to: Level = UNTOUCHED,
+    *,
+    calibration: TokenBatch,
+    layers: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
+) -> MatchMoments:
+    """The batch variance of the aggregation at `position` brought to the level `to`; its mean is left alone."""
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    return MatchMoments(model, position, variance=to, calibration=calibration, **where)
+
+
+def match_energy(
+    model: Any,
+    position: int,
+    to: Level = UNTOUCHED,
+    *,
+    calibration: TokenBatch,
+    layers: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
+) -> MatchMoments:
+    """The energy of the aggregation at `position` brought to the level `to`; its variance is left alone."""
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    return MatchMoments(model, position, energy=to, calibration=calibration, **where)
+
+
+def moments_under(level: Level, model: torch.nn.Module, calibration: TokenBatch, place: Place) -> Mapping[int, Moments]:
+    """By layer, the moments at a place's position on a calibration batch, with a level's interventions on and no
+    others."""
+    if isinstance(level, Mapping):
+        return level
+    if isinstance(level, str) and level != UNTOUCHED:
+        raise InputError(
+            expected="a level: 'untouched', an intervention or several",
+            found=repr(level),
+            next_step="Choose one of them",
+        )
+    others = [] if isinstance(level, str) else [level] if isinstance(level, Intervention) else level
+    found: dict[int, Moments] = {}
+
+    def reading(layer: Layer) -> AtAggregation:
+        def read(aggregation_BTC: Tensor, chosen: slice | Tensor) -> None:
+            assert place.positions is not None
+            o_B1C = wide(aggregation_BTC[:, place.positions][..., chosen])
+            found[layer.index] = Moments(float(value_variance(o_B1C)), float(second_moment(o_B1C)))
+
+        return read
+
+    run_with_aggregations(model, calibration, place, others, reading)
+    return found
