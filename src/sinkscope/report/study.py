@@ -12,8 +12,9 @@ from sinkscope.errors import InputError
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, rounded
 from sinkscope.report.html import header, write_page
+from sinkscope.report.rate_figures import DOSED
 from sinkscope.report.run import Run, read_run
-from sinkscope.report.study_figures import DOSED, study_figures
+from sinkscope.report.study_figures import study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
 from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
