@@ -18,13 +18,13 @@ from torch import Tensor
 
 from sinkscope.capture.edits import suspend
 from sinkscope.capture.layer_call import LayerCall
-from sinkscope.capture.merges import Merge, Own, Rows, Total
+from sinkscope.capture.merges import Merge, Own, Rows
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.capture.taps import entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
-from sinkscope.measures.value_variance import second_moment, value_variance
+from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 
@@ -48,8 +48,8 @@ class ConditionReading:
     aggregation_norm_LBT: Tensor
     residual_norm_LBT: Tensor
     dom_ratio_LBT: Tensor
-    moments_L3T: Tensor
-    """Of the aggregation: batch variance, energy and squared mean, means over channels."""
+    squares_LB2T: Tensor
+    """Of the aggregation: squared deviation from the batch's mean, whose mean is the batch variance; and energy."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
     units: dict[tuple[int, int | None], Tensor]
@@ -126,18 +126,15 @@ def _observables(
         by_sequence(
             "later_heads_LBS", Tap.ATTENTION, lambda call: call.is_sink_later.sum(1), Rows(), asks="own weights"
         ),
-        by_sequence("moments_L3T", Tap.AGGREGATION, lambda call: _moments(call.aggregation.float()), Total()),
+        by_sequence("squares_LB2T", Tap.AGGREGATION, lambda call: _squares(call.aggregation.float()), Rows()),
         by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
         by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
 
 
-def _moments(aggregation_BTC: Tensor) -> Tensor:
-    """[3, T] batch variance, NaN of one sequence; energy; squared mean."""
-    energy_T, mean_TC = second_moment(aggregation_BTC), aggregation_BTC.mean(0)
-    several = len(aggregation_BTC) > 1
-    variance_T = value_variance(aggregation_BTC) if several else torch.full_like(energy_T, float("nan"))
-    return torch.stack([variance_T, energy_T, mean_TC.square().mean(-1)])
+def _squares(aggregation_BTC: Tensor) -> Tensor:
+    """[B, 2, T]."""
+    return torch.stack([squared_deviation(aggregation_BTC), aggregation_BTC.square().mean(-1)], 1)
 
 
 @dataclass

@@ -13,6 +13,14 @@ def value_variance(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, " T
     return aggregation_BTC.var(dim=0, correction=1).mean(-1)
 
 
+def squared_deviation(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, "B T"]:
+    """n / (n - 1) times each sequence's squared deviation from the mean, averaged over channels: what the variance is a
+    mean of; NaN for a single sequence."""
+    count = len(aggregation_BTC)
+    unbiased = count / (count - 1) if count > 1 else float("nan")
+    return (aggregation_BTC - aggregation_BTC.mean(0)).square().mean(-1) * unbiased
+
+
 def second_moment(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, " T"]:
     """E[o^2] by position: what can be said where there is no variance across sequences."""
     return aggregation_BTC.square().mean(dim=(0, 2))

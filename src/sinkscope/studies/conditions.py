@@ -85,7 +85,7 @@ QUANTITIES = {
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
 
 
-ARRAYS = ("rate_BS", "later_BS", "at_QKB", "moments_3KL", "units_BTn")
+ARRAYS = ("rate_BS", "later_BS", "at_QKB", "squares_2KBL", "units_BTn")
 """Of every outcome."""
 
 
@@ -101,8 +101,8 @@ class Outcome:
     """The sink and the targets."""
     at_QKB: np.ndarray
     """Each of QUANTITIES at each place."""
-    moments_3KL: np.ndarray
-    """Batch variance, energy and squared mean of the aggregation at each place, in the layers up to the birth."""
+    squares_2KBL: np.ndarray
+    """Squared deviation and energy of the aggregation at each place, in the layers up to the birth."""
     units_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
@@ -115,8 +115,13 @@ class Outcome:
         return self.at_QKB[list(QUANTITIES).index(quantity), self.places.index(position)]
 
     def moments(self, position: int) -> np.ndarray:
-        """[3, L] at the sink or a target."""
-        return self.moments_3KL[:, self.places.index(position)]
+        """[3, L] batch variance, energy and squared mean of the aggregation at the sink or a target."""
+        variance_L, energy_L = self.squares(position).mean(1)
+        return np.stack([variance_L, energy_L, energy_L - variance_L * (1 - 1 / len(self.rate_BS))])
+
+    def squares(self, position: int) -> np.ndarray:
+        """[2, B, L] what the first two are means of."""
+        return self.squares_2KBL[:, self.places.index(position)]
 
     def tensors(self) -> dict[str, np.ndarray]:
         """What is written to a part."""
@@ -150,7 +155,7 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
         later_BS=reading.later_rate_BS.numpy(),
         places=places,
         at_QKB=np.stack(at),
-        moments_3KL=reading.moments_L3T[plan.layers][..., list(places)].double().permute(1, 2, 0).numpy(),
+        squares_2KBL=reading.squares_LB2T[plan.layers][..., list(places)].double().permute(2, 3, 1, 0).numpy(),
         units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )

@@ -17,6 +17,7 @@ from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.measures import value_variance
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.studies.plan import Plan
 
@@ -80,10 +81,8 @@ def _observables(plan: Plan) -> list[Observable]:
 
 
 def squared_deviation(call: LayerCall) -> Tensor:
-    """[B, T] n / (n - 1) times the squared deviation of the aggregation from its mean, mean over channels."""
-    aggregation_BTC = call.aggregation.float()
-    count = len(aggregation_BTC)
-    return (aggregation_BTC - aggregation_BTC.mean(0)).square().mean(-1) * (count / (count - 1))
+    """[B, T] of the aggregation."""
+    return value_variance.squared_deviation(call.aggregation.float())
 
 
 def _cosine(call: LayerCall) -> Tensor:

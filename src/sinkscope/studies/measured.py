@@ -12,12 +12,15 @@ from sinkscope.capture.replay import ConditionReading
 from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
 from sinkscope.studies.conditions import Condition, Outcome
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.plan import Plan
 
+CHECK_CONFIDENCE = 0.99
+"""Of the interval in each layer: there are several layers, and most conditions do what they say."""
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
 
@@ -68,32 +71,31 @@ class Measured:
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.outcomes[condition].moments(condition.target) / self.untouched.moments(condition.target)
 
-    def wanted_moments(self, condition: Condition) -> np.ndarray:
-        """[2, L] the variance and the energy that the condition names, on the judging sequences; NaN for none."""
-        wanted_2L = np.full((2, len(self.plan.layers)), np.nan)
-        for row, mixing in enumerate((condition.variance, condition.energy)):
-            if mixing is not None:
-                of = self.untouched if mixing == UNTOUCHED else self.outcomes[Condition(mixing, condition.target)]
-                wanted_2L[row] = of.moments(condition.target)[row]
-        return wanted_2L
-
     def missed(self, *conditions: Condition) -> str | None:
         """The manipulation check of one condition at one or more targets: the level that it did not bring about, if
         any.
 
-        A variance over a few dozen sequences is known to a tenth or so, so moments are summed over targets and what is
-        off is a mean over layers.
+        A variance over a few dozen sequences is known to a tenth or so. So a level counts as missed in a layer where
+        the interval of what was found, over what was wanted, lies outside of the tolerance.
         """
-        found_2L = np.sum([self.outcomes[c].moments(c.target)[:2] for c in conditions], 0)
-        wanted_2L = np.sum([self.wanted_moments(c) for c in conditions], 0)
         for row, moment in enumerate(("variance", "energy")):
-            ratio_L = found_2L[row] / wanted_2L[row]
-            off = np.exp(np.abs(np.log(ratio_L)).mean())
-            if off > 1 + TOLERANCE:
-                worst = int(np.abs(np.log(ratio_L)).argmax())
-                where = f"{ratio_L[worst]:.2f} of it in layer {self.plan.layers[worst]}"
+            if (mixing := getattr(conditions[0], moment)) is None:
+                continue
+            found_BL = np.sum([self.outcomes[c].squares(c.target)[row] for c in conditions], 0)
+            wanted_BL = np.sum([self._under(mixing, c.target).squares(c.target)[row] for c in conditions], 0)
+            weights_RB, tail = resample_weights(len(found_BL)), bootstrap_tail(len(found_BL), CHECK_CONFIDENCE)
+            ratio_RL = weighted_means(weights_RB, found_BL) / weighted_means(weights_RB, wanted_BL)
+            low_L, high_L = np.quantile(ratio_RL, [tail, 1 - tail], axis=0)
+            off_L = np.maximum(np.log(low_L), -np.log(high_L))
+            if off_L.max() > np.log(1 + TOLERANCE):
+                worst = int(off_L.argmax())
+                ratio = found_BL[:, worst].mean() / wanted_BL[:, worst].mean()
+                where = f"{ratio:.2f} of it in layer {self.plan.layers[worst]}"
                 return f"{conditions[0].label} misses its {moment}: {where}"
         return None
+
+    def _under(self, mixing: str, target: int) -> Outcome:
+        return self.untouched if mixing == UNTOUCHED else self.outcomes[Condition(mixing, target)]
 
     def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
         """(top energy share of the units' output vectors, that of the median unit of their layers), means over
