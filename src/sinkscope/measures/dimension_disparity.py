@@ -5,7 +5,6 @@ A token of zeros has no ratio: every one of them is NaN there, which means empty
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -84,8 +83,9 @@ def median_magnitude(h: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     magnitude = h.abs().float().flatten()
     if magnitude.is_cuda:
         return magnitude.median()
-    middle = (len(magnitude) - 1) // 2  # numpy's selection is vectorised, ten times faster than torch's on a CPU
-    return torch.from_numpy(np.partition(magnitude.numpy(), middle))[middle]
+    middle = (len(magnitude) - 1) // 2
+    magnitude.numpy().partition(middle)  # in place; numpy's is vectorised, ten times faster than torch's on a CPU
+    return magnitude[middle]
 
 
 def effective_rank(x_NE: Float[Tensor, "N E"], fell_back: Callable[[str], None] = lambda note: None) -> float:
