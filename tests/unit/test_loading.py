@@ -336,8 +336,8 @@ class TestRemoteCode:
 class TestGiven:
     def test_as_it_is(self):
         model = llama()
-        refused(model, "a model object as it is", "model.to(...)", dtype="bfloat16")
-        refused(model, "a model object as it is", device="cpu")
+        refused(model, "a model object alone", "model.to(...)", dtype="bfloat16")
+        refused(model, "a model object alone", device="cpu")
         refused(3, "a model name, a path, a model or None", "a int")
         assert load(model).name == "LlamaForCausalLM"
 

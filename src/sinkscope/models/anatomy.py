@@ -295,7 +295,7 @@ def _is_plain(projection: AnyModule) -> bool:
 def _adapted(index: int, module: AnyModule) -> InputError:
     names = ", ".join(name for name, _ in module.named_parameters())
     return InputError(
-        expected=f"a projection in layer {index} whose weight is all that it multiplies by",
+        expected=f"a plain projection in layer {index}, without an adapter or a scale",
         found=f"a {type(module).__name__} with {names or 'no parameters'}",
         next_step="Merge an adapter first (model = model.merge_and_unload()); load quantised weights in full precision",
     )

@@ -100,8 +100,8 @@ def load(
     if isinstance(source, nn.Module):
         if (dtype, device, device_map) != ("auto", "auto", None):
             raise InputError(
-                expected="a model object as it is",
-                found="a dtype, device or device map beside it",
+                expected="a model object alone",
+                found="one with `dtype`, `device` or `device_map`",
                 next_step="Move the model with model.to(...) before you pass it",
             )
         if hasattr(source, "config"):

@@ -262,7 +262,7 @@ def check_made_with(signature: Signature, inputs: Inputs) -> None:
         raise InputError(
             expected=f"a signature made with {_described(inputs)}",
             found=f"{signature.name}, made with {_described(signature.inputs)}",
-            next_step="Give these numbers as options, or the model in place of its signature",
+            next_step="Ask for these numbers, or give the model in place of its signature",
         )
 
 
