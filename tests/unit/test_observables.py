@@ -153,8 +153,7 @@ def test_the_aggregation_is_read_on_both_sides_of_a_norm(variant):
     else:
         shape = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
         model, bare = (
-            Decoder(DecoderConfig(**shape, attention_variant=name)).eval()
-            for name in ("head_norm", "softmax")
+            Decoder(DecoderConfig(**shape, attention_variant=name)).eval() for name in ("head_norm", "softmax")
         )
         bare.load_state_dict({name: x for name, x in model.state_dict().items() if "head_norm" not in name})
         plain = sinkscope.trace(bare, IDS)
