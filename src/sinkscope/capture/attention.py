@@ -9,6 +9,8 @@ head size, P chosen keys, R distances, n queries at which distances are measured
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -99,20 +101,31 @@ def attention_by_distance(
     query_BHTD: Tensor, key_BKSD: Tensor, lse_BHT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
 ) -> Tensor:
     """[B, H, R] mean over the sampled queries t >= d of the attention of t on t - d, from each query's log-sum-exp."""
-    length, device = query_BHTD.shape[2], query_BHTD.device
-    queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
-    back_nR = queries_n[:, None] - distances_R
+    queries_n, back_nR, hidden_nR, count_R = _keys_by_distance(
+        query_BHTD.shape[2], rule.window, distances, query_BHTD.device
+    )
     num_kv_heads, head_size = key_BKSD.shape[1], key_BKSD.shape[3]
     step = max(1, DISTANCE_ELEMENTS // max(1, back_nR.numel() * num_kv_heads * head_size))
     scores = []
     for few in range(0, len(query_BHTD), step):
         query_BKGnD = query_BHTD[few : few + step, :, queries_n].float().unflatten(1, (num_kv_heads, -1))
-        key_BKnRD = key_BKSD[few : few + step, :, back_nR.clamp(min=0).flatten()].float().unflatten(2, back_nR.shape)
+        key_BKnRD = key_BKSD[few : few + step, :, back_nR.flatten()].float().unflatten(2, back_nR.shape)
         scores.append(torch.einsum("bkgnd,bknrd->bkgnr", query_BKGnD, key_BKnRD).flatten(1, 2))
     attention_BHnR = torch.exp(torch.cat(scores) * rule.scaling - lse_BHT[:, :, queries_n, None])
+    return attention_BHnR.masked_fill(hidden_nR, 0).sum(2) / count_R
+
+
+@lru_cache(maxsize=64)
+def _keys_by_distance(
+    length: int, window: int | None, distances: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """([n] sampled queries, [n, R] the key each distance back from them, [n, R] whether it is not there or not seen,
+    [R] how many queries have one); the same for all layers."""
+    queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
+    back_nR = queries_n[:, None] - distances_R
     has_key_nR = back_nR >= 0
-    seen_nR = has_key_nR if rule.window is None else has_key_nR & (distances_R < rule.window)
-    return attention_BHnR.masked_fill(~seen_nR, 0).sum(2) / has_key_nR.sum(0)
+    seen_nR = has_key_nR if window is None else has_key_nR & (distances_R < window)
+    return queries_n, back_nR.clamp(min=0), ~seen_nR, has_key_nR.sum(0)
 
 
 def _attention_and_log_sum_exp(

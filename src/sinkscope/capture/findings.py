@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkscope.capture.layer_call import rank_index
 from sinkscope.capture.lock import read_lock
+from sinkscope.capture.movers import SuperNeuron, movers, rest_of
 from sinkscope.capture.recorder import Recording
 from sinkscope.measures.dimension_disparity import (
     MASSIVE_CONTRAST,
@@ -26,9 +27,7 @@ from sinkscope.measures.dimension_disparity import (
     num_massive_activations,
 )
 from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
-from sinkscope.measures.super_neurons import ChannelSparsity, channel_sparsity, write_share
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
-from sinkscope.models.anatomy import Layer
 from sinkscope.statistics import bootstrap_mean_interval
 
 NEEDED = frozenset(
@@ -39,11 +38,6 @@ NEEDED = frozenset(
     }
 )
 """The observables that findings need."""
-SIGNIFICANT_WRITE = 0.1
-"""A layer's units are listed if together they move a dimension that is massive before or after the layer by at least
-this fraction of its largest value so far. So what starts it counts, however large it grows later."""
-LISTED_SHARE = 0.01
-"""Units below this share of the squared write are not listed."""
 UNKNOWN = -1
 """Stands for the massive dimension of a position that was not kept in full."""
 HYSTERESIS = 0.5
@@ -73,27 +67,6 @@ class MassiveDimension:
     magnitude: float
     ratio: float
     contrast: float
-
-
-@dataclass(frozen=True)
-class SuperNeuron:
-    position: int
-    layer: int
-    expert: int | None
-    neuron: int
-    dimension: int
-    activation: float
-    write: float
-    """Mean write into the dimension at the position."""
-    write_share: float
-    contrast: float
-    """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
-    role: str
-    stands: bool
-    """Whether the dimension that its layer moves is massive before or after it."""
-    sparsity: ChannelSparsity
-    layer_top_share: float
-    """Median over the layer's units of the energy share of the top dimension."""
 
 
 @dataclass(frozen=True)
@@ -225,12 +198,16 @@ class Findings:
     @cached_property
     def movers(self) -> list[SuperNeuron]:
         """The units that move dimensions which are massive in some layer at a focus position, strongest write first."""
-        found = []
-        for position in self.focus:
-            dimensions = sorted({entry.dimension for entry in self.massive if entry.position == position})
-            if dimensions:
-                found += self._writers(position, torch.tensor(dimensions))
-        return sorted(found, key=lambda unit: -abs(unit.write))
+        return movers(
+            self.recording,
+            {
+                position: (
+                    [self.slot(row - 1, position) for row in range(len(self._positions))],
+                    {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position},
+                )
+                for position in self.focus
+            },
+        )
 
     @property
     def super_neurons(self) -> list[SuperNeuron]:
@@ -306,13 +283,19 @@ class Findings:
         elsewhere[[position, *(sink.position for sink in self.sinks)]] = False
         return ratio_LT[:, position], ratio_LT[:, elsewhere].nanmean(1)
 
-    def massive_activations(self, layer: int) -> tuple[float, Tensor]:
-        """(median magnitude of a layer's tokens, [P] massive activations at the positions recorded in full), from mean
-        magnitudes over sequences."""
-        median = torch.tensor(float("nan"))
-        if "rank_tokens" in self.recording:
-            median = median_magnitude(self.recording.at_layers("rank_tokens")[layer]).cpu()
-        return float(median), num_massive_activations(self.recording.rows("dimension_abs")[layer + 1], median)
+    @cached_property
+    def median_magnitudes(self) -> Tensor:
+        """[L] median magnitude of each layer's tokens; NaN where they were not recorded."""
+        if "rank_tokens" not in self.recording:
+            return torch.full((self.recording.num_layers,), float("nan"))
+        by_layer = self.recording.at_layers("rank_tokens")
+        medians = [median_magnitude(by_layer[layer]) for layer in range(self.recording.num_layers)]
+        return torch.stack([median.cpu() for median in medians])
+
+    @cached_property
+    def massive_activations(self) -> Tensor:
+        """[L, P] massive activations at the positions recorded in full, from mean magnitudes over sequences."""
+        return num_massive_activations(self.recording["dimension_abs"], self.median_magnitudes[:, None, None])
 
     def slot(self, layer: int, position: int) -> int | None:
         """The index of a position among those that a layer recorded in full; None if it was not."""
@@ -330,7 +313,7 @@ class Findings:
         batch = self.recording.batch
         here = self.recording.rows("dimension_abs")
         total = self.recording.rows("dimension_total")[:, None] / batch.num_sequences
-        return massive_dimensions(here, _rest(total, here) / (batch.length - 1))
+        return massive_dimensions(here, rest_of(total, here) / (batch.length - 1))
 
     def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
         """(massive dimensions, dimensions large enough to count as still there) of a position after a layer.
@@ -347,87 +330,3 @@ class Findings:
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
         found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
         return tuple(found) if slot is not None else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
-
-    def _writers(self, position: int, dimensions_M: Tensor) -> list[SuperNeuron]:
-        recording = self.recording
-        slots = [self.slot(row - 1, position) for row in range(len(self._positions))]
-        nothing = torch.zeros(recording.anatomy.width)
-        rows = recording.rows("dimension")
-        values = [nothing if slot is None else rows[row, slot] for row, slot in enumerate(slots)]
-        peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
-        massive = {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position}
-        massive_LM = torch.tensor(
-            [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
-        )
-        found = []
-        for layer in recording.anatomy.layers:
-            if (slot := slots[layer.index + 1]) is None:
-                continue
-            activation_U, written_U, square_U = (
-                recording.at_layers(name)[layer.index][slot].cpu()
-                for name in ("unit_activation", "unit_written", "unit_square")
-            )
-            output_MU = layer.written_rows(dimensions_M).cpu()
-            write_MU = output_MU * written_U
-            moved_M = write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]
-            stands_M = massive_LM[layer.index] | massive_LM[layer.index + 1]
-            if not bool(moved_M.any()):
-                continue
-            share_U = write_share(square_U, output_MU)
-            listed = share_U.argsort(descending=True)
-            listed = listed[share_U[listed] >= LISTED_SHARE]
-            if not len(listed):
-                continue
-            sparsity = channel_sparsity(layer.output_vectors(listed).cpu())
-            before, after = values[layer.index], values[layer.index + 1]
-            energy_U = recording.at_layers("unit_energy")[layer.index].cpu() / recording.batch.num_sequences
-            elsewhere_U = _rest(energy_U, square_U) / (recording.batch.length - 1)
-            contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-            for number, unit in enumerate(listed.tolist()):
-                strongest = int(write_MU[:, unit].abs().argmax())
-                dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
-                sides = [float(v[dimension]) for v in (before, after) if v is not None]
-                # A unit writes if it pushes the way the larger of the values before and after the layer points, else
-                # it erases.
-                writes = write * max(sides, key=abs) > 0
-                expert, neuron = layer.locate_unit(unit)
-                found.append(
-                    SuperNeuron(
-                        position=position,
-                        layer=layer.index,
-                        expert=expert,
-                        neuron=neuron,
-                        dimension=dimension,
-                        activation=float(activation_U[unit]),
-                        write=write,
-                        write_share=float(share_U[unit]),
-                        contrast=float(contrast_U[unit]),
-                        role="writes" if writes else "erases",
-                        stands=bool((moved_M & stands_M).any()),
-                        sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
-                        layer_top_share=self._layer_top_share(layer),
-                    )
-                )
-        return found
-
-    def _layer_top_share(self, layer: Layer) -> float:
-        """The median over a layer's units of the top dimension's share; units that write nothing have none."""
-        if layer.index not in self._layer_top_shares:
-            gain_E = layer.write_gain()[:, None]
-            shares = [_top_shares(weight_EF * gain_E.to(weight_EF)) for _, weight_EF in layer.down_weights()]
-            self._layer_top_shares[layer.index] = float(torch.cat(shares).nanmedian())
-        return self._layer_top_shares[layer.index]
-
-    @cached_property
-    def _layer_top_shares(self) -> dict[int, float]:
-        return {}
-
-
-def _rest(total: Tensor, here: Tensor) -> Tensor:
-    """total - here, but at least what float32 can resolve, so that a ratio to it saturates and never jumps."""
-    return torch.maximum(total - here, 2.0**-20 * total)
-
-
-def _top_shares(output_EF: Tensor) -> Tensor:
-    energy = output_EF.float().square()
-    return (energy.amax(0) / energy.sum(0)).cpu()

@@ -88,12 +88,13 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             )
             query_BHnD, later_nQ = rows.query_BHnD.float(), rows.queries_n[:, None] >= rows.positions_Q
             agree_BHnQ = (torch.matmul(query_BHnD, with_BHQD.transpose(2, 3)) > 0) & later_nQ
-            positive.append((agree_BHnQ.sum(2) / later_nQ.sum(0)).mean(0).cpu())
+            positive.append((agree_BHnQ.sum(2) / later_nQ.sum(0)).mean(0))
             query_sum_BHQD = torch.matmul(later_nQ.T.float(), query_BHnD)
             all_HQ, rest_HQ = ((query_sum_BHQD * key).sum((0, -1)) for key in (with_BHQD, without_BHQD))
             any_Q = massive_BQE.any(-1).any(0).to(all_HQ.device)
-            share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")).cpu())
-    return torch.stack(positive), torch.stack(share)
+            share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")))
+    # Copied when all layers are under way: a copy in each would make the next one wait.
+    return torch.stack([of_layer.cpu() for of_layer in positive]), torch.stack([of_layer.cpu() for of_layer in share])
 
 
 def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:

@@ -159,12 +159,11 @@ def _layers(findings: Findings) -> dict:
     sinks = [sink.position for sink in findings.sinks]
     unknown = [None] * num_layers
     at_sink, elsewhere = findings.dom_ratio_at(sinks[0] if sinks else findings.strongest[0])
-    activations = [findings.massive_activations(layer) for layer in range(num_layers)]
     massive_at_sink: list[int | None] = [None] * num_layers
     if sinks and "rank_tokens" in recording:
         slots = [findings.slot(layer, sinks[0]) for layer in range(num_layers)]
-        counts = zip(slots, activations, strict=True)
-        massive_at_sink = [None if slot is None else int(counts_P[slot]) for slot, (_, counts_P) in counts]
+        counts = zip(slots, findings.massive_activations.tolist(), strict=True)
+        massive_at_sink = [None if slot is None else counts_P[slot] for slot, counts_P in counts]
     ranks, ranks_without_sink = findings.effective_ranks
     ratio_before, law_before = findings.before_norm
     return {
@@ -177,7 +176,7 @@ def _layers(findings: Findings) -> dict:
         "kendall_channels": _kendall_channels(findings),
         "dom_ratio_sink": at_sink.tolist() if sinks else unknown,
         "dom_ratio_elsewhere": elsewhere.tolist(),
-        "median_magnitude": [median for median, _ in activations],
+        "median_magnitude": findings.median_magnitudes.tolist(),
         "massive_activations_sink": massive_at_sink,
         "effective_rank": ranks or unknown,
         "effective_rank_without_sink": ranks_without_sink or unknown,

@@ -62,7 +62,7 @@ def _in_units_of_largest(h: Tensor) -> Tensor:
     return h / torch.maximum(h.amax(-1, keepdim=True), -h.amin(-1, keepdim=True))
 
 
-def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, ""]) -> Tensor:
+def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, "..."]) -> Tensor:
     """How many dimensions of each token exceed 100 and 1000 times the median magnitude of the hidden state."""
     magnitude = h.abs()
     return ((magnitude > MASSIVE_ACTIVATION) & (magnitude > MASSIVE_ACTIVATION_RATIO * median)).sum(-1)

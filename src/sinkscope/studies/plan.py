@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sinkscope.capture.findings import Findings, SuperNeuron
+from sinkscope.capture.findings import Findings
+from sinkscope.capture.movers import SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.models.anatomy import Unit
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
