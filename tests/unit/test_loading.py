@@ -575,6 +575,14 @@ class TestGguf:
         path.write_bytes(damaged)
         refused(path, "intact GGUF", "corrupt or truncated", reason)
 
+    def test_more_layers_than_any_model_has(self, gguf_model, tmp_path):
+        content, key = bytearray(gguf_model[0].read_bytes()), b"llama.block_count"
+        at = content.index(key) + len(key) + 4  # behind the type of the value
+        content[at : at + 4] = struct.pack("<I", 1 << 31)
+        path = tmp_path / "deep.gguf"
+        path.write_bytes(content)
+        refused(path, "at most 4096 layers", f"llama.block_count {1 << 31}")
+
     def test_parts_missing_tensors_and_unknown_architectures(self, gguf_model, tmp_path):
         path, model = tmp_path / "other.gguf", gguf_model[1]
         write_gguf(path, model, parts=3)

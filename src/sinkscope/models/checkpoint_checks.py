@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PART_COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)|\w+\.(block|attention\.head|expert)_count")
+"""What config.json and GGUF files call them."""
 MOST_PARTS = 4096
 """Layers, heads or experts of a model."""
 CHUNK = 1 << 24
@@ -92,7 +94,7 @@ def check_counts(described: dict[str, Any]) -> None:
     """Refuses a configuration of more parts than any model has: they are built one by one, which takes for ever."""
     inner = described.get("text_config")
     for name, value in (described | (inner if isinstance(inner, dict) else {})).items():
-        if re.match(r"(num|n)_\w*(layer|head|expert)", name) and isinstance(value, int) and value > MOST_PARTS:
+        if PART_COUNTS.match(name) and isinstance(value, int) and value > MOST_PARTS:
             raise InputError(
                 expected=f"a model of at most {MOST_PARTS} layers, heads and experts",
                 found=f"{name} {shortened(str(value))}",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import CHUNK, ask, check_causal, check_loading_info, first_line
+from sinkscope.models.checkpoint_checks import CHUNK, ask, check_causal, check_counts, check_loading_info, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,16 +82,17 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
             header = _walk_gguf(path, blob)
-    except (ValueError, KeyError, RecursionError, OSError) as error:
+    except (ValueError, LookupError, RecursionError, OSError) as error:
         raise InputError(
             expected="an intact GGUF file",
             found=f"{path.name} is corrupt or truncated ({first_line(error)})",
             next_step="Fetch the file again",
         ) from error
-    if header.metadata.get("split.count", 1) > 1:
+    check_counts(header.metadata)
+    if isinstance(parts := header.metadata.get("split.count"), int) and parts > 1:
         raise InputError(
             expected="a GGUF file that holds the whole model",
-            found=f"{path.name}, one of {header.metadata['split.count']} parts",
+            found=f"{path.name}, one of {parts} parts",
             next_step="Join the parts with llama-gguf-split --merge",
         )
     return header
@@ -171,7 +172,7 @@ def _walk_gguf(path: Path, blob: mmap.mmap) -> GgufHeader:
         block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.take("I"))]
         ends[name] = cursor.take("Q") + prod(shapes[name]) // block_size * block_bytes
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
         raise ValueError(f"an alignment of {alignment!r}")
     data_start = -(-cursor.at // alignment) * alignment
     for name, end in ends.items():
