@@ -109,8 +109,8 @@ def test_tied_embeddings_are_untied(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", POST_NORMS)
-def test_a_norm_behind_a_projection_is_refused(family):
-    with pytest.raises(InputError, match="a norm with gains behind the projections of layer 0"):
+def test_a_norm_after_a_projection_is_refused(family):
+    with pytest.raises(InputError, match="a norm with gains after the projections of layer 0"):
         rotate(tiny_model(family))
 
 

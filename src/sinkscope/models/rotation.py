@@ -2,7 +2,7 @@
 
 The gains of norms on the stream move into the weights that read it, then all that writes the stream is turned by Q and
 all that reads it by Q^T. An RMS norm without gains does not see a rotation. A layer norm sees none that leaves the mean
-over dimensions alone, so there Q keeps the vector of ones; an offset b behind gains g becomes Q (b / g).
+over dimensions alone, so there Q keeps the vector of ones; an offset b after gains g becomes Q (b / g).
 A norm with gains between an output projection and the stream (Gemma 2 and 3, OLMo 2 and 3, GLM 4) acts dimension by
 dimension on what is written: no weights make up for that, and such a model is refused.
 
@@ -160,7 +160,7 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
 def _check_norms(anatomy: Anatomy) -> None:
     for layer in anatomy.layers:
         if layer.post_norm is not None or layer.attention_exit is not layer.output_projection:
-            raise _refusal(f"a norm with gains behind the projections of layer {layer.index} ({anatomy.family.name})")
+            raise _refusal(f"a norm with gains after the projections of layer {layer.index} ({anatomy.family.name})")
     if getattr(anatomy.decoder, "project_in", None) is not None:
         raise _refusal("embeddings that a projection brings to the width of the stream")
 
