@@ -234,6 +234,17 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
                 for layer in range(BIRTH + 1 if sink else 0)
             ],
         ),
+        "attention_rows": _columns(
+            "attention_rows",
+            [
+                ("mask_to_self", TARGETS[0], None, "entropy", at, 2.0, 1.9, -0.2, 0.0)
+                for at in range(LENGTH if sink else 0)
+            ],
+        ),
+        "norms": _columns(
+            "norms",
+            [("mask_to_self", TARGETS[0], None, 0, place, 8.0, 9.0, 0.5, 1.5) for place in ("sink", "target") if sink],
+        ),
         "mediation": _columns(
             "mediation",
             [
@@ -353,6 +364,7 @@ def _effects(random: np.random.Generator) -> list[tuple]:
             add(condition, target, factor, "sink_rate_at_target", 0.004, 0.004 + rise)
             add(condition, target, factor, "sink_rate_at_sink", 0.62, 0.62 - rise / 3)
             add(condition, target, factor, "entropy_at_target", 2.1, 0.001 if condition == "mask_to_self" else 2.0)
+            add(condition, target, factor, "entropy_elsewhere", 2.2, 2.2 - rise / 100)
             add(condition, target, factor, "aggregation_norm_at_target", 1.2, 1.2 + rise * 9)
             add(condition, target, factor, "super_neuron_activation_at_target", 0.8, 0.8 + 300 * rise)
             add(condition, target, factor, "loss", 3.2, 3.2 + rise / 4 + random.random() / 50)

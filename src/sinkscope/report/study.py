@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
@@ -111,7 +112,9 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
     parts += [_chain(run, panels)]
     for name, figures in studied.items():
         if figures:
-            extra = {"necessity": _minimal_set, "creation": _factorial}.get(name, lambda run: "")(run)
+            extra = {"necessity": _minimal_set, "creation": _factorial, "confounds": _referee}.get(
+                name, lambda run: ""
+            )(run)
             parts.append(_section(name, *SECTIONS[name], figures, run, extra))
     parts.append(_massive(run))
     parts.append(
@@ -317,6 +320,31 @@ def _other_ways(run: Run) -> str:
         '<p class="caption">Means over positions; variance, energy and squared mean over the untouched ones, geometric '
         "means over layers.</p>"
         f"{html.table(('condition', 'factor', 'rise', 'variance', 'energy', 'squared mean'), rows)}</details>"
+    )
+
+
+REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
+
+
+def _referee(run: Run) -> str:
+    """What each condition left alone: attention of other tokens, and the sink with all norms held."""
+    changes: dict[tuple, dict[str, str]] = defaultdict(dict)
+    for row in run.rows("effects"):
+        change = f"{number(row['difference'])} ({interval(row['low'], row['high'])})"
+        changes[row["condition"], row["target"], row["factor"]][row["quantity"]] = change
+    cells = [
+        (condition, target, factor or NO_VALUE, *(found.get(quantity, NO_VALUE) for quantity in REFEREED))
+        for (condition, target, factor), found in changes.items()
+    ]
+    if not cells:
+        return ""
+    columns = ("condition", "at position", "factor", *(quantity.replace("_", " ") for quantity in REFEREED))
+    return (
+        f"<details><summary>Attention at the target and elsewhere, {min(len(cells), html.MAX_ROWS)} of {len(cells)} "
+        'conditions</summary><p class="caption">Change by each condition, with its 95 % interval; mixing is sum a^2. '
+        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token behind every layer at its "
+        "untouched value. Every position is in the table attention_rows, norms by layer in the table norms.</p>"
+        f"{html.table(columns, cells[: html.MAX_ROWS])}</details>"
     )
 
 

@@ -27,7 +27,7 @@ from sinkscope.interventions.neurons import (
     densify_neurons,
     transplant_neurons,
 )
-from sinkscope.interventions.residual import ClampDimensions, set_dimensions
+from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -39,7 +39,7 @@ FACTORS = (1.5, 2.0, 4.0, 8.0)
 DOSE = FACTORS[-1]
 SEE_SELF, SEE_PREVIOUS, SEE_FAR, SEE_TWO = MIXINGS = ("see_self", "see_previous", "see_far", "see_self_and_previous")
 """Whom a target sees instead of all before it: itself, exactly one other key, or itself and the one before."""
-SUPER_NEURONS, DIMENSIONS = "super_neurons", "dimensions"
+SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
 """What can be held at its untouched values, and as many matched random ones."""
 
@@ -85,7 +85,9 @@ QUANTITIES = {
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
 
 
-ARRAYS = ("rate_BS", "later_BS", "at_QKB", "squares_2KBL", "units_BTn")
+ROWS = {"entropy": "entropy_LBT", "mixing": "mixing_LBT"}
+"""What is kept of every position's row of attention, means over layers, by where a reading has it."""
+ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_2KBL", "units_BTn")
 """Of every outcome."""
 
 
@@ -101,6 +103,10 @@ class Outcome:
     """The sink and the targets."""
     at_QKB: np.ndarray
     """Each of QUANTITIES at each place."""
+    rows_QBT: np.ndarray
+    """Each of ROWS at every position."""
+    norm_LPB: np.ndarray
+    """Norm of the residual behind each layer, at each place and, last, as a mean over all other positions."""
     squares_2KBL: np.ndarray
     """Squared deviation and energy of the aggregation at each place, in the layers up to the birth."""
     units_BTn: np.ndarray
@@ -113,6 +119,10 @@ class Outcome:
     def at(self, quantity: str, position: int) -> np.ndarray:
         """[B] a quantity at the sink or a target."""
         return self.at_QKB[list(QUANTITIES).index(quantity), self.places.index(position)]
+
+    def outside(self, quantity: str, position: int) -> np.ndarray:
+        """[B] one of ROWS, mean over all positions but one."""
+        return np.delete(self.rows_QBT[list(ROWS).index(quantity)], position, axis=1).mean(1)
 
     def moments(self, position: int) -> np.ndarray:
         """[3, L] batch variance, energy and squared mean of the aggregation at the sink or a target."""
@@ -150,11 +160,15 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
     places = (plan.sink, *plan.targets)
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
+    norm_LTB = reading.residual_norm_LBT.float().numpy().swapaxes(1, 2)
+    elsewhere = np.setdiff1d(np.arange(norm_LTB.shape[1]), places)
     return Outcome(
         rate_BS=reading.rate_BS.numpy(),
         later_BS=reading.later_rate_BS.numpy(),
         places=places,
         at_QKB=np.stack(at),
+        rows_QBT=np.stack([getattr(reading, name).double().nanmean(0).float().numpy() for name in ROWS.values()]),
+        norm_LPB=np.concatenate([norm_LTB[:, places], norm_LTB[:, elsewhere].mean(1, keepdims=True)], 1),
         squares_2KBL=reading.squares_LB2T[plan.layers][..., list(places)].double().permute(2, 3, 1, 0).numpy(),
         units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
@@ -220,6 +234,9 @@ class Conditions:
                 for what in (held, RANDOM_OF[held]):
                     yield Condition("mask_to_self", target, held=what)
                     yield Condition("amplify_variance", target, DOSE, held=what)
+        if target == plan.targets[0]:
+            yield Condition("mask_to_self", target, held=NORMS)
+            yield Condition("amplify_variance", target, DOSE, held=NORMS)
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
@@ -234,6 +251,8 @@ class Conditions:
             return [made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
         if condition.held in dimensions:
             return [made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
+        if condition.held == NORMS:  # of every token behind every layer: directions alone may change
+            return [made, ClampNorms(self.loaded, untouched)]
         return [made]
 
     def _edit(self, condition: Condition) -> AggregationEdit:

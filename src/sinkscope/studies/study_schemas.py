@@ -98,6 +98,34 @@ EFFECTS = Schema(
         _N,
     ),
 )
+_BEFORE_AND_AFTER = (
+    Column("before", "float", "Its mean in the untouched model"),
+    Column("after", "float", "Its mean under the condition"),
+    Column("low", "float", "Lower end of the interval of after - before, paired by sequence"),
+    Column("high", "float", "Upper end of that interval"),
+)
+ATTENTION_ROWS = Schema(
+    "attention_rows",
+    (
+        _CONDITION,
+        _TARGET,
+        _FACTOR,
+        Column("quantity", "str", "entropy, or mixing (sum a^2), of a position's attention, mean over layers"),
+        Column("position", "int", "Query position, counted from 0"),
+        *_BEFORE_AND_AFTER,
+    ),
+)
+NORMS = Schema(
+    "norms",
+    (
+        _CONDITION,
+        _TARGET,
+        _FACTOR,
+        _LAYER,
+        Column("place", "str", "Where the norm of the residual was read: target, sink, or elsewhere (their mean)"),
+        *_BEFORE_AND_AFTER,
+    ),
+)
 MEDIATION = Schema(
     "mediation",
     (
@@ -175,6 +203,8 @@ STUDY_TABLES = (
     EFFECTS,
     FACTORIAL,
     MANIPULATION,
+    ATTENTION_ROWS,
+    NORMS,
     MEDIATION,
     RANDOM_SETS,
     MINIMAL_SET,

@@ -20,6 +20,7 @@ from sinkscope.studies.conditions import (
     MIXINGS,
     QUANTITIES,
     RANDOM_OF,
+    ROWS,
     SUPER_NEURONS,
     Condition,
     Outcome,
@@ -61,6 +62,8 @@ def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement],
         "effects": _effects(study),
         "factorial": _factorial(study),
         "manipulation": _manipulation(study),
+        "attention_rows": _attention_rows(study),
+        "norms": _norms(study),
         "mediation": _mediation(study, judgements),
         "random_sets": _random_sets(study),
         "minimal_set": _minimal_set(trace, study),
@@ -190,6 +193,8 @@ def _effects(study: Measured) -> _Rows:
         }
         for quantity in QUANTITIES:
             pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), outcome.at(quantity, target))
+        for quantity in ROWS:
+            pairs[f"{quantity}_elsewhere"] = (untouched.outside(quantity, target), outcome.outside(quantity, target))
         if plan.super_neurons:
             before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, outcome))
             pairs["super_neuron_activation_at_target"] = (before_B, after_B)
@@ -210,6 +215,54 @@ def _effects(study: Measured) -> _Rows:
                 high=float(high_Q[number]),
                 n=int(np.isfinite(difference_BQ[:, number]).sum()),
             )
+    return rows
+
+
+def _attention_rows(study: Measured) -> _Rows:
+    """Entropy and mixing of every position's attention, before and after each condition."""
+    rows, before_QBT = _Rows(), study.untouched.rows_QBT
+    for name, target, factor, outcome in _conditions(study)[1:]:
+        low_QT, high_QT = bootstrap_mean_interval((outcome.rows_QBT - before_QBT).swapaxes(0, 1))
+        for quantity, before_BT, after_BT, low_T, high_T in zip(
+            ROWS, before_QBT, outcome.rows_QBT, low_QT, high_QT, strict=True
+        ):
+            for position, (before, after) in enumerate(zip(before_BT.mean(0), after_BT.mean(0), strict=True)):
+                rows.add(
+                    condition=name,
+                    target=target,
+                    factor=factor,
+                    quantity=quantity,
+                    position=position,
+                    before=float(before),
+                    after=float(after),
+                    low=float(low_T[position]),
+                    high=float(high_T[position]),
+                )
+    return rows
+
+
+def _norms(study: Measured) -> _Rows:
+    """Norm of the residual by layer: where a condition acts, at the sink, and elsewhere."""
+    rows, untouched = _Rows(), study.untouched
+    for name, target, factor, outcome in _conditions(study)[1:]:
+        places = {"sink": outcome.places.index(study.plan.sink), "elsewhere": len(outcome.places)}
+        if target not in (None, study.plan.sink):
+            places["target"] = outcome.places.index(target)
+        for place, column in places.items():
+            before_LB, after_LB = (o.norm_LPB[:, column] for o in (untouched, outcome))
+            low_L, high_L = bootstrap_mean_interval((after_LB - before_LB).T)
+            for layer, (before, after) in enumerate(zip(before_LB.mean(1), after_LB.mean(1), strict=True)):
+                rows.add(
+                    condition=name,
+                    target=target,
+                    factor=factor,
+                    layer=layer,
+                    place=place,
+                    before=float(before),
+                    after=float(after),
+                    low=float(low_L[layer]),
+                    high=float(high_L[layer]),
+                )
     return rows
 
 
