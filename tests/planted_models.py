@@ -1,4 +1,5 @@
-"""Tiny Llama models whose weights are set by hand: one with the whole sink chain, and decoys that lack a link of it.
+"""Tiny Llama models whose weights are set by hand: one with the whole sink chain, decoys that lack a link of it, and
+models whose super neuron opens by something else than the variance.
 
 A token is written in slots, each a direction of the residual stream: a constant, a unit vector of its own (the code),
 noise. The basis of the slots is random, so that nothing is aligned with a dimension but the massive one. Attention of
@@ -13,13 +14,22 @@ the first layers is nearly uniform: it averages codes, and keeps the constant. T
 2  the super neuron opens where OPENING is positive, and writes one massive dimension
 3+ heads with a constant query and a key that reads the massive dimension: position 0 is their sink
 
-Axes: E width, F neurons, V vocabulary, N size of a code, S slots.
+The other causes (`CAUSES`) have the same layers and another OPENING, each a sum of products of slots:
+
+energy    |aggregation of layer 0|^2, seen along code, mean and a random projection of all else, - threshold
+unmixed   codes are single coordinates of either sign; with x and y the deviations of layers 0 and 1, and a layer later,
+          sum (x_k y_k)^2 - 0.55 |x|^2 |y|^2: positive where both are one and the same coordinate, at any scale
+mean      half of the tokens are dull, and in layer 0 attention falls on them alone; values say -1 if dull, else 1;
+          what arrives + 1/2: later tokens see -1, the first one -1 or 1, and 0 on average
+position  a slot of learned positions, as GPT-2 has them, that position 0 alone has
+
+Axes: E width, F neurons, V vocabulary, N size of a code, S slots, P products.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, E, F, NUM_HEADS, HEAD_SIZE, N = 64, 64, 208, 4, 32, 12
@@ -27,14 +37,15 @@ CONSTANT, MASSIVE, OPENING, SPECIAL = 0, 1, 2, 3
 MEANS = (4, 5)
 CODE, DEVIATIONS, NOISE = slice(6, 18), (slice(18, 30), slice(30, 42)), slice(42, 64)
 NUM_NOISE = NOISE.stop - NOISE.start
+SQUARES = slice(52, 64)
+"""Of the model that opens by an unmixed value, in place of some of the noise."""
 BOS = 0
 STILL = HEAD_SIZE // 2 - 1
 """The channel of a head that rotary embeddings turn least: by 0.0002 over 64 positions at the theta in use."""
-CONSTANT_SIZE, CODE_SIZE, TOKEN_SIZE = 4.0, 4.0, E**0.5
-MEAN_SIZE = 2.0
-"""Of the constant in the aggregation, whose deviation has size 1 at position 0, and in the slots MEANS."""
-OPEN_GATE = 6.0
-"""What the super neuron's gate reads at position 0."""
+CONSTANT_SIZE, CODE_SIZE, SPECIAL_SIZE, TOKEN_SIZE = 4.0, 4.0, 2.0, E**0.5
+SEEN = 0.5
+"""What the stream shows of an aggregation of size 1 whose energy opens: so little that 8 times as much still leaves the
+constant to be read."""
 KEY_GAINS = {MASSIVE: (0.05, 0.35), CONSTANT: (0.6, 2.5), OPENING: (0.2, 0.6), SPECIAL: (0.06, 0.4)}
 """Range by slot of gain in: logit = gain * constant at the query * slot at the key. Its low end leaves a head without
 a sink, or nearly."""
@@ -45,12 +56,29 @@ _MEDIATION = {
     for mediator in ("super_neurons", "dimensions")
 }
 _READ = {"super_neurons", "channel_sparsity", "dimension_disparity"}
-_UNITS = {"super_neurons_necessary", "channel_sparsity_necessary", "super_neurons_sufficient", *_MEDIATION}
+_UNITS = {
+    "super_neurons_necessary",
+    "channel_sparsity_necessary",
+    "super_neurons_sufficient",
+    "dimensions_suffice",
+    *_MEDIATION,
+}
 _VARIANCE = {
     "unmixing_creates_sink",
     "amplification_creates_sink",
     "dose_response",
     "equalising_removes_sink",
+}
+_ENERGY = {"energy_is_what_matters", "energy_suffices"}
+_UNMIXED = {"unmixed_value_matters"}
+# Where the variance of a mixed token is brought back, nothing of these sinks is left, whatever else is kept.
+_BY_VARIANCE_ALONE = _ENERGY | _UNMIXED
+_FACTORIAL = {
+    "any_single_key_creates_sink",
+    "variance_is_what_matters",
+    "variance_suffices",
+    "opening_removes_sink",
+    *_BY_VARIANCE_ALONE,
 }
 
 
@@ -58,6 +86,8 @@ _VARIANCE = {
 class Plan:
     """What is planted. Heads of the `readers` layers find their sink through a slot of the normalised stream."""
 
+    cause: str = "variance"
+    """What opens the super neuron: variance, energy, unmixed, mean or position."""
     num_layers: int = 4
     key_slot: int | None = MASSIVE
     key_sign: float = 1.0
@@ -67,12 +97,16 @@ class Plan:
     neuron_slot: int = MASSIVE
     activation: float = 60.0
     """Of the super neuron at position 0; a token has size 8."""
+    gate: float = 6.0
+    """What the super neuron's gate reads at position 0."""
     output_size: float = 1.0
     """Of the super neuron's output vector; other units have 0.7 to 1.3."""
     dense: bool = False
     """Whether the slot MASSIVE is a direction of equal entries instead of a dimension."""
     deviation: float = 2.0
     """Size at position 0 of what layer 1 writes of the deviation."""
+    mean_size: float = 2.0
+    """Of the constant in the aggregation, whose deviation has size 1 at position 0, and in the slots MEANS."""
     opening: float = 3.0
     """Of OPENING, per unit of the deviation's energy."""
     bos: bool = False
@@ -99,43 +133,68 @@ _OPENING_SINK = dict(key_slot=OPENING, readers=range(2, 4), opening=9.0)
 
 DECOYS: dict[str, Plan] = {
     # Keys avoid the constant, which the norm makes small where the aggregation is large: no unit has a part in it.
+    # Energy that the stream sees is a cause here, so claims about energy may hold; that a value is unmixed is none.
     "sink_from_norm": Plan(
-        **_NORM_SINK, neuron_layer=None, not_holds=frozenset(_UNITS | _READ | {"directional_collapse"})
+        **_NORM_SINK, neuron_layer=None, not_holds=frozenset(_UNITS | _READ | _UNMIXED | {"directional_collapse"})
     ),
     # Keys read what many ordinary units write along a dense direction.
     "sink_from_ordinary_units": Plan(
-        **_OPENING_SINK, neuron_layer=None, not_holds=frozenset(_UNITS | _READ | {"directional_collapse"})
+        **_OPENING_SINK,
+        neuron_layer=None,
+        not_holds=frozenset(_UNITS | _READ | _BY_VARIANCE_ALONE | {"directional_collapse"}),
     ),
-    "disparity_without_sink": Plan(key_slot=None, not_holds=frozenset({"sink"} | _UNITS | _VARIANCE)),
+    "disparity_without_sink": Plan(key_slot=None, not_holds=frozenset({"sink"} | _UNITS | _VARIANCE | _FACTORIAL)),
     # The unit is as active as a super neuron, and writes a little into a dense direction that nobody reads.
     "large_neuron": Plan(
         **_NORM_SINK,
         neuron_slot=NOISE.start,
         output_size=0.05,
-        not_holds=frozenset(_UNITS | _READ | {"directional_collapse"}),
+        not_holds=frozenset(_UNITS | _READ | _UNMIXED | {"directional_collapse"}),
     ),
     # One cause, two effects: what opens the super neuron is also what the keys read.
-    "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0, not_holds=frozenset(_UNITS)),
+    "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0, not_holds=frozenset(_UNITS | _BY_VARIANCE_ALONE)),
     # The heads have their sink before the disparity is born, and those behind it read nothing.
-    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}, not_holds=frozenset(_UNITS)),
+    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}, not_holds=frozenset(_UNITS | _UNMIXED)),
     "special_token": Plan(
         key_slot=SPECIAL,
         readers=range(1, 4),
         neuron_layer=None,
         bos=True,
-        not_holds=frozenset({"variance_discrepancy"} | _VARIANCE | _UNITS | _READ),
+        not_holds=frozenset({"variance_discrepancy"} | _VARIANCE | _FACTORIAL | _UNITS | _READ),
     ),
     # The unit is necessary, its output vector is not channel-sparse.
     "dense_neuron": Plan(
         dense=True,
-        not_holds=frozenset({"channel_sparsity_necessary"} | _READ | {m for m in _MEDIATION if "dimensions" in m}),
+        not_holds=frozenset(
+            {"channel_sparsity_necessary", "dimensions_suffice", *_READ, *_BY_VARIANCE_ALONE}
+            | {m for m in _MEDIATION if "dimensions" in m}
+        ),
     ),
 }
 
 
+CAUSES: dict[str, Plan] = {
+    "variance": Plan(num_layers=6),
+    # As much mean as there is deviation at position 0: it can be taken where the energy must come down.
+    "energy": Plan(num_layers=6, cause="energy", mean_size=1.0, opening=0.05),
+    # At a tenth of its variance what opens is a hundredth: the unit must still be open, and its write large, there.
+    "unmixed": Plan(
+        num_layers=7, cause="unmixed", neuron_layer=3, readers=range(4, 7), activation=2e4, gate=2e3, opening=1.0
+    ),
+    "mean": Plan(num_layers=6, cause="mean", mean_size=1.5),
+    "position": Plan(num_layers=6, cause="position"),
+}
+"""Models in which one thing opens the super neuron; behind it the chain is whole in each."""
+
+
+def caused(cause: str, seed: int) -> tuple[LlamaForCausalLM, Facts]:
+    """A model whose super neuron opens by a cause of `CAUSES`, and what is planted in it."""
+    return _Planting(CAUSES[cause], seed).result()
+
+
 def planted_chain(seed: int) -> tuple[LlamaForCausalLM, Facts]:
     """A model in which every link of the chain holds, and what is planted in it."""
-    return _Planting(Plan(num_layers=6), seed).result()
+    return caused("variance", seed)
 
 
 def decoy(kind: str, seed: int) -> tuple[LlamaForCausalLM, Facts]:
@@ -163,6 +222,7 @@ class _Planting:
         self.threshold = self.uniform(0.68, 0.78)
         self.slots_ES = self.basis()
         self.deviations = (2.0, plan.deviation)
+        self.noise = slice(NOISE.start, SQUARES.start) if plan.cause == "unmixed" else NOISE
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=E,
@@ -181,6 +241,8 @@ class _Planting:
         with torch.random.fork_rng():
             self.model = LlamaForCausalLM(config).eval()
         with torch.no_grad():
+            if plan.cause == "position":
+                self.model.model.embed_tokens = WithFirstPosition(2 * SPECIAL_SIZE * self.slots_ES[:, SPECIAL])
             self.model.model.embed_tokens.weight.copy_(self.tokens() @ self.slots_ES.T)
             self.model.lm_head.weight.copy_(self.normal(VOCABULARY, E, size=0.05))
             for layer in range(plan.num_layers):
@@ -221,11 +283,15 @@ class _Planting:
     def tokens(self) -> Tensor:
         """[V, S] tokens of one size. Codes come in opposite pairs, so that their mean is zero."""
         half = self.directions(VOCABULARY // 2, N)
+        if self.plan.cause == "unmixed":
+            half = torch.eye(N)[torch.arange(VOCABULARY // 2) % N]
         tokens_VS = torch.zeros(VOCABULARY, E)
         tokens_VS[:, CONSTANT] = CONSTANT_SIZE
         tokens_VS[:, CODE] = CODE_SIZE * torch.cat([half, -half])
-        rest = (TOKEN_SIZE**2 - CONSTANT_SIZE**2 - CODE_SIZE**2) ** 0.5
-        tokens_VS[:, NOISE] = rest * self.directions(VOCABULARY, NUM_NOISE)
+        if self.plan.cause == "mean":  # every second token is dull
+            tokens_VS[:, SPECIAL] = SPECIAL_SIZE * (-1.0) ** torch.arange(VOCABULARY)
+        rest_V = (TOKEN_SIZE**2 - tokens_VS.square().sum(-1)).sqrt()
+        tokens_VS[:, self.noise] = rest_V[:, None] * self.directions(VOCABULARY, self.noise.stop - self.noise.start)
         if self.plan.bos:
             tokens_VS[BOS] = 0
             tokens_VS[BOS, CONSTANT] = CONSTANT_SIZE
@@ -233,7 +299,7 @@ class _Planting:
         return tokens_VS
 
     def plant_attention(self, layer: int) -> None:
-        part, slots = self.model.model.layers[layer].self_attn, self.slots_ES
+        part, slots, plan = self.model.model.layers[layer].self_attn, self.slots_ES, self.plan
         channels = NUM_HEADS * HEAD_SIZE
         part.q_proj.weight.copy_(self.normal(channels, E, size=0.05))
         part.k_proj.weight.copy_(self.normal(channels, E, size=0.05))
@@ -241,55 +307,118 @@ class _Planting:
         # aggregation that is drawn at random then means different codes to two layers.
         frame = torch.linalg.qr(self.normal(channels, 1 + N + NUM_NOISE)).Q
         mean, code, rest = frame[:, :1], frame[:, 1 : N + 1], frame[:, -NUM_NOISE:]
-        value = MEAN_SIZE / CONSTANT_SIZE * mean @ slots[:, [CONSTANT]].T + code / CODE_SIZE @ slots[:, CODE].T
+        value = plan.mean_size / CONSTANT_SIZE * mean @ slots[:, [CONSTANT]].T + code / CODE_SIZE @ slots[:, CODE].T
+        if plan.cause == "mean":
+            value -= rest[:, :1] / SPECIAL_SIZE @ slots[:, [SPECIAL]].T
         part.v_proj.weight.copy_(value + self.normal(channels, E, size=0.005))
-        output = slots[:, NOISE] @ self.normal(NUM_NOISE, channels, size=0.03)
-        if layer < len(DEVIATIONS):
+        output = slots[:, self.noise] @ self.normal(self.noise.stop - self.noise.start, channels, size=0.03)
+        if layer < len(DEVIATIONS) and plan.cause in ("variance", "unmixed"):
             size = self.deviations[layer]
-            output += slots[:, [MEANS[layer]]] @ mean.T + size * slots[:, DEVIATIONS[layer]] @ code.T
+            output += size * slots[:, DEVIATIONS[layer]] @ code.T
+            if plan.cause == "variance":
+                output += slots[:, [MEANS[layer]]] @ mean.T
             if size > TOKEN_SIZE:  # whatever direction the aggregation grows in, the norm must see it
                 output += 2 * size * slots[:, NOISE] @ rest.T
-        part.o_proj.weight.copy_(output)
-        if self.plan.key_slot is not None and layer in self.plan.readers:
+        if layer == 0 and plan.cause == "energy":
+            seen = torch.cat([mean, code], dim=1)
+            others = self.normal(N, channels, size=N**-0.5)
+            others -= others @ seen @ seen.T
+            output += SEEN * (slots[:, [MEANS[0]]] @ mean.T + slots[:, DEVIATIONS[0]] @ code.T)
+            output += SEEN * slots[:, DEVIATIONS[1]] @ others
+        if layer == 0 and plan.cause == "mean":
+            output += 2 * slots[:, [MEANS[0]]] @ rest[:, :1].T
             for row in range(STILL, channels, HEAD_SIZE):
-                gain = self.plan.key_sign * self.uniform(*KEY_GAINS[self.plan.key_slot])
                 part.q_proj.weight[row] = HEAD_SIZE**0.5 * slots[:, CONSTANT]
-                part.k_proj.weight[row] = gain * slots[:, self.plan.key_slot]
+                part.k_proj.weight[row] = slots[:, SPECIAL]
+        part.o_proj.weight.copy_(output)
+        if plan.key_slot is not None and layer in plan.readers:
+            for row in range(STILL, channels, HEAD_SIZE):
+                gain = plan.key_sign * self.uniform(*KEY_GAINS[plan.key_slot])
+                part.q_proj.weight[row] = HEAD_SIZE**0.5 * slots[:, CONSTANT]
+                part.k_proj.weight[row] = gain * slots[:, plan.key_slot]
 
     def plant_feed_forward(self, layer: int) -> None:
         part, plan = self.model.model.layers[layer].mlp, self.plan
         gate_FE, up_FE = self.normal(F, E, size=0.04), self.normal(F, E, size=0.04)
         # Ordinary units leave the slots of the chain alone, all but MASSIVE.
-        ordinary = [MASSIVE, *range(NOISE.start, NOISE.stop)]
+        ordinary = [MASSIVE, *range(self.noise.start, self.noise.stop)]
         down_FE = self.directions(F, len(ordinary)) @ self.slots_ES[:, ordinary].T
         down_FE *= 0.7 + 0.6 * torch.rand(F, 1, generator=self.generator)
-        if layer == 1 and (plan.neuron_layer is not None or plan.key_slot == OPENING):
-            self.plant_opening(gate_FE, up_FE, down_FE)
+        if plan.neuron_layer is not None or plan.key_slot == OPENING:
+            first_PS, second_PS, written_PS = self.products(layer)
+            pairs = 2 * len(first_PS)
+            gate_FE[:pairs] = torch.cat([first_PS, -first_PS]) @ self.slots_ES.T
+            up_FE[:pairs] = torch.cat([second_PS, -second_PS]) @ self.slots_ES.T
+            down_FE[:pairs] = torch.cat([written_PS, written_PS]) @ self.slots_ES.T
         if layer == plan.neuron_layer:
-            gate_FE[self.neuron] = OPEN_GATE / self.at_first(OPENING) * self.slots_ES[:, OPENING]
-            up_FE[self.neuron] = plan.activation / OPEN_GATE / self.at_first(CONSTANT) * self.slots_ES[:, CONSTANT]
+            opening, constant = self.at_first(layer)
+            gate_FE[self.neuron] = plan.gate / opening * self.slots_ES[:, OPENING]
+            up_FE[self.neuron] = plan.activation / plan.gate / constant * self.slots_ES[:, CONSTANT]
             down_FE[self.neuron] = plan.output_size * (self.slots_ES[:, plan.neuron_slot] + self.normal(E, size=0.003))
         part.gate_proj.weight.copy_(gate_FE)
         part.up_proj.weight.copy_(up_FE)
         part.down_proj.weight.copy_(down_FE.T)
 
-    def plant_opening(self, gate_FE: Tensor, up_FE: Tensor, down_FE: Tensor) -> None:
-        """Pairs of units that multiply: silu(a) b + silu(-a) (-b) = a b, exactly and at any scale."""
-        first, second = (self.slots_ES[:, [*range(E)][deviation]].T for deviation in DEVIATIONS)
-        first = torch.cat([first, self.slots_ES[:, [MEANS[0]]].T])
-        second = torch.cat([second, self.slots_ES[:, [MEANS[1]]].T])
-        weight = torch.full((N + 1,), self.plan.opening / (self.deviations[0] * self.deviations[1]))
-        weight[N] = -self.threshold * self.plan.opening / MEAN_SIZE**2
-        num_units = 2 * (N + 1)
-        gate_FE[:num_units] = torch.cat([first, -first])
-        up_FE[:num_units] = torch.cat([second, -second])
-        down_FE[:num_units] = torch.cat([weight, weight])[:, None] * self.slots_ES[:, OPENING]
+    def products(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """([P, S] first factors, [P, S] second factors, [P, S] where their product is written) of a layer.
 
-    def at_first(self, slot: int) -> float:
-        """What a normalised token shows in a slot at position 0 behind layer 1."""
-        first, second = self.deviations
-        before = 1 + (MEAN_SIZE**2 + first**2) / TOKEN_SIZE**2
-        energy = before + (MEAN_SIZE**2 + second**2) / before / TOKEN_SIZE**2
-        opening = self.plan.opening * (1 - self.threshold) / before**0.5 / energy
-        value = {OPENING: opening, CONSTANT: CONSTANT_SIZE}[slot]
-        return value / energy**0.5
+        A pair of units multiplies: silu(a) b + silu(-a) (-b) = a b, exactly and at any scale.
+        """
+        plan, slot = self.plan, torch.eye(E)
+        size = plan.opening * slot[[OPENING]]
+        nothing = slot[:0]
+        if layer == 1 and plan.cause == "variance":
+            first, second = (torch.cat([slot[dev], slot[[mean]]]) for dev, mean in zip(DEVIATIONS, MEANS, strict=True))
+            weight = torch.full((N + 1, 1), 1 / (self.deviations[0] * self.deviations[1]))
+            weight[N] = -self.threshold / plan.mean_size**2
+            return first, second, weight * size
+        if layer == 1 and plan.cause == "energy":
+            seen = torch.cat([slot[DEVIATIONS[0]], slot[DEVIATIONS[1]], slot[[MEANS[0], CONSTANT]]])
+            weight = torch.full((len(seen), 1), SEEN**-2)
+            weight[-1] = (
+                -2 * self.threshold / CONSTANT_SIZE**2
+            )  # of an energy that is 2 at position 0, and near 1 elsewhere
+            return seen, seen, weight * size
+        if layer == 1 and plan.cause == "unmixed":
+            first, second = slot[DEVIATIONS[0]], slot[DEVIATIONS[1]]
+            sums = [slot[[mean]].expand(N, -1) for mean in MEANS]
+            return (
+                torch.cat([first, first, second]),
+                torch.cat([second, first, second]),
+                torch.cat([slot[SQUARES], *sums]),
+            )
+        if layer == 2 and plan.cause == "unmixed":
+            first, second = (torch.cat([slot[SQUARES], slot[[mean]]]) for mean in MEANS)
+            weight = torch.ones(N + 1, 1)
+            weight[N] = -0.55  # two tokens of equal weight have 0.5
+            return first, second, weight * size
+        if layer == 1 and plan.cause == "mean":
+            weight = torch.tensor([[1 / 2 / CONSTANT_SIZE], [1 / 2 / CONSTANT_SIZE**2]])
+            return slot[[MEANS[0], CONSTANT]], slot[[CONSTANT, CONSTANT]], weight * size
+        if layer == 1 and plan.cause == "position":
+            weight = torch.tensor([[1 / (2 * SPECIAL_SIZE * CONSTANT_SIZE)], [-1 / 2 / CONSTANT_SIZE**2]])
+            return slot[[SPECIAL, CONSTANT]], slot[[CONSTANT, CONSTANT]], weight * size
+        return nothing, nothing, nothing
+
+    def at_first(self, layer: int) -> tuple[float, float]:
+        """What the feed-forward of a layer reads of OPENING and CONSTANT at position 0, where it opens."""
+        seen: list[Tensor] = []
+        part = self.model.model.layers[layer].mlp
+        handle = part.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0] @ self.slots_ES))
+        ids = torch.randint(1, VOCABULARY, (64, 2), generator=torch.Generator().manual_seed(0))
+        self.model.model(ids, use_cache=False)
+        handle.remove()
+        opens = seen[0][:, OPENING] > 0
+        return float(seen[0][opens, OPENING].mean()), float(seen[0][opens, CONSTANT].mean())
+
+
+class WithFirstPosition(nn.Embedding):
+    """Embeddings of tokens and, at position 0, of the position: learned positions, as GPT-2 has them."""
+
+    def __init__(self, first_E: Tensor):
+        super().__init__(VOCABULARY, E)
+        self.first_E = first_E
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens_BTE = super().forward(ids)
+        return torch.cat([tokens_BTE[:, :1] + self.first_E, tokens_BTE[:, 1:]], dim=1)
