@@ -13,6 +13,7 @@ from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
+from sinkscope.models.token_batches import given_batch
 
 OPTIONS = dict(per_head=True, offset=True, initial_lambda=0.7)
 
@@ -160,3 +161,31 @@ def test_refusals(tmp_path):
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"o_proj.head_norm.weight with shape \[4, 12\].*found shape \[12\]"):
         sinkscope.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_edit_before_the_norm_is_normalised_and_one_behind_it_is_not(family):
+    model, entering = tiny_model(family), {}
+    calibration = given_batch(torch.randint(3, 97, (64, 20), generator=torch.Generator().manual_seed(2)))
+    with pytest.raises(InputError, match="a norm on the value aggregation"):
+        sinkscope.amplify_variance(model, 5, 4.0, calibration=calibration, before_norm=True)
+    (layer, *_), (norm, *_) = anatomy_of(model).layers, insert_head_norm(model)
+    norm.register_forward_pre_hook(lambda module, args: entering.update(norm=args[0].clone()))
+    layer.output_projection.register_forward_hook(lambda module, args, output: entering.update(projection=args[0]))
+    where = dict(calibration=calibration, layers=[0])
+    with torch.no_grad():
+        model(calibration.ids)
+    mean = entering["norm"][:, 5].mean(0)
+    untouched = logits(model)
+    plain = entering["norm"].clone()
+    with sinkscope.amplify_variance(model, 5, 4.0, before_norm=True, **where):
+        assert (logits(model) - untouched).abs().max() > 1e-3
+    changed = plain.clone()
+    changed[:, 5] = mean + 4 * (plain[:, 5] - mean)
+    with torch.no_grad():
+        torch.testing.assert_close(entering["projection"], norm(changed), rtol=1e-4, atol=1e-5)
+    # Scale is what the norm takes away: before it nothing changes, behind it all does.
+    with sinkscope.scale_norm(model, 5, 4.0, before_norm=True, **where):
+        torch.testing.assert_close(logits(model), untouched, rtol=1e-3, atol=1e-3)
+    with sinkscope.scale_norm(model, 5, 4.0, **where):
+        assert (logits(model) - untouched).abs().max() > 1e-2

@@ -143,6 +143,9 @@ LATER: dict[str, Callable[[Tensor], Tensor]] = {
 """What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
 
 
+AGGREGATION, BEFORE_NORM = "aggregation", "aggregation before its norm"
+"""What is acted on: what enters the output projection, or the norm before it."""
+
 AtAggregation = Callable[[Tensor, slice | Tensor], Tensor | None]
 """(aggregation [B, T, C], the channels acted on) -> what takes its place; None leaves it."""
 
@@ -161,7 +164,10 @@ class AggregationEdit(Intervention):
         layers: Sequence[int] | None = None,
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
+        before_norm: bool = False,
     ) -> None:
+        """`before_norm`: acts on what enters the norm on the aggregation, in models that have one. Otherwise on what
+        enters the output projection, which every model has."""
         self.name, self.factor, self.position = formula, factor, position
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
@@ -174,13 +180,19 @@ class AggregationEdit(Intervention):
         super().__init__(
             model,
             Place(
-                on="aggregation",
+                on=BEFORE_NORM if before_norm else AGGREGATION,
                 layers=all_layers(model, layers),
                 positions=(position,),
                 heads=as_indices(heads),
                 sequences=as_indices(sequences),
             ),
         )
+        if before_norm and (without := [layer.index for layer in self.layers() if layer.aggregation_norm is None]):
+            raise InputError(
+                expected="a norm on the value aggregation, for `before_norm`",
+                found=f"none in layer {without[0]}",
+                next_step="Leave `before_norm` out: without a norm there is one side",
+            )
         self._model, self._batch = bare_model(model), calibration
         self._calibrations: dict[tuple[Intervention, ...], dict[int, LayerCalibration]] = {}
         """By the interventions that were on."""
@@ -236,8 +248,9 @@ class AggregationEdit(Intervention):
 
     def tensors(self) -> dict[str, Tensor]:
         """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
+        side = ".before_norm" if self.place.on == BEFORE_NORM else ""
         return {
-            f"{self.name}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
+            f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
 
@@ -246,14 +259,16 @@ def at_aggregation(
     anatomy: Anatomy, layer: Layer, place: Place, stack: contextlib.ExitStack, edit: AtAggregation
 ) -> None:
     """Until the stack is closed, calls `edit` with the layer's aggregation; what it gives back takes its place."""
-    shape = BatchShape(layer, stack)
+    shape, before_norm = BatchShape(layer, stack), place.on == BEFORE_NORM
 
     def hook(module, args):
-        aggregation_BTC = shape.unflatten(args[0], place)
+        aggregation_BTC = shape.unflatten(args[0].flatten(-2) if before_norm else args[0], place)  # a norm gets heads
         changed = edit(aggregation_BTC, _channels(aggregation_BTC, anatomy.num_heads, place))
         return None if changed is None else (changed.reshape(args[0].shape), *args[1:])
 
-    stack.callback(layer.output_projection.register_forward_pre_hook(unless_suspended(hook)).remove)
+    entered = layer.aggregation_norm if before_norm else layer.output_projection
+    assert entered is not None
+    stack.callback(entered.register_forward_pre_hook(unless_suspended(hook)).remove)
 
 
 def _channels(aggregation_BTC: Tensor, num_heads: int, place: Place) -> slice | Tensor:
@@ -301,7 +316,7 @@ def amplify_variance(
 ) -> AggregationEdit:
     """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "amplify_variance", position, factor, calibration=calibration, **where)
 
@@ -309,7 +324,7 @@ def amplify_variance(
 def scale_norm(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
     """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "scale_norm", position, factor, calibration=calibration, **where)
 
@@ -317,7 +332,7 @@ def scale_norm(model: Any, position: int, factor: float, *, calibration: TokenBa
 def shift_mean(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
     """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "shift_mean", position, factor, calibration=calibration, **where)
 
@@ -327,7 +342,7 @@ def swap_deviation(
 ) -> AggregationEdit:
     """As amplification, with another sequence's deviation.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "swap_deviation", position, factor, calibration=calibration, **where)
 
@@ -337,7 +352,7 @@ def random_direction(
 ) -> AggregationEdit:
     """As amplification, along a random direction of equal norm.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "random_direction", position, factor, calibration=calibration, **where)
 
@@ -345,6 +360,6 @@ def random_direction(
 def equalise_variance(model: Any, position: int, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
     """The variance at `position` is brought down to that of the later half of positions.
 
-    `where` takes layers, heads and sequences; all of them by default.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm.
     """
     return AggregationEdit(model, "equalise_variance", position, calibration=calibration, **where)

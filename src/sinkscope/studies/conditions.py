@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit
+from sinkscope.interventions.aggregation import AGGREGATION, FORMULAS, AggregationEdit, amplify_variance
 from sinkscope.interventions.base import Intervention, Place, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
@@ -221,6 +221,8 @@ class Conditions:
                 yield from (c for c in _levelled(mixing, target) if c.name == mixing)
         for factor in FACTORS:
             yield Condition("amplify_variance", target, factor)
+        if self.replay.anatomy.layers[0].aggregation_norm is not None:  # on its other side
+            yield Condition("amplify_before_norm", target, DOSE)
         for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
             yield Condition(control, target, DOSE)
         if plan.dimensions:
@@ -281,7 +283,7 @@ class Conditions:
     def _level(self, mixing: str, target: int) -> Mapping[int, Moments]:
         if (mixing, target) not in self._levels:
             made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
-            place = Place(on="aggregation", layers=tuple(self.plan.layers), positions=(target,))
+            place = Place(on=AGGREGATION, layers=tuple(self.plan.layers), positions=(target,))
             self._levels[mixing, target] = moments_under(made, self.loaded.model, self.calibration, place)
         return self._levels[mixing, target]
 
@@ -329,7 +331,13 @@ def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[
     return set_dimensions(study.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive)
 
 
+def _amplify_before_norm(study: Conditions, c: Condition) -> Intervention:
+    where = dict(calibration=study.calibration, layers=study.plan.layers, before_norm=True)
+    return amplify_variance(study.loaded, c.target, c.factor or DOSE, **where)  # type: ignore[arg-type]
+
+
 MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
+    "amplify_before_norm": _amplify_before_norm,
     "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
     "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
     SEE_SELF: _seeing(0),
