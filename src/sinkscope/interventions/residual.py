@@ -161,8 +161,9 @@ class ClampNorms(ResidualEdit):
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
         check_held(self.held_LBT[layer], hidden_BTE)
-        norm_BT = torch.linalg.vector_norm(hidden_BTE.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return hidden_BTE * (self.held_LBT[layer].to(norm_BT) / norm_BT)[..., None].to(hidden_BTE.dtype)
+        norm_BT = torch.linalg.vector_norm(hidden_BTE.float(), dim=-1)
+        scale_BT = (self.held_LBT[layer].to(norm_BT) / norm_BT).masked_fill(norm_BT == 0, 0)  # zeros have no direction
+        return hidden_BTE * scale_BT[..., None].to(hidden_BTE.dtype)
 
 
 def set_dimensions(
