@@ -30,7 +30,7 @@ SHAPE = {
     "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
     "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192,
 }  # fmt: skip
-LIMIT = 200
+LIMIT = 300
 """Plain forwards that a study of SmolLM2-135M may cost."""
 EVERY = 10
 """Conditions between two plain forwards."""
