@@ -28,6 +28,7 @@ from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
 from sinkscope.memory import is_out_of_memory
 from sinkscope.report.text import escape_what_cannot_be_printed, say, visible
+from sinkscope.results.atomic import DISK_FULL
 
 app = typer.Typer(
     name="sinkscope",
@@ -75,6 +76,13 @@ OUT_OF_MEMORY = InputError(
 )
 
 
+NO_ROOM = InputError(
+    expected="room for what is printed",
+    found="the disk full that standard output goes to",
+    next_step="Free some space, or print elsewhere",
+)
+
+
 def main() -> None:
     """Runs a command; input that cannot be honoured ends with a message and exit code 2, never a traceback."""
     escape_what_cannot_be_printed()
@@ -87,11 +95,17 @@ def main() -> None:
             processes.joined() if shares else nullcontext(),
             _unheard() if processes.rank() > 0 else nullcontext(),
         ):
-            command_line()()
+            try:
+                command_line()()
+            finally:
+                sys.stdout.flush()  # what cannot be printed is told here, not by the interpreter as it ends
         return
     except Exception as error:
         # Memory first: code that reads strangers' files takes any error for a damaged file.
         refused = OUT_OF_MEMORY if is_out_of_memory(error) else error
+        if isinstance(refused, OSError) and refused.errno in DISK_FULL:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is printed
+            refused = NO_ROOM
         if not isinstance(refused, InputError):
             raise
     except KeyboardInterrupt:

@@ -214,3 +214,14 @@ def test_help_has_an_example_and_loads_nothing_heavy(tmp_path):
     loaded = {name.split(".")[0] for name in json.loads(done.stderr)}
     assert not loaded & {"transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "jaxtyping", "plotly"}
     assert "typer" in loaded, "control: what is loaded is seen"
+
+
+@pytest.mark.parametrize("command", [("--help",), ("models", "--json")])
+def test_a_full_disk_behind_standard_output_is_told(command):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "sinkscope", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (result.returncode, "room for what is printed" in result.stderr) == (2, True)
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
