@@ -169,7 +169,7 @@ FACTORIAL = (
     *("unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
     *("energy_is_what_matters", "energy_suffices", "amplification_creates_sink"),
 )
-ONE_UNIT = dict.fromkeys(("super_neurons_necessary", "channel_sparsity_necessary"), HOLDS)
+ONE_UNIT = {"super_neurons_necessary": HOLDS}
 CAUSE_LINKS: dict[str, dict[str, str]] = {
     # Energy comes along with variance, so amplifying and equalising work too; the variance alone does nothing.
     "energy": {
@@ -189,7 +189,7 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
     "mean": {
         **dict.fromkeys((*UNMIXING, "unmixed_value_matters"), HOLDS),
         **dict.fromkeys((name for name in FACTORIAL if name != "unmixed_value_matters"), FAILS),
-        **dict.fromkeys(("super_neurons_necessary",), HOLDS),
+        **ONE_UNIT,
     },
     # Nothing that is done to the aggregation makes or removes the sink; without a rise there is none to take apart.
     "position": {
