@@ -19,6 +19,7 @@ from sinkscope.capture.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.capture.observables import RANK_TOKENS
 from sinkscope.capture.units import LayerUnits, UnitWrites
 from sinkscope.kernels.token_statistics import TokenStatistics, token_dom_ratio, token_statistics
+from sinkscope.measures.dimension_disparity import dom_ratio_turned
 from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received, mean_received_later
 from sinkscope.models.anatomy import Anatomy, Layer
 
@@ -195,6 +196,12 @@ class LayerCall:
     def rows_standing_out(self) -> Tensor:
         """[B, P, E] the residual there."""
         return wide(self.residual.index_select(1, self.standing_out))
+
+    @property
+    def dom_ratio_turned(self) -> Tensor:
+        """[B, T] the DomRatio there in another basis; NaN elsewhere."""
+        ratio_BT = self.rows_standing_out.new_full(self.passing.shape, float("nan"))
+        return ratio_BT.index_copy(1, self.standing_out, dom_ratio_turned(self.rows_standing_out))
 
     @cached_property
     def rank_tokens(self) -> Tensor:

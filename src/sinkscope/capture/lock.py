@@ -7,6 +7,8 @@ Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock posi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from sinkscope.capture.attention_tap import CausalMask, attention_tap, enter_layer
 from sinkscope.capture.edits import suspend
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
-from sinkscope.models.anatomy import Anatomy
+from sinkscope.models.anatomy import Anatomy, Layer
 from sinkscope.processes import moved
 
 LOCK_SEQUENCES = 8
@@ -59,32 +61,19 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
     The second is 1 - sum q . k' / sum q . k over later queries and sequences, k' the key that attention makes when
     the massive dimensions are zero in the state; NaN where no sequence has any.
     """
-    keys_without: dict[int, Tensor] = {}
-
-    def keep_key(layer: int, query: Tensor, key: Tensor, value: Tensor, rule) -> Tensor:
-        keys_without[layer] = key
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-
     positive, share = [], []
-    # An active intervention has acted on these rows already, and must not act again.
-    with suspend(), attention_tap(anatomy, keep_key):
+    with making_keys(anatomy) as key_of:
         for layer, given in zip(anatomy.layers, inputs, strict=True):
             # Rows of another process come by the CPU.
             rows: LockInput = moved(given, next(layer.attention.parameters()).device)
             magnitude_BQE = rows.residual_BQE.abs()
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
             edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
-            args, kwargs = _at_positions(rows.call, rows.positions_Q, rows.length)
-            enter_layer(layer.index)
-            # Straight to forward: hooks that others put on the module are not meant for these few rows.
-            if args:
-                layer.attention.forward(edited_BQE, *args, **kwargs)
-            else:
-                layer.attention.forward(hidden_states=edited_BQE, **kwargs)
+            key_without_BKQD = key_of(layer, edited_BQE, rows.call, rows.positions_Q, rows.length)
 
             groups = rows.query_BHnD.shape[1] // rows.key_BKQD.shape[1]
             with_BHQD, without_BHQD = (
-                key.float().repeat_interleave(groups, dim=1) for key in (rows.key_BKQD, keys_without[layer.index])
+                key.float().repeat_interleave(groups, dim=1) for key in (rows.key_BKQD, key_without_BKQD)
             )
             query_BHnD, later_nQ = rows.query_BHnD.float(), rows.queries_n[:, None] >= rows.positions_Q
             agree_BHnQ = (torch.matmul(query_BHnD, with_BHQD.transpose(2, 3)) > 0) & later_nQ
@@ -95,6 +84,31 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")))
     # Copied when all layers are under way: a copy in each would make the next one wait.
     return torch.stack([of_layer.cpu() for of_layer in positive]), torch.stack([of_layer.cpu() for of_layer in share])
+
+
+@contextlib.contextmanager
+def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
+    """While open, gives the keys [B, K, Q, D] that a layer's own attention makes of states at some positions:
+    `key_of(layer, state_BQE, call, positions_Q, length)`."""
+    made: dict[int, Tensor] = {}
+
+    def keep_key(layer: int, query: Tensor, key: Tensor, value: Tensor, rule) -> Tensor:
+        made[layer] = key
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
+        args, kwargs = _at_positions(call, positions_Q, length)
+        enter_layer(layer.index)
+        # Straight to forward: hooks that others put on the module are not meant for these few rows.
+        if args:
+            layer.attention.forward(state_BQE, *args, **kwargs)
+        else:
+            layer.attention.forward(hidden_states=state_BQE, **kwargs)
+        return made[layer.index]
+
+    # An active intervention has acted on these rows already, and must not act again.
+    with suspend(), attention_tap(anatomy, keep_key):
+        yield key_of
 
 
 def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:

@@ -156,4 +156,35 @@ class Own:
         return {"": joined}
 
 
-Merge = Mean | Total | Largest | Moments | Cosine | Rows | Own
+@dataclass(frozen=True)
+class TopDirection:
+    """The energy share of the top direction across the first `most` sequences, by position [T], of rows [B, P, E] at
+    positions [P] of a text of some length; NaN at other positions.
+
+    Rows of different sequences must meet, so what joins are the rows themselves, never more than `most` of them; where
+    nothing is to be joined their Gram matrix is kept, and no row.
+    """
+
+    most: int
+
+    def of(self, values: tuple[Tensor, Tensor, int], mergeable: bool) -> Any:
+        rows_PBE = values[0][: self.most].transpose(0, 1)
+        return rows_PBE if mergeable else None, None if mergeable else rows_PBE @ rows_PBE.mT, *values[1:]
+
+    def join(self, mine: Any, theirs: Any) -> Any:
+        import torch
+
+        rows_PBE = torch.cat([mine[0], theirs[0].to(mine[0].device)], dim=1)[:, : self.most]
+        return rows_PBE, None, *mine[2:]
+
+    def result(self, joined: Any) -> dict[str, Tensor]:
+        from sinkscope.measures.dimension_disparity import direction_share_of_gram
+
+        rows_PBE, gram_PBB, positions_P, length = joined
+        gram_PBB = rows_PBE @ rows_PBE.mT if gram_PBB is None else gram_PBB
+        share_P = direction_share_of_gram(gram_PBB.double().cpu()).float()
+        share_T = share_P.new_full((length,), float("nan")).index_copy(0, positions_P.cpu(), share_P)
+        return {"": share_T}
+
+
+Merge = Mean | Total | Largest | Moments | Cosine | Rows | Own | TopDirection

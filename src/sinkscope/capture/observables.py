@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from sinkscope.capture.merges import Cosine, Largest, Mean, Merge, Moments, Own, Rows, Total
+from sinkscope.capture.merges import Cosine, Largest, Mean, Merge, Moments, Own, Rows, TopDirection, Total
 from sinkscope.errors import InputError
 
 RANK_TOKENS = 1024
 """Tokens that the effective rank of a layer is taken over."""
+DIRECTION_SEQUENCES = 16
+"""Sequences that the top direction of a position's states is sought across. They and the few positions that stand out
+bound what chunks must keep until they meet: at most 16 x 28 states a layer, however long the text and the batch."""
 
 
 class Tap(Enum):
@@ -52,8 +55,9 @@ class Observable:
     column: str = ""
     nullable: bool = False
     """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
-    asks: Literal["", "distances", "averaging law", "own weights"] = ""
-    """What the attention must give beside what each key receives."""
+    asks: Literal["", "distances", "averaging law", "own weights", "standing out"] = ""
+    """What must be read for it: of the attention, beside what each key receives; or the positions that stand out, where
+    there are several sequences."""
     layers: Collection[int] | None = None
     """Where it listens; every layer if not given."""
 
@@ -215,6 +219,27 @@ CHAIN: tuple[Observable, ...] = (
         nullable=True,
     ),
     DOM_RATIO,
+    Observable(
+        name="direction_share",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
+        merge=TopDirection(DIRECTION_SEQUENCES),
+        axes="LT",
+        meaning="Energy share of the top direction of the residual across the first 16 sequences, in any basis; at "
+        "positions that stand out, null elsewhere and with one sequence",
+        nullable=True,
+        asks="standing out",
+    ),
+    Observable(
+        name="dom_ratio_turned",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.dom_ratio_turned,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="DomRatio in a fixed random basis, mean over sequences; at the same positions",
+        nullable=True,
+        asks="standing out",
+    ),
     Observable(
         name="dom_ratio_normed",
         tap=Tap.ATTENTION_IN,

@@ -53,7 +53,9 @@ class Recorder:
     ) -> None:
         """`several`: whether the batch has several sequences in all; `mergeable`: whether passes are to be joined."""
         self.anatomy, self.keys, self.known, self.several, self.mergeable = anatomy, keys, known, several, mergeable
-        self.observables = [o for o in observables if several or not isinstance(o.merge, Moments | Cosine)]
+        self.observables = [
+            o for o in observables if several or not (isinstance(o.merge, Moments | Cosine) or o.asks == "standing out")
+        ]
         self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
         """By observable and layer."""
         self.attention_path = ""
@@ -81,7 +83,7 @@ class Recorder:
                 if (values := observable.reduce(call)) is not None:
                     left[observable.name][call.index] = observable.merge.of(values, self.mergeable)
 
-        stands_out = any("P" in observable.axes for observable in self.observables)
+        stands_out = any(map(_stands_out, self.observables))
         with open_taps(passing, layers or self.anatomy.layers, self._taps, on_tap, stands_out=stands_out):
             yield
         self.attention_path = passing.attention_path
@@ -182,7 +184,8 @@ class Recording:
     @property
     def by_position(self) -> dict[str, Tensor]:
         """[L, T] every observable that has a value in each layer at each position."""
-        return {o.name: self[o.name] for o in self.observables if o.axes == "LT" and o.name in self}
+        everywhere = (o.name for o in self.observables if o.axes == "LT" and o.asks != "standing out")
+        return {name: self[name] for name in everywhere if name in self}
 
     @property
     def num_layers(self) -> int:
@@ -231,7 +234,7 @@ def record(
         recorder.join_processes()
         return recorder
 
-    needs_survey = any("P" in o.axes or o.asks == "averaging law" for o in observables)
+    needs_survey = any(_stands_out(o) or o.asks == "averaging law" for o in observables)
     known = None if whole or not needs_survey else _known(run(SURVEY, None), keys_S, batch.length)
     recorder = run(observables, known)
     return Recording(
@@ -245,6 +248,10 @@ def record(
         by_layer=recorder.results(),
         elapsed_s=time.perf_counter() - started_at,
     )
+
+
+def _stands_out(observable: Observable) -> bool:
+    return "P" in observable.axes or observable.asks == "standing out"
 
 
 def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:

@@ -176,6 +176,10 @@ def _layers(findings: Findings) -> dict:
         "kendall_channels": _kendall_channels(findings),
         "dom_ratio_sink": at_sink.tolist() if sinks else unknown,
         "dom_ratio_elsewhere": elsewhere.tolist(),
+        **{
+            f"{name}_sink": recording[name][:, sinks[0]].tolist() if sinks and name in recording else unknown
+            for name in ("dom_ratio_turned", "direction_share")
+        },
         "median_magnitude": findings.median_magnitudes.tolist(),
         "massive_activations_sink": massive_at_sink,
         "effective_rank": ranks or unknown,

@@ -181,6 +181,8 @@ LAYERS = Schema(
         ),
         Column("dom_ratio_sink", "float", "DomRatio at the strongest sink; null without a sink", True),
         Column("dom_ratio_elsewhere", "float", "DomRatio, mean over positions that are no sink", True),
+        Column("dom_ratio_turned_sink", "float", "DomRatio at the strongest sink in a fixed random basis", True),
+        Column("direction_share_sink", "float", "Energy share of one direction across sequences there", True),
         Column("median_magnitude", "float", "Median |h| over the tokens of the effective rank", True),
         Column("massive_activations_sink", "int", "Dimensions over 100 and 1000 medians at the strongest sink", True),
         Column("effective_rank", "float", "Effective rank of up to 1,024 tokens", True),

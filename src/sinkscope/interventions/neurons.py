@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -189,23 +189,42 @@ class ClampNeurons(NeuronEdit):
         return self.held[group].to(current_BTn)
 
 
+Mode = Literal["spread", "move", "turn"]
+
+
 class DensifyNeurons(Intervention):
-    """Output vectors of equal norm, spread over all dimensions with random signs; activations stay as they are."""
+    """Output vectors of equal norm that point elsewhere; activations stay as they are.
+
+    `spread`: over all dimensions, with random signs. `move`: whole into a single dimension, another for each that leads
+    a vector, none of `avoid`. `turn`: all of them by one random rotation, which leaves the angles between them.
+    """
 
     name = "densify_neurons"
 
-    def __init__(self, model: Any, units: Iterable[Unit], *, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise InputError(
+                expected="a mode of spread, move or turn", found=repr(mode), next_step="Choose one of them"
+            )
         units = [Unit(*unit) for unit in units]
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
         super().__init__(model, place)
-        self.change: dict[Group, Tensor] = {}
-        for group, neurons in self.groups.items():
-            sparse_En = self.anatomy.layers[group[0]].group_weight(group[1])[:, list(neurons)].float()
-            generator = torch.Generator().manual_seed(seed + 1_000_003 * group[0])
-            signs_En = torch.randint(0, 2, sparse_En.shape, generator=generator).to(sparse_En) * 2 - 1
-            dense_En = signs_En * torch.linalg.vector_norm(sparse_En, dim=0) / len(sparse_En) ** 0.5
-            self.change[group] = dense_En - sparse_En
+        before = {
+            (layer, expert): self.anatomy.layers[layer].group_weight(expert)[:, list(neurons)].float().cpu()
+            for (layer, expert), neurons in self.groups.items()
+        }
+        if mode == "spread":
+            after = {group: _spread(vectors_En, seed + 1_000_003 * group[0]) for group, vectors_En in before.items()}
+        else:
+            all_En = torch.cat(list(before.values()), dim=1) if before else torch.empty(self.anatomy.width, 0)
+            generator = torch.Generator().manual_seed(seed)
+            new_En = _moved(all_En, avoid, generator) if mode == "move" else _turned(all_En, generator)
+            sizes = [vectors_En.shape[1] for vectors_En in before.values()]
+            after = dict(zip(before, new_En.split(sizes, dim=1), strict=True))
+        self.change = {group: after[group] - before[group] for group in before}
 
     def opening(self, stack: contextlib.ExitStack) -> None:
         for (index, expert), neurons in self.groups.items():
@@ -230,6 +249,30 @@ class DensifyNeurons(Intervention):
         return hook
 
 
+def _spread(vectors_En: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    signs_En = torch.randint(0, 2, vectors_En.shape, generator=generator).to(vectors_En) * 2 - 1
+    return signs_En * torch.linalg.vector_norm(vectors_En, dim=0) / len(vectors_En) ** 0.5
+
+
+def _moved(vectors_En: Tensor, avoid: Sequence[int], generator: torch.Generator) -> Tensor:
+    leading_n = vectors_En.abs().argmax(0)
+    taken = {*leading_n.tolist(), *avoid}
+    free = [d for d in torch.randperm(len(vectors_En), generator=generator).tolist() if d not in taken]
+    others = dict(zip(dict.fromkeys(leading_n.tolist()), free, strict=False))
+    new_En = torch.zeros_like(vectors_En)
+    for number, leading in enumerate(leading_n.tolist()):
+        vector_E = vectors_En[:, number]
+        new_En[others[leading], number] = vector_E[leading].sign() * torch.linalg.vector_norm(vector_E)
+    return new_En
+
+
+def _turned(vectors_En: Tensor, generator: torch.Generator) -> Tensor:
+    basis, inner = torch.linalg.qr(vectors_En.double())
+    random = torch.randn(basis.shape, generator=generator, dtype=torch.float64)
+    return (torch.linalg.qr(random).Q @ inner).to(vectors_En.dtype)
+
+
 def ablate_neurons(
     model: Any,
     units: Iterable[Unit],
@@ -242,9 +285,12 @@ def ablate_neurons(
     return AblateNeurons(model, units, mode, calibration, **where)
 
 
-def densify_neurons(model: Any, units: Iterable[Unit], *, seed: int = 0) -> DensifyNeurons:
-    """Each unit's output vector with its norm spread over all dimensions, all else as it was."""
-    return DensifyNeurons(model, units, seed=seed)
+def densify_neurons(
+    model: Any, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+) -> DensifyNeurons:
+    """Each unit's output vector with its norm spread over all dimensions, moved to another one, or turned, all else as
+    it was."""
+    return DensifyNeurons(model, units, mode, avoid=avoid, seed=seed)
 
 
 def transplant_neurons(model: Any, units: Iterable[Unit], source: int, target: int, **where: Any) -> TransplantNeurons:

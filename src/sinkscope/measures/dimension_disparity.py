@@ -4,6 +4,7 @@ A token of zeros has no ratio: every one of them is NaN there, which means empty
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,6 +28,31 @@ def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """max_j |h_j| / mean_j |h_j|."""
     magnitude = h.abs()
     return magnitude.amax(-1) / magnitude.mean(-1)
+
+
+def dom_ratio_turned(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """The DomRatio of the vector in another orthonormal basis, always the same one: random signs, then a Hartley
+    transform. It spreads what one coordinate holds over all, and costs E log E."""
+    spectrum = torch.fft.fft(h * _signs(h.shape[-1], h.device), norm="ortho")
+    return dom_ratio(spectrum.real - spectrum.imag)
+
+
+@lru_cache(maxsize=64)
+def _signs(width: int, device: torch.device) -> Tensor:
+    """[E] kept per device: a copy from the host would make every layer wait for the one before."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(0, 2, (width,), generator=generator) * 2 - 1).to(device)
+
+
+def direction_share(x_BE: Float[Tensor, "... B E"]) -> Float[Tensor, "..."]:
+    """Energy share of the top direction of B states: the largest eigenvalue of their Gram matrix over its trace. The
+    same in every basis; not centred, so it is 1 where all states are multiples of one vector."""
+    return direction_share_of_gram(x_BE @ x_BE.mT)
+
+
+def direction_share_of_gram(gram_BB: Float[Tensor, "... B B"]) -> Float[Tensor, "..."]:
+    """The same from the Gram matrix."""
+    return torch.linalg.matrix_norm(gram_BB, ord=2) / gram_BB.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:

@@ -35,6 +35,9 @@ REMOVALS = {
     "ablate_minimal_set": "minimal set removed",
     "mean_minimal_set": "minimal set at its mean",
     "densify_minimal_set": "minimal set densified",
+    "move_minimal_set": "minimal set moved to another dimension",
+    "turn_minimal_set": "minimal set turned",
+    "turn_basis": "the whole basis turned",
 }
 NUM_UNITS, NUM_CONDITIONS = 2, 4
 """Histograms are shown for this many units, each under this many conditions."""

@@ -217,18 +217,28 @@ def _dom_ratio(run: Run) -> Figure:
     traces = [line(layers["layer"], layers["dom_ratio_elsewhere"], "elsewhere" if has_sink else "all positions", 1)]
     if has_sink:
         traces.insert(0, line(layers["layer"], layers["dom_ratio_sink"], "sink", 0))
+    turned = layers["dom_ratio_turned_sink"]
+    if any(value is not None for value in turned):
+        traces.append(line(layers["layer"], turned, "sink, basis turned", 2))
     return Figure(
         "dom-ratio",
         "Residual dimensions",
-        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks.",
+        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks. What is left "
+        "in every basis is one direction; the table has its share of the energy.",
         ("layers",),
         traces,
         {
             "xaxis": axis("layer"),
             "yaxis": log_axis("", layers["dom_ratio_sink"], layers["dom_ratio_elsewhere"]),
         },
-        ("layer", "DomRatio at the sink", "DomRatio elsewhere"),
-        list(zip(layers["layer"], layers["dom_ratio_sink"], layers["dom_ratio_elsewhere"], strict=True)),
+        ("layer", "DomRatio at the sink", "DomRatio elsewhere", "at the sink, basis turned", "share of one direction"),
+        list(
+            zip(
+                *(layers[name] for name in ("layer", "dom_ratio_sink", "dom_ratio_elsewhere")),
+                *(turned, layers["direction_share_sink"]),
+                strict=True,
+            )
+        ),
         PANEL_HEIGHT,
     )
 

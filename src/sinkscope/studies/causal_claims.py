@@ -18,6 +18,7 @@ from sinkscope.studies.conditions import (
     SEE_SELF,
     SEE_TWO,
     SUPER_NEURONS,
+    TURNED_BASIS,
     Condition,
 )
 from sinkscope.studies.controls import EMPTY, NUM_RANDOM_SETS
@@ -187,9 +188,36 @@ def _sparsity_necessity(study: Measured) -> Found:
     if study.top_shares(study.minimal)[0] < TOP_SHARE:
         # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
         return Empty("the set's output vectors are not channel-sparse")
-    densified, ablated = (Condition(f"{done}_minimal_set", study.plan.sink) for done in ("densify", "ablate"))
-    control = float(study.at_sink_B(ablated).mean() / study.at_sink_B().mean())
-    return Numbers(by_bar=[_left(study, densified)], control=control)
+    left = {
+        done: _left(study, Condition(f"{done}_minimal_set", study.plan.sink))
+        for done in ("ablate", "densify", "turn", "move")
+    }
+    if not study.not_turned:
+        left["basis"] = _left(study, Condition(TURNED_BASIS, study.plan.sink))
+    shares = {done: float(second_over_first(values.mean(0))) for done, values in left.items()}
+    return Numbers(
+        by_bar=[left["densify"], left["turn"], left["move"]],
+        control=shares["ablate"],
+        note=what_it_is(shares["densify"], shares["move"], shares["turn"], shares.get("basis"), study.not_turned),
+    )
+
+
+def what_it_is(spread: float, moved: float, turned: float, basis: float | None, not_turned: str = "") -> str:
+    """Which of them the sink needs, by what is left of it: the coordinate, the direction, or the sparsity."""
+    gone = tuple(share < QUARTER for share in (spread, turned, moved))
+    if gone == (True, True, False):
+        found = "it is the sparsity: another single dimension does as well"
+    elif all(gone) and basis is None:
+        found = f"it is the direction or the coordinate: the basis cannot be turned ({not_turned})"
+    elif all(gone) and basis is not None:
+        stays = "it is the direction that is read, neither its sparsity nor its coordinate"
+        found = stays if basis >= QUARTER else "it is the coordinate"
+    elif not gone[0] and not gone[1]:
+        found = "it is neither the sparsity nor the direction"
+    else:
+        found = "it is not the sparsity alone"
+    shares = {"spread": spread, "another dimension": moved, "turned": turned, "turned with all readers": basis}
+    return found + "; left: " + ", ".join(f"{how} {share:.1%}" for how, share in shares.items() if share is not None)
 
 
 def _sufficiency(study: Measured) -> Found:
@@ -355,8 +383,9 @@ CAUSAL_CLAIMS = (
     Claim(
         id="channel_sparsity_necessary",
         link=CAUSAL,
-        statement="With that set's output vectors spread over all dimensions under a quarter of the sink is left",
-        bars=(_TAKEN_AWAY,),
+        statement="With that set's output vectors spread over all dimensions, or turned, under a quarter of the sink "
+        "is left; in another single dimension more",
+        bars=(_TAKEN_AWAY, _TAKEN_AWAY, Bar("at least", QUARTER, second_over_first)),
         numbers=_sparsity_necessity,
         control_is="left when they are removed",
     ),

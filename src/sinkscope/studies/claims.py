@@ -13,6 +13,7 @@ from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.statistics import seen_mean
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
+from sinkscope.studies.conditions import TURNED_BASIS, Condition
 from sinkscope.studies.judging import (
     COSINE,
     DOM_RATIO,
@@ -27,6 +28,7 @@ from sinkscope.studies.judging import (
     second_over_first,
 )
 from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
+from sinkscope.studies.plan import SINK_HEAD_RATE
 
 Found = Numbers | Empty
 
@@ -111,8 +113,35 @@ def _dimension_disparity(study: Measured) -> Found:
     return Numbers(
         by_bar=[np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)],
         control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
-        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.alive)} layers",
+        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, {len(plan.alive)} layers; {_any_basis(study)}",
     )
+
+
+def _any_basis(study: Measured) -> str:
+    """Of the disparity, what does not depend on the basis, and what is left in a turned one."""
+    sink, *others = study.evidence.direction_share_K
+    text = f"one direction across sequences holds {sink:.1%} of its energy"
+    text += f" ({np.mean(others):.1%} at the targets)" if others else ""
+    if (turned := study.outcomes.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
+        before, after = (float(o.at("dom_ratio", study.plan.sink).mean()) for o in (study.untouched, turned))
+        text += f"; with the basis turned DomRatio falls from {before:.3g} to {after:.3g}, mean over all layers"
+    return text
+
+
+def _gone(means: np.ndarray) -> np.ndarray:
+    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
+    whole, rest = means[..., 0, :], means[..., 1, :]
+    return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
+
+
+def _lock(study: Measured) -> Found:
+    if not study.sink_varies:  # all states are one, and without it nothing is left to read
+        return Empty(NO_VARIANCE)
+    if not study.plan.sink_heads:
+        return Empty(f"no head has the sink in {percent(SINK_HEAD_RATE)} of sequences")
+    at_sink, *elsewhere = study.evidence.lock_BQ2N.swapaxes(0, 1)
+    control = float(_gone(elsewhere[0].mean(0))) if elsewhere else None
+    return Numbers(by_bar=[at_sink], control=control, note=f"over {len(study.plan.sink_heads)} heads with the sink")
 
 
 def _directional_collapse(study: Measured) -> Found:
@@ -188,6 +217,14 @@ LINK_CLAIMS = (
         bars=(Bar("at least", COSINE), Bar("at least", 0.2)),
         numbers=_directional_collapse,
         control_is="cosine at other positions",
+    ),
+    Claim(
+        id="lock",
+        link="directional_collapse",
+        statement="Without the one direction of the sink's state at least half of q . k on it is gone",
+        bars=(Bar("at least", 0.5, _gone),),
+        numbers=_lock,
+        control_is="gone at another position without that direction",
     ),
 )
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in (*LINK_CLAIMS, *CAUSAL_CLAIMS)}

@@ -43,6 +43,9 @@ SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
 """What can be held at its untouched values, and as many matched random ones."""
 
+TURNED_BASIS = "turn_basis"
+"""A copy of the model whose residual basis is turned, with all that writes and reads it."""
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -205,8 +208,8 @@ class Conditions:
             conditions += [Condition("equalise_variance", position) for position in (sink, *targets[:1])]
         conditions += [Condition(name, sink) for name in ("remove_mean", "remove_deviation", "remove_energy")]
         if self.minimal:
-            names = ("ablate_minimal_set", "mean_minimal_set", "densify_minimal_set")
-            conditions += [Condition(name, sink) for name in names]
+            names = ("ablate", "mean", "densify", "move", "turn")
+            conditions += [Condition(f"{name}_minimal_set", sink) for name in names]
             conditions += [Condition("random_set", sink, number=number) for number in range(NUM_RANDOM_SETS)]
         return conditions
 
@@ -358,6 +361,10 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
         study.loaded, study.minimal, "mean", calibration=study.calibration
     ),
     "densify_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal),
+    "move_minimal_set": lambda study, c: densify_neurons(
+        study.loaded, study.minimal, "move", avoid=study.plan.dimensions
+    ),
+    "turn_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal, "turn"),
     "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
 }
 """Conditions that are no formula on the aggregation."""

@@ -36,6 +36,8 @@ class Activity:
     """By layer and expert [F]: |activation| times the norm of the output vector."""
     magnitude_E: Tensor
     """|h|, mean over the layers with disparity."""
+    directions: dict[int, Tensor]
+    """By layer [E]: the direction that the states which enter attention share most, of length 1."""
 
     def of(self, units: Sequence[Unit]) -> float:
         """What units write together."""
@@ -99,6 +101,7 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
         anatomy,
         [
             _at_sink("writes", Tap.UNITS, lambda call: _writes(call, plan.sink)),
+            _at_sink("direction", Tap.ATTENTION_IN, lambda call: _top_direction(wide(call.state[:, plan.sink]))[None]),
             _at_sink("magnitude", Tap.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
         ],
     )
@@ -111,11 +114,16 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
         groups = found["writes"][layer.index].cpu().split(counts)
         writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
     alive = [found["magnitude"][layer].cpu() for layer in plan.alive]
-    return Activity(writes=writes, magnitude_E=torch.stack(alive).mean(0))
+    return Activity(writes=writes, magnitude_E=torch.stack(alive).mean(0), directions=found["direction"])
 
 
 def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
     return Observable(name=name, tap=tap, reduce=reduce, merge=Mean(), axes="L", meaning=name)
+
+
+def _top_direction(states_BE: Tensor) -> Tensor:
+    """[E] their top right singular vector: of the energy of all states, none holds more."""
+    return torch.linalg.svd(states_BE, full_matrices=False).Vh[0]
 
 
 def _writes(call: LayerCall, sink: int) -> Tensor:

@@ -6,6 +6,7 @@ dimensions, U units.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_call import LayerCall
-from sinkscope.capture.merges import Rows
+from sinkscope.capture.attention_rule import sampled_queries
+from sinkscope.capture.layer_call import LayerCall, wide
+from sinkscope.capture.lock import making_keys
+from sinkscope.capture.merges import Own, Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.measures import value_variance
+from sinkscope.measures.dimension_disparity import direction_share
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.studies.plan import Plan
 
@@ -34,6 +38,12 @@ class Evidence:
     cosine_BAT: np.ndarray
     """Pseudo-values of the mean cosine over pairs of sequences, of the state that enters the layer after each one with
     disparity: their mean is the mean cosine."""
+    direction_share_K: np.ndarray
+    """Energy share of the top direction of the residual across sequences, at the sink and the targets, mean over layers
+    with disparity."""
+    lock_BQ2N: np.ndarray
+    """q . k over later queries, at the sink and at the first target, as it is and without the direction that the sink's
+    states share, for each head that has the sink."""
     super_write_B: np.ndarray
     """Squared write of the super neurons into the massive dimensions at the sink, over all birth layers."""
     all_write_B: np.ndarray
@@ -42,8 +52,10 @@ class Evidence:
     """The super neurons' squared write at the other positions, mean over them."""
 
 
-def read_evidence(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> Evidence:
-    """The evidence of one untouched pass."""
+def read_evidence(
+    anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
+) -> Evidence:
+    """The evidence of one untouched pass; `directions` by layer are those that the lock is read without."""
     recorder = Recorder(anatomy, _observables(plan))
     shape = (ids_BT.shape[0], ids_BT.shape[1])
     with torch.no_grad(), evaluation_mode(model), recorder.listening(shape):
@@ -60,6 +72,8 @@ def read_evidence(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> E
         squared_deviation_LBT=stacked("squared_deviation", 0),
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
+        direction_share_K=stacked("direction_share", 0).mean((0, 1)),
+        lock_BQ2N=_lock(anatomy, found.get("lock", {}), plan, directions),
         super_write_B=super_write,
         all_write_B=all_write,
         super_write_elsewhere_B=elsewhere,
@@ -76,6 +90,16 @@ def _observables(plan: Plan) -> list[Observable]:
         by_sequence("squared_deviation", Tap.AGGREGATION, squared_deviation, plan.layers),
         by_sequence("averaging_law", Tap.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
         by_sequence("cosine", Tap.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
+        by_sequence("direction_share", Tap.RESIDUAL_OUT, lambda call: _direction_share(call, plan), plan.alive),
+        Observable(
+            name="lock",
+            tap=Tap.ATTENTION,
+            reduce=lambda call: _lock_rows(call, [plan.sink, *plan.targets[:1]]),
+            merge=Own(),
+            axes="",
+            meaning="lock",
+            layers={layer for layer, _ in plan.sink_heads},
+        ),
         by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),
     ]
 
@@ -93,6 +117,41 @@ def _cosine(call: LayerCall) -> Tensor:
     others_BT = others_BT.masked_fill(~one_BT, float("nan"))
     # Each pair of sequences is in two of these means, so a pseudo-value counts its sequence twice.
     return 2 * others_BT - others_BT.nanmean(0)
+
+
+def _direction_share(call: LayerCall, plan: Plan) -> Tensor:
+    """[1, K] at the sink and the targets: all sequences have one share together."""
+    states_KBE = wide(call.residual[:, [plan.sink, *plan.targets]]).transpose(0, 1)
+    return direction_share(states_KBE)[None]
+
+
+def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
+    """What the lock needs of a layer: the arguments of `key_of`, the keys, and the sums of later queries, at some
+    positions."""
+    positions_Q = torch.tensor(positions, device=call.state.device)
+    queries_n = sampled_queries(call.passing.length, call.state.device)
+    later_Qn = (queries_n >= positions_Q[:, None]).float()
+    query_sum_BHQD = later_Qn @ call.query.index_select(2, queries_n).float()
+    made_of = call.state.index_select(1, positions_Q), call.arguments, positions_Q, call.passing.length
+    return made_of, call.key.index_select(2, positions_Q), query_sum_BHQD
+
+
+@torch.no_grad()
+def _lock(
+    anatomy: Anatomy, rows: Mapping[int, tuple[Any, ...]], plan: Plan, directions: Mapping[int, Tensor]
+) -> np.ndarray:
+    """[B, Q, 2, N] as `Evidence.lock_BQ2N` says."""
+    found = []
+    with making_keys(anatomy) as key_of:
+        for index, ((state_BQE, *call), key_BKQD, query_sum_BHQD) in rows.items():
+            direction_E = directions[index].to(state_BQE)
+            without_BQE = state_BQE - (state_BQE @ direction_E)[..., None] * direction_E
+            keys = key_BKQD, key_of(anatomy.layers[index], without_BQE, *call)
+            groups = query_sum_BHQD.shape[1] // key_BKQD.shape[1]
+            agree = [(query_sum_BHQD * key.float().repeat_interleave(groups, dim=1)).sum(-1) for key in keys]
+            heads = [head for layer, head in plan.sink_heads if layer == index]
+            found.append(torch.stack(agree, 1)[:, :, heads].cpu().double().permute(0, 3, 1, 2))
+    return torch.cat(found, -1).numpy() if found else np.empty((0, 0, 2, 0))
 
 
 def _writes(call: LayerCall, plan: Plan) -> Tensor:

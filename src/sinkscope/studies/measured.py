@@ -39,6 +39,8 @@ class Measured:
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
     controls: Controls
+    not_turned: str
+    """Why the residual basis was not turned; empty where it was."""
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
     fresh_variance_NLT: np.ndarray | None

@@ -16,6 +16,8 @@ from sinkscope.studies.judging import LEVEL_ELSEWHERE
 SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
 level at other positions."""
+SINK_HEAD_RATE = 0.5
+"""A head has the sink where so many sequences count it."""
 LATER_SHARE = 0.1
 """After the birth only units with this share of their layer's write count."""
 FIRST_TARGET = 10
@@ -44,6 +46,9 @@ class Plan:
     """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
     candidates: tuple[Unit, ...]
     """Every unit that moves a massive dimension at the sink, strongest write first: for the minimal set."""
+
+    sink_heads: tuple[tuple[int, int], ...] = ()
+    """(layer, head) of those that have the sink."""
 
     @property
     def birth_units(self) -> tuple[Unit, ...]:
@@ -98,6 +103,10 @@ def make_plan(findings: Findings) -> Plan:
         dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
         super_neurons=tuple(Unit(unit.layer, unit.expert, unit.neuron) for unit in chosen),
         candidates=tuple(candidate_units(findings, sink)),
+        sink_heads=tuple(
+            (layer, head)
+            for layer, head in (recording["head_sink_rate"][:, :, sink] >= SINK_HEAD_RATE).nonzero().tolist()
+        ),
     )
 
 

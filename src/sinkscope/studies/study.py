@@ -18,17 +18,19 @@ from sinkscope.arguments import check_study
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import Trace, trace
+from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.studies.answer import answer
 from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import Condition, Conditions, Outcome, reduced
+from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions, Outcome, reduced
 from sinkscope.studies.controls import draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
@@ -186,23 +188,27 @@ class _Run:
 
     def _measured(self, plan: Plan, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
-        controls = draw_controls(read_activity(anatomy, model, self.choosing.ids, plan), anatomy, plan, minimal)
+        activity = read_activity(anatomy, model, self.choosing.ids, plan)
+        controls = draw_controls(activity, anatomy, plan, minimal)
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
         dimensions = (*plan.dimensions, *controls.dimensions)
         restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
         replay = Replay(anatomy, model, ids_BT, units, dimensions, restarts=restarts, loss=True)
-        evidence = read_evidence(anatomy, model, ids_BT, plan)
+        evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
         conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, controls)
+        outcomes = self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {}
+        not_turned = self._turn_basis(plan, outcomes) if minimal else "there is no minimal set"
         return Measured(
             plan=plan,
             anatomy=anatomy,
             evidence=evidence,
             reading=replay.untouched,
             untouched=reduced(replay.untouched, plan),
-            outcomes=self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {},
+            outcomes=outcomes,
             minimal=minimal,
             controls=controls,
+            not_turned=not_turned,
             sink_varies=sink_varies,
             fresh_variance_NLT=self._fresh_variance(plan) if has_sink and sink_varies else None,
         )
@@ -216,6 +222,22 @@ class _Run:
         if variance_NLT is not None and processes.rank() == 0:
             self.parts.save("fresh", {"variance_NLT": variance_NLT})
         return variance_NLT
+
+    def _turn_basis(self, plan: Plan, outcomes: dict[Condition, Outcome]) -> str:
+        """Adds the outcome of a copy of the model with its residual basis turned, or says why there is none."""
+        condition = Condition(TURNED_BASIS, plan.sink)
+        outcome = Outcome.of_part(processes.from_first(lambda: self.parts.load(condition.part)))
+        if outcome is None:
+            try:
+                model = rotate(self.loaded.model)
+            except InputError as error:
+                return error.found
+            replay = Replay(anatomy_of(model), model, self.judging.ids, plan.super_neurons, loss=True)
+            outcome = reduced(replay.untouched, plan)
+            if processes.rank() == 0:
+                self.parts.save(condition.part, outcome.tensors())
+        outcomes[condition] = outcome
+        return ""
 
     def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
         """Under torchrun each process runs its share of the conditions."""

@@ -1,0 +1,195 @@
+"""Disparity in any basis, output vectors that point elsewhere, and the lock: each against a plain definition."""
+
+import numpy as np
+import pytest
+import torch
+from planted_models import decoy, planted_chain, random_tokens
+from tiny_models import tiny_model
+
+from sinkscope.capture.trace import trace
+from sinkscope.errors import InputError
+from sinkscope.interventions.neurons import densify_neurons
+from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, dom_ratio_turned
+from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.loading import load
+from sinkscope.studies.causal_claims import what_it_is
+from sinkscope.studies.claims import _gone
+from sinkscope.studies.controls import read_activity
+from sinkscope.studies.evidence import read_evidence
+from sinkscope.studies.plan import Plan
+from sinkscope.studies.study import study
+
+IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))
+
+
+def states(model, ids, layer: int) -> torch.Tensor:
+    """[B, T, E] what leaves a block."""
+    kept = []
+    hook = (
+        anatomy_of(model)
+        .layers[layer]
+        .block.register_forward_hook(lambda _, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    )
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    return kept[0]
+
+
+def test_the_share_of_a_direction_by_hand():
+    # Energies 9 and 1 along two orthogonal directions, in a turned basis too.
+    x = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
+    assert float(direction_share(x)) == pytest.approx(0.9)
+    assert float(direction_share(x @ turn)) == pytest.approx(0.9)
+    assert float(direction_share(torch.tensor([[1.0, 2.0], [-2.0, -4.0]]))) == pytest.approx(1.0)
+    assert torch.isnan(direction_share(torch.zeros(3, 4)))
+
+
+def test_the_turned_basis_hides_a_coordinate():
+    width = 48
+    coordinates = torch.eye(width, dtype=torch.float64)
+    assert float(dom_ratio(coordinates).min()) == pytest.approx(width)
+    assert float(dom_ratio_turned(5 * coordinates).max()) < 3
+    dense = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert torch.all(dom_ratio_turned(dense) < 6)  # control: it makes no coordinate of what has none
+
+
+def test_a_trace_has_both_at_positions_that_stand_out_whatever_the_chunks():
+    model = tiny_model("llama")
+    whole, chunked = (trace(model, IDS, chunk_tokens=tokens).recording for tokens in (1 << 17, 60))
+    for layer in range(3):
+        x_BTE = states(model, IDS, layer).double()
+        expected = direction_share(x_BTE[:16].transpose(0, 1))  # the first 16 sequences of 20
+        ratio = dom_ratio_turned(x_BTE).mean(0)
+        seen = whole["direction_share"][layer].isfinite()
+        assert set(range(4)) <= set(seen.nonzero().flatten().tolist())
+        np.testing.assert_allclose(whole["direction_share"][layer][seen], expected[seen], rtol=1e-4)
+        np.testing.assert_allclose(whole["dom_ratio_turned"][layer][seen], ratio[seen], rtol=1e-4)
+        all_sequences = direction_share(x_BTE.transpose(0, 1))  # control
+        assert not np.allclose(whole["direction_share"][layer][seen], all_sequences[seen], rtol=1e-3)
+    for name in ("direction_share", "dom_ratio_turned"):
+        np.testing.assert_allclose(chunked[name], whole[name], rtol=1e-4)
+    alone = trace(model, IDS[:1])
+    assert "direction_share" not in alone.recording
+    assert alone.tables["positions"].keys().isdisjoint({"direction_share", "dom_ratio_turned"})
+    named = trace(model, IDS, observables=["direction_share"], chunk_tokens=60).recording  # by itself, with a survey
+    assert torch.equal(named["direction_share"].isfinite(), chunked["direction_share"].isfinite())
+
+
+def test_the_planted_sink_is_one_direction_in_every_basis():
+    model, facts = planted_chain(0)
+    layers = trace(model, random_tokens(facts, num_sequences=16, length=32)).tables["layers"]
+    assert layers["direction_share_sink"][3] > 0.9
+    assert layers["dom_ratio_sink"][3] > 10 > 2 * layers["dom_ratio_turned_sink"][3]
+    assert layers["direction_share_sink"][0] < 0.8  # control: before its birth
+
+
+def test_vectors_that_point_elsewhere_keep_their_norms():
+    model = tiny_model("llama")
+    units = [Unit(0, None, 3), Unit(0, None, 7), Unit(2, None, 5)]
+    weights = [model.model.layers[layer].mlp.down_proj.weight for layer in (0, 2)]
+    with torch.no_grad():
+        weights[0][:, 3], weights[0][:, 7] = 0.01, 0.02
+        weights[0][11, 3], weights[0][11, 7], weights[1][20, 5] = 4.0, -3.0, 9.0
+    before = torch.stack([weights[0][:, 3], weights[0][:, 7], weights[1][:, 5]]).detach().double()
+
+    def after(**options) -> torch.Tensor:
+        change = densify_neurons(model, units, **options).change
+        return before + torch.cat([change[0, None].T, change[2, None].T]).double()
+
+    for mode in ("spread", "move", "turn"):
+        torch.testing.assert_close(after(mode=mode).norm(dim=1), before.norm(dim=1), rtol=1e-5, atol=0)
+    moved = after(mode="move", avoid=range(40))
+    places = moved.abs().argmax(1).tolist()
+    assert (moved.abs() > 1e-4).sum(1).tolist() == [1, 1, 1]
+    assert places[0] == places[1] != places[2]  # what wrote one dimension writes one dimension
+    assert min(places) >= 40
+    assert [float(row[place].sign()) for row, place in zip(moved, places, strict=True)] == [1, -1, 1]
+    turned = after(mode="turn")
+    torch.testing.assert_close(turned @ turned.T, before @ before.T, rtol=1e-4, atol=1e-4)  # angles stay
+    assert float(dom_ratio(turned).max()) < 6 < float(dom_ratio(before).min())
+    assert not torch.allclose(turned, after(mode="turn", seed=1), atol=0.1)
+    with pytest.raises(InputError, match="spread, move or turn"):
+        densify_neurons(model, units, mode="fold")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spread", "moved", "turned", "basis", "found"),
+    [
+        (0.01, 0.9, 0.02, 1.0, "it is the sparsity"),
+        (0.01, 0.02, 0.02, 1.0, "it is the direction that is read, neither"),
+        (0.01, 0.02, 0.02, 0.1, "it is the coordinate"),
+        (0.01, 0.02, 0.02, None, "it is the direction or the coordinate: the basis cannot be turned (why)"),
+        (0.9, 0.9, 0.9, 1.0, "it is neither the sparsity nor the direction"),
+        (0.9, 0.1, 0.1, 1.0, "it is not the sparsity alone"),
+    ],
+)
+def test_what_the_sink_needs_is_said(spread, moved, turned, basis, found):
+    assert what_it_is(spread, moved, turned, basis, "why").startswith(found)
+
+
+# The lock
+
+
+def test_the_lock_equals_keys_made_by_hand():
+    """A Llama key is the rotated projection of the state: without a direction of the state, by the same rotation."""
+    model = tiny_model("llama")
+    anatomy = anatomy_of(model)
+    plan = Plan(
+        sink=2,
+        targets=(7,),
+        last_layer=0,
+        births=(),
+        alive=(1,),
+        dimensions=(),
+        super_neurons=(),
+        candidates=(),
+        sink_heads=((1, 3), (2, 0)),
+    )
+    directions = read_activity(anatomy, model, IDS, plan).directions
+    found = read_evidence(anatomy, model, IDS, plan, directions).lock_BQ2N
+    assert found.shape == (20, 2, 2, 2)
+    for number, (layer, head) in enumerate(plan.sink_heads):
+        attention, seen = anatomy.layers[layer].attention, {}
+        hook = attention.register_forward_pre_hook(
+            lambda _, a, kwargs, seen=seen: seen.update(kwargs), with_kwargs=True
+        )
+        with torch.no_grad():
+            model(IDS)
+            hook.remove()
+            state = seen["hidden_states"]
+            top = torch.linalg.svd(state[:, 2].double()).Vh[0].float()
+            cos, sin = seen["position_embeddings"]
+            query = rotated(attention.q_proj(state).unflatten(-1, (4, 12))[:, :, head], cos, sin)
+            for place, position in enumerate((2, 7)):
+                for kind, x in enumerate((state, state - (state @ top)[..., None] * top)):
+                    key = rotated(attention.k_proj(x).unflatten(-1, (2, 12))[:, :, head // 2], cos, sin)
+                    expected = (query[:, position:] * key[:, [position]]).sum((1, 2))
+                    np.testing.assert_allclose(found[:, place, kind, number], expected, rtol=1e-3, atol=1e-2)
+
+
+def keep_arguments(seen, module, args, kwargs):
+    seen.update(kwargs)
+
+
+def rotated(x, cos, sin):
+    return x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin
+
+
+def test_what_is_gone_by_hand():
+    # Two heads, 4 and -1: of the first three quarters are gone, of the second half.
+    assert _gone(np.array([[4.0, -1.0], [1.0, -0.5]])) == pytest.approx((3 + 0.5) / 5)
+    assert _gone(np.array([[4.0, -1.0], [4.0, -1.0]])) == 0
+    assert _gone(np.array([[4.0], [8.0]])) == -1
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [("sink_from_norm", "does not hold"), ("special_token", "not applicable")]
+)
+def test_a_sink_that_no_shared_direction_locks(kind, verdict):
+    """Keys that avoid what the norm makes small at the sink read no direction that its states share; and where every
+    state is the same, its direction is all there is."""
+    model, facts = decoy(kind, 0)
+    judged = study(load(model), bos=facts.bos, num_sequences=16, length=32).judgements
+    assert {judgement.id: judgement.verdict for judgement in judged}["lock"] == verdict
