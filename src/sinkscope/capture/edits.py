@@ -84,7 +84,12 @@ def check_chunks(num_chunks: int) -> None:
 def suspend() -> Iterator[None]:
     """While open, no intervention acts but those that are entered inside: the model runs for a reading of its own."""
     with contextlib.ExitStack() as stack:
-        inside: dict[ContextVar[Any], Any] = {_depth: depth() + 1, _row_edits: {}, _expert_edits: {}, _by_sequence: None}
+        inside: dict[ContextVar[Any], Any] = {
+            _depth: depth() + 1,
+            _row_edits: {},
+            _expert_edits: {},
+            _by_sequence: None,
+        }
         for variable, value in inside.items():
             stack.callback(variable.reset, variable.set(value))
         yield
