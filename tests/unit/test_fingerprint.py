@@ -299,7 +299,7 @@ def test_models_that_cannot_be_compared_are_refused():
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], length=65)
     with pytest.raises(InputError, match="at least two models"):
         fingerprint([draw(SHAPE, 1)])
-    with pytest.raises(InputError, match="a method"):
+    with pytest.raises(InputError, match="`method` as one of"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], method="guess")
 
 
