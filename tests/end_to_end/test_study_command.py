@@ -25,6 +25,10 @@ FILES = {"config.yaml", "environment.json", "summary.json", "calibration.safeten
 TRACE_TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
 
 
+EXCLUDED = ("unmixed_value_matters", "energy_is_what_matters", "energy_suffices", "channel_sparsity_necessary")
+"""What the planted chain, which runs on variance and on the direction that keys read, is not about."""
+
+
 @pytest.fixture(scope="session")
 def chain_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "chain"
@@ -93,13 +97,13 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert [claim["id"] for claim in summary["claims"]] == list(CLAIMS)
     for claim in summary["claims"]:
         assert claim.keys() == {"id", "verdict", "effect", "low", "high", "control", "n"}
-        assert claim["verdict"] in ("holds", "undecided")
+        assert claim["verdict"] in (("does not hold",) if claim["id"] in EXCLUDED else ("holds", "undecided"))
         assert claim["low"] <= claim["effect"] <= claim["high"]
         assert claim["n"] == 16
     facts = planted_chain(0)[1]
     assert summary["minimal_set"] == [{"layer": 2, "expert": None, "neuron": facts.super_neurons[0][1]}]
     assert summary["sink_without_minimal_set"] == "gone"
-    assert f"minimal set of units (2:{facts.super_neurons[0][1]})" in summary["verdict"]
+    assert f"Unit 2:{facts.super_neurons[0][1]} writes it" in summary["verdict"]
     tables = {schema.name for schema in STUDY_TABLES} | set(TRACE_TABLES)
     assert visible(run) == FILES | {f"{name}.parquet" for name in tables}
     assert {name: len(read_table(run / name)) > 0 for name in tables} == dict.fromkeys(tables, True)

@@ -172,7 +172,7 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
         at_QKB=np.stack(at),
         rows_QBT=np.stack([getattr(reading, name).double().nanmean(0).float().numpy() for name in ROWS.values()]),
         norm_LPB=np.concatenate([norm_LTB[:, places], norm_LTB[:, elsewhere].mean(1, keepdims=True)], 1),
-        squares_2KBL=reading.squares_LB2T[plan.layers][..., list(places)].double().permute(2, 3, 1, 0).numpy(),
+        squares_2KBL=reading.squares_LB2T[plan.mixed][..., list(places)].double().permute(2, 3, 1, 0).numpy(),
         units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )
@@ -280,13 +280,13 @@ class Conditions:
         )
         # Made with the mixing on: that is what it is calibrated with. What cannot be met shows in the check.
         with together(mixing):
-            where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.layers, nearest=True)
+            where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.mixed, nearest=True)
             return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
 
     def _level(self, mixing: str, target: int) -> Mapping[int, Moments]:
         if (mixing, target) not in self._levels:
             made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
-            place = Place(on=AGGREGATION, layers=tuple(self.plan.layers), positions=(target,))
+            place = Place(on=AGGREGATION, layers=tuple(self.plan.mixed), positions=(target,))
             self._levels[mixing, target] = moments_under(made, self.loaded.model, self.calibration, place)
         return self._levels[mixing, target]
 
@@ -315,18 +315,18 @@ def _seeing(*back: int) -> Callable[[Conditions, Condition], Intervention]:
     """The target sees the keys so far back and no others, in layers up to the birth."""
 
     def make(study: Conditions, c: Condition) -> Intervention:
-        return edit_mask(study.loaded, c.target, "only", [c.target - b for b in back], layers=study.plan.layers)
+        return edit_mask(study.loaded, c.target, "only", [c.target - b for b in back], layers=study.plan.mixed)
 
     return make
 
 
 def _see_far(study: Conditions, c: Condition) -> Intervention:
     far = 1 if study.plan.sink != 1 else 2
-    return edit_mask(study.loaded, c.target, "only", far, layers=study.plan.layers)
+    return edit_mask(study.loaded, c.target, "only", far, layers=study.plan.mixed)
 
 
 def _open_to_later(study: Conditions, c: Condition) -> Intervention:
-    return edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1]), layers=study.plan.layers)
+    return edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1]), layers=study.plan.mixed)
 
 
 def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[int]) -> Intervention:

@@ -92,7 +92,7 @@ class Measured:
             if off_L.max() > np.log(1 + TOLERANCE):
                 worst = int(off_L.argmax())
                 ratio = found_BL[:, worst].mean() / wanted_BL[:, worst].mean()
-                where = f"{ratio:.2f} of it in layer {self.plan.layers[worst]}"
+                where = f"{ratio:.2f} of it in layer {self.plan.mixed[worst]}"
                 return f"{conditions[0].label} misses its {moment}: {where}"
         return None
 

@@ -63,6 +63,12 @@ class Plan:
         return range(self.last_layer + 1) if born else range(max(1, self.last_layer))
 
     @property
+    def mixed(self) -> range:
+        """Layers up to the last birth, where the factorial changes what a token sees: where disparity is erased and
+        born again, what happens before the first birth alone makes no sink."""
+        return range(max(self.births) + 1) if len(self.births) > 1 else self.layers
+
+    @property
     def layers(self) -> range:
         """Layers up to the birth of disparity."""
         return range(self.last_layer + 1)

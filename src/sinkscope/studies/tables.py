@@ -162,7 +162,7 @@ def _manipulation(study: Measured) -> _Rows:
             continue
         ratios_3L = study.moments_over_untouched(condition)
         _, energy_L, squared_mean_L = outcome.moments(condition.target)
-        for number, layer in enumerate(study.plan.layers):
+        for number, layer in enumerate(study.plan.mixed):
             variance, energy, squared_mean = (_number(value) for value in ratios_3L[:, number])
             rows.add(
                 condition=condition.label,
