@@ -105,7 +105,7 @@ def test_the_chain_runs_from_left_to_right_with_evidence(pages, browser):
     evidence = browser.evaluate(
         "[...document.querySelectorAll('.panel')].map(e => e.querySelector('.evidence').innerText)"
     )
-    assert "14.0 (13.0 to 15.0); control 0.700 (the largest of any other position)" in evidence[3]
+    assert "4.60 (4.28 to 4.92); control 0.230 (the largest of any other position)" in evidence[3]
     assert browser.evaluate("document.querySelectorAll('.arrow').length") == 7
     browser.resize(400)
     tops = browser.evaluate("[...document.querySelectorAll('.panel')].map(e => e.getBoundingClientRect().top)")
