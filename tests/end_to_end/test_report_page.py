@@ -10,6 +10,7 @@ from chromium import CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder
 from training_folders import curved_loss, write_training_folder
 
+from sinkscope.report import study
 from sinkscope.report.comparison import write_comparison_page
 from sinkscope.report.study import write_study_page
 from sinkscope.report.text import token_text, visible
@@ -106,7 +107,7 @@ def test_the_chain_runs_from_left_to_right_with_evidence(pages, browser):
         "[...document.querySelectorAll('.panel')].map(e => e.querySelector('.evidence').innerText)"
     )
     assert "4.60 (4.28 to 4.92); control 0.230 (the largest of any other position)" in evidence[3]
-    assert browser.evaluate("document.querySelectorAll('.arrow').length") == 7
+    assert browser.evaluate("document.querySelectorAll('.arrow').length") == len(study.ARROWS)
     browser.resize(400)
     tops = browser.evaluate("[...document.querySelectorAll('.panel')].map(e => e.getBoundingClientRect().top)")
     assert tops == sorted(set(tops))
