@@ -51,6 +51,7 @@ class Place:
 
 _active: ContextVar[tuple[tuple[int, Intervention], ...]] = ContextVar("sinkscope_interventions", default=())
 """With the depth that each was entered at."""
+_gathering: ContextVar[bool] = ContextVar("sinkscope_gathering_interventions", default=False)
 
 
 class Intervention(contextlib.AbstractContextManager):
@@ -109,24 +110,46 @@ class Intervention(contextlib.AbstractContextManager):
             if self.by_sequence:
                 stack.enter_context(going_by_sequence(self.name))
             self.opening(stack)
-            for intervention in active(self.anatomy):
-                intervention.calibrate()
+            _calibrate()
             self._opened.append(stack.pop_all())
         return self
 
     def __exit__(self, *exception):
         result = self._opened.pop().__exit__(*exception)
-        for intervention in active(self.anatomy):
-            intervention.calibrate()
+        _calibrate()
         return result
+
+
+def _calibrate() -> None:
+    """Calibrates what is on, with the others on. Inside of a calibration the others act as they are."""
+    if depth() == 0 and not _gathering.get():
+        for _, intervention in _active.get():
+            intervention.calibrate()
+
+
+@contextlib.contextmanager
+def _gathered() -> Iterator[None]:
+    """While open, interventions that are entered or left wait for one another to be calibrated."""
+    token = _gathering.set(True)
+    try:
+        yield
+    finally:
+        _gathering.reset(token)
 
 
 @contextlib.contextmanager
 def together(interventions: Iterable[Intervention]) -> Iterator[int | None]:
     """All of them at once; yields the first layer that any of them touches, None where there are none."""
-    with contextlib.ExitStack() as stack:
-        first_layers = [stack.enter_context(intervention).first_layer for intervention in interventions]
-        yield min((layer for layer in first_layers if layer is not None), default=None)
+    stack = contextlib.ExitStack()
+    try:
+        with _gathered():
+            entered = [stack.enter_context(intervention) for intervention in interventions]
+        _calibrate()
+        yield min((i.first_layer for i in entered if i.first_layer is not None), default=None)
+    finally:
+        with _gathered():
+            stack.close()
+        _calibrate()
 
 
 class BatchShape:
