@@ -432,15 +432,6 @@ def test_a_position_beyond_a_shorter_text_is_refused_when_it_runs():
         trace(model, IDS[:, :19])
 
 
-def test_calibrating_while_an_intervention_is_on_is_refused():
-    model = model_of("llama")
-    with left_as_it_was(model), mask_to_self(model, 5):
-        with pytest.raises(InputError, match="made before other interventions are on") as error:
-            amplify(model, 6)
-        assert "first" in error.value.next_step
-        amplify(model_of("llama", seed=1), 6)  # of another model it says nothing
-
-
 def test_untouched_values_are_untouched_whatever_is_on():
     """A clamp, a mean and a resample may be made while an intervention is on: what they read is read without it."""
     model = model_of("deepseek_v3")
