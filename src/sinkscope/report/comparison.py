@@ -188,7 +188,7 @@ def _numbers(runs: Labelled) -> str:
                 run.strongest,
                 ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
                 ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
-                _largest(dom_ratio["sink"]),
+                _largest(dom_ratio.get("sink")),
                 _largest(dom_ratio["elsewhere"]),
                 _largest(run.tables["layers"]["variance_ratio"]),
             )

@@ -97,7 +97,7 @@ def _curve_layers(run: Run) -> list[int]:
 
 
 def _variance(run: Run) -> Figure:
-    applicable = run.summary["variance_ratio"] is not None
+    applicable = run.summary.get("variance_ratio") is not None
     name = "value_variance" if applicable else "second_moment"
     values, law = (by_layer_and_position(run, column)[:, :NUM_POSITIONS_DRAWN] for column in (name, "averaging_law"))
     fits = run.tables["layers"]["averaging_law_r_squared"]
