@@ -1,5 +1,6 @@
 """Head-wise RMSNorm before the output projection of every family: what it computes, training, saving, taking it out."""
 
+import contextlib
 import copy
 
 import pytest
@@ -189,3 +190,26 @@ def test_an_edit_before_the_norm_is_normalised_and_one_behind_it_is_not(family):
         torch.testing.assert_close(logits(model), untouched, rtol=1e-3, atol=1e-3)
     with sinkscope.scale_norm(model, 5, 4.0, **where):
         assert (logits(model) - untouched).abs().max() > 1e-2
+
+
+def test_variance_is_matched_on_the_side_of_the_norm_that_is_asked_for():
+    model, entering = tiny_model("llama"), []
+    batch = given_batch(torch.randint(3, 97, (64, 20), generator=torch.Generator().manual_seed(2)))
+    (norm, *_) = insert_head_norm(model)
+    norm.register_forward_hook(lambda module, args, output: entering.append(args[0][:, 5].var(0).mean()))
+
+    def variance(*on):
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for intervention in on:
+                stack.enter_context(intervention)
+            model(batch.ids)
+        return float(entering[-1])
+
+    mask, where = sinkscope.mask_to_self(model, 5), dict(calibration=batch, layers=[0])
+    with mask:
+        before, behind = (sinkscope.match_variance(model, 5, before_norm=side, **where) for side in (True, False))
+    # The control: what is matched behind the norm leaves what enters it as the mask made it.
+    untouched, masked, matched, control = (variance(*on) for on in ((), (mask,), (mask, before), (mask, behind)))
+    assert matched == pytest.approx(untouched, rel=1e-3)
+    assert control == pytest.approx(masked, rel=1e-3)
+    assert masked > 1.5 * untouched

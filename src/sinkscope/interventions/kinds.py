@@ -212,11 +212,11 @@ def _mask(mode: Any) -> Make:
     return make
 
 
-def _aggregation(formula: str) -> Make:
+def _aggregation(formula: str, **side: bool) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.aggregation import AggregationEdit
 
-        where = {"layers": range(setting.last_layer + 1), **where}
+        where = {"layers": range(setting.last_layer + 1), **side, **where}
         return [
             AggregationEdit(setting.loaded, formula, *value, calibration=setting.calibration, **where)
             for value in values
@@ -329,6 +329,13 @@ KINDS: dict[str, Kind] = {
     ),
     "only": Kind(example="10:9", does=" that alone may be attended to, such as 10:9", make=_mask("only"), **_KEYED),
     "amplify": Kind(does=", variance amplification", make=_aggregation("amplify_variance"), **_DOSED, **_BY_SCALING),
+    "amplify_before_norm": Kind(
+        does=", the same before the norm on the aggregation, in models that have one",
+        make=_aggregation("amplify_variance", before_norm=True),
+        control=_aggregation("scale_norm", before_norm=True),
+        control_is="its whole aggregation is scaled by the factor before the norm",
+        **_DOSED,
+    ),
     "scale_norm": Kind(does=", scales the whole aggregation", make=_aggregation("scale_norm"), **_DOSED),
     "shift_mean": Kind(
         does=", adds 1 - factor times the mean", make=_aggregation("shift_mean"), **_DOSED, **_BY_SCALING

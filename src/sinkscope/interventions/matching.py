@@ -128,12 +128,14 @@ def match_moments(
     layers: Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
+    before_norm: bool = False,
 ) -> MatchMoments:
     """The batch variance and the energy of the aggregation at `position`, each at its level; None leaves one to follow.
 
     A level is "untouched", or an intervention (or several): what the position has with those on and no others.
+    `before_norm`: on what enters the norm on the aggregation, in models that have one.
     """
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
     return MatchMoments(model, position, variance=variance, energy=energy, calibration=calibration, **where)
 
 
@@ -146,9 +148,10 @@ def match_variance(
     layers: Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
+    before_norm: bool = False,
 ) -> MatchMoments:
     """The batch variance of the aggregation at `position` brought to the level `to`; its mean is left alone."""
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
     return MatchMoments(model, position, variance=to, calibration=calibration, **where)
 
 
@@ -161,9 +164,10 @@ def match_energy(
     layers: Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
+    before_norm: bool = False,
 ) -> MatchMoments:
     """The energy of the aggregation at `position` brought to the level `to`; its variance is left alone."""
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences)
+    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
     return MatchMoments(model, position, energy=to, calibration=calibration, **where)
 
 
