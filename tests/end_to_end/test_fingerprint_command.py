@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import assert_refused, in_a_process
+from command_line import assert_refused
 from training_runs import short_run
 
 from sinkscope.origins.fingerprint_schemas import FINGERPRINT_TABLES
@@ -17,14 +17,14 @@ def run(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("runs"))
 
 
-def test_a_run_knows_its_initialisation(run, tmp_path):
+def test_a_run_knows_its_initialisation(run, sinkscope, tmp_path):
     few = ("--num-sequences", 96, "--length", 16)
     specs = (f"init:{run}", run, run / "snapshots" / "step-00000002", run / "checkpoints" / "step-00000004")
-    result = in_a_process("fingerprint", *specs, *few, "--out", "found", "--fresh", 2, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "3 same origin" in result.stdout
-    assert "no proof of theft" in " ".join(result.stdout.split())
-    assert "innocence" not in result.stdout, "nothing was found different"
+    result = sinkscope("fingerprint", *specs, *few, "--out", "found", "--fresh", 2)
+    assert result.code == 0, result.err
+    assert "3 same origin" in result.out
+    assert "no proof of theft" in " ".join(result.out.split())
+    assert "innocence" not in result.out, "nothing was found different"
     found = tmp_path / "found"
     for schema in FINGERPRINT_TABLES:
         read_table(found / schema.name, schema)
@@ -42,9 +42,9 @@ def test_a_run_knows_its_initialisation(run, tmp_path):
     names = sorted(path.name for path in (found / "signatures").iterdir())
     assert len(names) == 6
     paths = [found / "signatures" / name for name in (names[0], names[1], names[4])]
-    again = in_a_process("fingerprint", *paths, "--matrix", "--fresh", 0, "--json", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    pairs = json.loads(again.stdout)["pairs"]
+    again = sinkscope("fingerprint", *paths, "--matrix", "--fresh", 0, "--json")
+    assert again.code == 0, again.err
+    pairs = json.loads(again.out)["pairs"]
     assert [pair["verdict"] for pair in pairs] == ["same origin", "can't tell", "can't tell"]
     assert pairs[0]["z"] == summary["pairs"][0]["z"]
 

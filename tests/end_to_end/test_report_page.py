@@ -1,8 +1,5 @@
 """The pages in real headless Chromium: drawn, quiet, self-contained, and readable in a wide and in a narrow window."""
 
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -246,25 +243,21 @@ def test_every_figure_names_files_that_are_there(pages, browser):
             assert (pages["study"].parent / "study_run" / name).is_file()
 
 
-def test_compare_command(pages, tmp_path):
+def test_compare_command(pages, sinkscope, tmp_path):
     root = pages["study"].parent
-    command = [sys.executable, "-m", "sinkscope", "compare", root / "bos_run", root / "trace_run"]
-
-    def run(*extra):
-        return subprocess.run([*command, *extra], capture_output=True, text=True, cwd=tmp_path, env=os.environ)
-
-    result = run()
-    assert result.returncode == 0, result.stderr
-    assert "comparison.html" in result.stdout
+    command = ("compare", root / "bos_run", root / "trace_run")
+    result = sinkscope(*command)
+    assert result.code == 0, result.err
+    assert "comparison.html" in result.out
     written = (tmp_path / "comparison.html").stat().st_size
-    again = run()
-    assert again.returncode == 2
-    assert "--overwrite" in again.stderr
-    assert "Traceback" not in again.stderr
-    refused = run("./nowhere", "--out", "other.html")
-    assert refused.returncode == 2
-    assert "nowhere" in refused.stderr  # neither a run nor a model
-    assert "Traceback" not in refused.stderr
+    again = sinkscope(*command)
+    assert again.code == 2
+    assert "--overwrite" in again.err
+    assert "Traceback" not in again.err
+    refused = sinkscope(*command, "./nowhere", "--out", "other.html")
+    assert refused.code == 2
+    assert "nowhere" in refused.err  # neither a run nor a model
+    assert "Traceback" not in refused.err
     assert not (tmp_path / "other.html").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["comparison.html"]
     assert (tmp_path / "comparison.html").stat().st_size == written
