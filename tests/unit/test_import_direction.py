@@ -45,6 +45,8 @@ WITHIN_LAYER_0 = {
     ("results.run_folder", "results"),
     ("results.run_folder", "results.atomic"),
     ("results.parts", "results.atomic"),
+    ("results.parts", "processes"),
+    ("results.parts", ""),
     ("results.tables", "results.atomic"),
     ("results.run_folder", "results.validated"),
     ("results.tables", "results.validated"),

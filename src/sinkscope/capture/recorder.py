@@ -90,6 +90,12 @@ class Recorder:
         self._check_complete(left, layers or self.anatomy.layers)
         self.add(left)
 
+    def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
+        """The results of one whole pass of some sequences through the decoder."""
+        with torch.no_grad(), evaluation_mode(model), self.listening((ids_BT.shape[0], ids_BT.shape[1])):
+            self.anatomy.decoder(input_ids=ids_BT.to(input_device(self.anatomy)), use_cache=False)
+        return self.results()
+
     def add(self, left: dict[str, dict[int, Any]]) -> None:
         """Joins what another pass kept."""
         merges = {observable.name: observable.merge for observable in self.observables}

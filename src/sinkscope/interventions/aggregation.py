@@ -43,6 +43,7 @@ from sinkscope.interventions.base import (
     together,
     unless_suspended,
 )
+from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel, bare_model
 from sinkscope.models.token_batches import TokenBatch
@@ -103,9 +104,7 @@ def _random(o, calibration, factor, layer):
 
 
 def _equalise(o, calibration, factor, layer):
-    # Unbiased, as the later positions' variance is: sum over sequences / (n - 1), mean over channels.
-    deviations_BC = calibration.deviations_BC
-    variance = deviations_BC.square().sum() / ((len(deviations_BC) - 1) * deviations_BC.shape[1])
+    variance = value_variance(calibration.deviations_BC[:, None])[0]
     shrink = (calibration.later / variance.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(max=1.0)
     return calibration.mean_C + shrink * (o - calibration.mean_C)
 
@@ -137,7 +136,7 @@ FORMULAS: dict[str, Formula] = {
 }
 
 LATER: dict[str, Callable[[Tensor], Tensor]] = {
-    "equalise_variance": lambda later_BTC: later_BTC.var(0).mean(),
+    "equalise_variance": lambda later_BTC: value_variance(later_BTC).mean(),
     "remove_energy": lambda later_BTC: later_BTC.square().sum(-1).mean(),
 }
 """What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
@@ -220,10 +219,11 @@ class AggregationEdit(Intervention):
             if other is not self and not other.holds_a_batch and other.place.sequences is None
         )
         if others not in self._calibrations:
-            self.calibrated = self._calibrations[others] = {}
+            self.calibrated = {}
             run_with_aggregations(
                 self._model, self._batch, self.place, others, lambda layer: self._edit(layer, calibrating=True)
             )
+            self._calibrations[others] = self.calibrated  # now that it is whole: a level may have been refused
         self.calibrated = self._calibrations[others]
 
     def opening(self, stack: contextlib.ExitStack) -> None:

@@ -55,7 +55,7 @@ ARROWS = (
             "dose_response",
         ),
     ),
-    (1, 5, "Less variance removes it", ("equalising_removes_sink",)),
+    (1, 5, "Less variance removes it, or its mean is enough", ("equalising_removes_sink", "mean_suffices")),
     (1, 2, "The super neurons carry it", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
     (3, 5, "The sink needs their sparse output vectors", ("channel_sparsity_necessary",)),
     (4, 5, "The massive dimensions make a sink", ("dimensions_suffice",)),

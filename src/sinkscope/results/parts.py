@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from sinkscope import processes
 from sinkscope.results.atomic import DISK_FULL, explained, hidden_sibling, whole_file
 from sinkscope.user_paths import user_path
 
@@ -48,20 +49,33 @@ class Parts:
         """Makes or clears the folder now: of several processes that share it, one must come before the others."""
         _ = self._folder
 
-    def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays of a part, or None where it is not finished."""
+    def load(self, name: str, holds: Collection[str] = ()) -> dict[str, np.ndarray] | None:
+        """The arrays of a part; None if it is not finished, or lacks what it must hold: an earlier version wrote it."""
         if self._folder is None or not (file := self._folder / f"{name}.safetensors").is_file():
             return None
         try:
-            return load_file(file)
+            arrays = load_file(file)
         except SafetensorError:  # cut off by a full disk or a power cut: to be made again
             return None
+        return arrays if arrays.keys() >= set(holds) else None
 
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         if self._folder is None:
             return
         with explained(self._folder, only=DISK_FULL), whole_file(self._folder / f"{name}.safetensors") as partial:
             save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
+
+    def kept(
+        self, name: str, holds: Collection[str], make: Callable[[], dict[str, np.ndarray] | None]
+    ) -> dict[str, np.ndarray] | None:
+        """The arrays of a part, or what `make` gives in its place, kept unless it is None.
+
+        Under torchrun the first process reads and writes for all, and all of them make it: they may share the work.
+        """
+        arrays = processes.from_first(lambda: self.load(name, holds))
+        if arrays is None and (arrays := make()) is not None and processes.rank() == 0:
+            self.save(name, arrays)
+        return arrays
 
     def discard(self) -> None:
         """Removes the parts, once the run they belong to is complete."""

@@ -8,27 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.studies.causal_claims import CAUSAL
-from sinkscope.studies.judging import Judgement, percent
+from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, percent
 from sinkscope.studies.measured import Measured
 
 SHOWN_UNITS = 4
 
 
-class _Verdicts:
-    def __init__(self, judgements: Sequence[Judgement]) -> None:
-        self._by_id = {judgement.id: judgement.verdict for judgement in judgements}
+class Verdicts(dict[str, Verdict]):
+    """Claims by id, with what was decided about each."""
 
     def hold(self, claim: str) -> bool:
-        return self._by_id.get(claim) == "holds"
+        return self.get(claim) == "holds"
 
     def fail(self, claim: str) -> bool:
-        return self._by_id.get(claim) == "does not hold"
+        return self.get(claim) == "does not hold"
 
 
 def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -> str:
     """What makes the sink, what writes it, and how many claims hold."""
-    verdicts = _Verdicts(judgements)
+    verdicts = Verdicts({judgement.id: judgement.verdict for judgement in judgements})
     rate = judgements[0].effect or 0.0
     text = f"Position {study.plan.sink} is a sink for {rate:.1%} of heads. "
     text += f"{cause(verdicts)} {_writers(verdicts, study, went)}"
@@ -38,17 +36,21 @@ def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -
     return text.strip()
 
 
-def cause(verdicts: _Verdicts) -> str:
+def cause(verdicts: Verdicts) -> str:
     """What makes a token a sink."""
     if verdicts.hold("unmixing_creates_sink"):
         return _unmixed(verdicts)
+    others_fail = verdicts.fail("unmixing_creates_sink") and verdicts.fail("variance_suffices")
+    rest = "does not" if verdicts.fail("unmixing_creates_sink") else "may or may not"
     if verdicts.hold("variance_suffices"):
-        return "More variance makes a token a sink; seeing only itself does not."
+        return f"More variance makes a token a sink; seeing only itself {rest}."
     if verdicts.hold("energy_suffices"):
-        return "More energy makes a token a sink, whatever it sees; seeing only itself does not."
+        return f"More energy makes a token a sink, whatever it sees; seeing only itself {rest}."
     if verdicts.hold("amplification_creates_sink"):
-        return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
-    if verdicts.fail("unmixing_creates_sink") and verdicts.fail("variance_suffices"):
+        if others_fail:
+            return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
+        return "Amplified variance makes a token a sink; whether less than that does is undecided."
+    if others_fail:
         return (
             "Neither an unmixed value nor more variance makes another token a sink: the cause lies in the token or its "
             "place, not in averaging."
@@ -56,7 +58,7 @@ def cause(verdicts: _Verdicts) -> str:
     return "What makes a token a sink is undecided."
 
 
-def _unmixed(verdicts: _Verdicts) -> str:
+def _unmixed(verdicts: Verdicts) -> str:
     seen = "exactly one key, whichever it is," if verdicts.hold("any_single_key_creates_sink") else "only itself"
     text = f"A token that sees {seen} becomes a sink"
     if verdicts.hold("variance_is_what_matters"):
@@ -70,7 +72,10 @@ def _unmixed(verdicts: _Verdicts) -> str:
     ):
         return text + " by its energy, not by its variance."
     if verdicts.hold("unmixed_value_matters"):
-        text += " by its unmixed value: with the variance and the energy of a mixed token it stays one"
+        value = (
+            "the mean of unmixed values, whichever they are" if verdicts.hold("mean_suffices") else "its unmixed value"
+        )
+        text += f" by {value}: with the variance and the energy of a mixed token it stays one"
         if verdicts.fail("variance_suffices"):
             text += ", and more variance alone makes none"
         return text + "."
@@ -78,7 +83,7 @@ def _unmixed(verdicts: _Verdicts) -> str:
     return text + f"; its variance {needed}, and whether its value or its energy does it is undecided."
 
 
-def _writers(verdicts: _Verdicts, study: Measured, went: str | None) -> str:
+def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     """The units that write the sink."""
     if went is None:
         return "No set of units was found that carries it. "
@@ -87,9 +92,10 @@ def _writers(verdicts: _Verdicts, study: Measured, went: str | None) -> str:
         units += f" and {more} more"
     named = f"unit {units} writes it" if len(study.minimal) == 1 else f"units {units} write it"
     left = f"falls below the {percent(SINK_RATE)} of a sink" if went == "gone" else f"is {went}"
+    without = f"without {'it' if len(study.minimal) == 1 else 'them'} the sink {left}"
     if verdicts.hold("super_neurons_necessary"):
-        return f"{named.capitalize()}: without {'it' if len(study.minimal) == 1 else 'them'} the sink {left}. "
-    return f"Whether {named} is not settled: without them the sink {left}. "
+        return f"{named.capitalize()}: {without}. "
+    return f"Whether {named} is not settled: {without}. "
 
 
 def _count(judged: Sequence[Judgement], words: str) -> str:

@@ -23,14 +23,13 @@ from sinkscope.studies.judging import (
     Bar,
     Claim,
     Empty,
+    Found,
     Numbers,
     percent,
     second_over_first,
 )
 from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.plan import SINK_HEAD_RATE
-
-Found = Numbers | Empty
 
 
 def _sink(study: Measured) -> Found:
@@ -84,7 +83,7 @@ def _super_neurons(study: Measured) -> Found:
     evidence = study.evidence
     elsewhere, here = evidence.super_write_elsewhere_B, evidence.super_write_B
     return Numbers(
-        by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([elsewhere, here], 1)],
+        by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
         note=f"units {', '.join(map(str, study.plan.birth_units[:8]))}",
     )
@@ -188,7 +187,8 @@ LINK_CLAIMS = (
         "their level elsewhere",
         bars=(
             Bar("at least", 0.5, second_over_first),
-            Bar("at least", LEVEL_ELSEWHERE, lambda means: np.sqrt(second_over_first(means))),
+            # This way round, since the level elsewhere may be 0.
+            Bar("below", 1 / LEVEL_ELSEWHERE, lambda means: np.sqrt(second_over_first(means))),
         ),
         numbers=_super_neurons,
         control_is="their level elsewhere",

@@ -64,6 +64,11 @@ class Condition:
     """The mixing at whose level the batch variance or the energy of the aggregation is; None where it is left alone."""
 
     @property
+    def levelled(self) -> bool:
+        """Whether a moment is brought to the level of another mixing."""
+        return self.variance is not None or self.energy is not None
+
+    @property
     def label(self) -> str:
         """What is done, in a word."""
         held = [] if self.held is None else [f"clamp_{self.held}"]
@@ -86,12 +91,11 @@ QUANTITIES = {
     "received": "received_LBS",
 }
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
-
-
-ROWS = {"entropy": "entropy_LBT", "mixing": "mixing_LBT"}
+ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
 """What is kept of every position's row of attention, means over layers, by where a reading has it."""
 ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_2KBL", "units_BTn")
-"""Of every outcome."""
+STORED = (*ARRAYS, "places")
+"""Of every outcome, and what its part holds at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +146,6 @@ class Outcome:
         if self.loss_B is not None:
             tensors["loss_B"] = self.loss_B
         return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
-
-    @classmethod
-    def of_part(cls, tensors: dict[str, np.ndarray] | None) -> Outcome | None:
-        """What a part holds; None where there is none, or one that an earlier version wrote in another form."""
-        return None if tensors is None or not {"places", *ARRAYS} <= tensors.keys() else cls.of_tensors(tensors)
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
@@ -245,7 +244,7 @@ class Conditions:
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
-        if condition.variance is not None or condition.energy is not None:
+        if condition.levelled:
             return self._matched(condition)
         free = replace(condition, held=None)
         made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
@@ -294,7 +293,7 @@ class Conditions:
         """The outcome of one condition on the judging sequences."""
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
-        cell = "" if condition.variance is None and condition.energy is None else f"{condition.label}."
+        cell = f"{condition.label}." if condition.levelled else ""
         means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, loss=loss)

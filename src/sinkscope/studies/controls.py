@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.capture.layer_call import LayerCall, wide
 from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.capture.recorder import Recorder
 from sinkscope.interventions.neurons import Group, matched_units, nearest
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies.plan import Plan
@@ -105,9 +105,7 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
             _at_sink("magnitude", Tap.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
         ],
     )
-    with torch.no_grad(), evaluation_mode(model), recorder.listening((ids_BT.shape[0], ids_BT.shape[1])):
-        anatomy.decoder(input_ids=ids_BT.to(input_device(anatomy)), use_cache=False)
-    found = recorder.results()
+    found = recorder.read(model, ids_BT)
     writes: dict[Group, Tensor] = {}
     for layer in anatomy.layers:
         experts, counts = zip(*((expert, weight.shape[1]) for expert, weight in layer.down_weights()), strict=True)

@@ -19,7 +19,7 @@ from sinkscope.capture.layer_call import LayerCall, wide
 from sinkscope.capture.lock import making_keys
 from sinkscope.capture.merges import Own, Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
-from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.capture.recorder import Recorder
 from sinkscope.measures import value_variance
 from sinkscope.measures.dimension_disparity import direction_share
 from sinkscope.models.anatomy import Anatomy
@@ -56,11 +56,8 @@ def read_evidence(
     anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
 ) -> Evidence:
     """The evidence of one untouched pass; `directions` by layer are those that the lock is read without."""
-    recorder = Recorder(anatomy, _observables(plan))
+    found = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
     shape = (ids_BT.shape[0], ids_BT.shape[1])
-    with torch.no_grad(), evaluation_mode(model), recorder.listening(shape):
-        anatomy.decoder(input_ids=ids_BT.to(input_device(anatomy)), use_cache=False)
-    found = recorder.results()
 
     def stacked(name: str, axis: int) -> np.ndarray:
         rows = [values.cpu() for values in found.get(name, {}).values()]

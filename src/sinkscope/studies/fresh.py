@@ -10,12 +10,11 @@ import copy
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sinkscope.capture.merges import Rows
 from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.capture.recorder import Recorder, input_device
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
@@ -65,7 +64,5 @@ def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     observable = Observable(
         name=name, tap=Tap.AGGREGATION, reduce=squared_deviation, merge=Rows(), axes="LBT", meaning=name, layers=layers
     )
-    recorder = Recorder(anatomy, [observable])
-    with torch.no_grad(), evaluation_mode(model), recorder.listening((ids_BT.shape[0], ids_BT.shape[1])):
-        anatomy.decoder(input_ids=ids_BT.to(input_device(anatomy)), use_cache=False)
-    return np.stack([rows.double().mean(0).cpu().numpy() for rows in recorder.results()[name].values()])
+    found = Recorder(anatomy, [observable]).read(model, ids_BT)
+    return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])

@@ -34,6 +34,8 @@ CLEARS: dict[Rule, Callable[[float, float], bool]] = {
     "below": operator.lt,
 }
 FAMILY_LEVEL = 0.05
+CAUSAL = "causal"
+"""The link of claims about cause and effect."""
 
 # Thresholds that the plan of a study, births in training and figures use too.
 VARIANCE_RATIO = 2.0
@@ -81,6 +83,10 @@ class Bar:
         return CLEARS[self.rule](value, self.threshold)
 
 
+UP = Bar("at least", RISE)
+TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
     """What a claim is judged on."""
@@ -97,6 +103,9 @@ class Empty:
 
     note: str
     verdict: Verdict = "not applicable"
+
+
+Found = Numbers | Empty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from sinkscope.studies.plan import Plan
 CHECK_CONFIDENCE = 0.99
 """Of the interval in each layer: there are several layers, and most conditions do what they say."""
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
+NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
 
 
@@ -51,15 +52,13 @@ class Measured:
         name: str,
         factor: float | None = None,
         held: str | None = None,
-        *,
-        targets: Sequence[int] | None = None,
         **levels: Any,
     ) -> np.ndarray:
         """How far the rate at each target rises over the untouched model's, by later queries, mean over targets."""
         rises = [
             self.outcomes[Condition(name, target, factor, held, **levels)].later_BS[:, target]
             - self.untouched.later_BS[:, target]
-            for target in (self.plan.targets if targets is None else targets)
+            for target in self.plan.targets
         ]
         return np.mean(rises, axis=0)
 
@@ -67,6 +66,15 @@ class Measured:
         """The rate at the sink by later queries, untouched or under a condition."""
         outcome = self.untouched if condition is None else self.outcomes[condition]
         return outcome.later_BS[:, self.plan.sink]
+
+    @property
+    def where(self) -> str:
+        """What a mean over targets is a mean over."""
+        return f"mean over positions {', '.join(map(str, self.plan.targets))}"
+
+    def left_B2(self, removed: Condition) -> np.ndarray:
+        """The rate at the sink before and under a condition: the second over the first is what it leaves."""
+        return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
     def moments_over_untouched(self, condition: Condition) -> np.ndarray:
         """[3, L] batch variance, energy and squared mean at its target, over the untouched model's."""

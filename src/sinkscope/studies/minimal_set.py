@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkscope import processes
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
 from sinkscope.interventions.base import together
@@ -75,9 +74,20 @@ def _thinned(units: list[Unit], remaining: Remaining, target: float) -> tuple[Un
 
 def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Unit, ...]:
     """The minimal set of a model, found on choosing sequences; kept as a part, since the search is long."""
-    kept = processes.from_first(lambda: parts.load("minimal-set"))
-    if kept is not None:
-        return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
+
+    def searched() -> dict[str, np.ndarray]:
+        rows = [
+            [unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron]
+            for unit in _searched(loaded, plan, choosing)
+        ]
+        return {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)}
+
+    kept = parts.kept("minimal-set", ("units",), searched)
+    assert kept is not None
+    return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
+
+
+def _searched(loaded: LoadedModel, plan: Plan, choosing: TokenBatch) -> tuple[Unit, ...]:
     batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
     restarts = {unit.layer for unit in plan.candidates}
     replay = Replay(anatomy_of(loaded.model), loaded.model, batch.ids, restarts=restarts)
@@ -98,7 +108,4 @@ def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, part
     units: tuple[Unit, ...] = ()
     for target in SEARCH_TARGETS if before > 0 else ():
         units = units or minimal_set(plan.candidates, remaining, more, target)
-    rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
-    if processes.rank() == 0:
-        parts.save("minimal-set", {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)})
     return units

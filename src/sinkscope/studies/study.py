@@ -28,13 +28,12 @@ from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.studies.answer import answer
-from sinkscope.studies.causal_claims import CAUSAL
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions, Outcome, reduced
+from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
 from sinkscope.studies.controls import draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
-from sinkscope.studies.judging import Empty, Judgement, judge, percent
+from sinkscope.studies.judging import CAUSAL, Empty, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set
 from sinkscope.studies.plan import Plan, make_plan
@@ -215,46 +214,47 @@ class _Run:
 
     def _fresh_variance(self, plan: Plan) -> np.ndarray | None:
         """Kept as a part: large models take minutes to draw."""
-        kept = self.parts.load("fresh")
-        if kept is not None:
-            return kept["variance_NLT"]
-        variance_NLT = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
-        if variance_NLT is not None and processes.rank() == 0:
-            self.parts.save("fresh", {"variance_NLT": variance_NLT})
-        return variance_NLT
+
+        def drawn() -> dict[str, np.ndarray] | None:
+            variance_NLT = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
+            return None if variance_NLT is None else {"variance_NLT": variance_NLT}
+
+        kept = self.parts.kept("fresh", ("variance_NLT",), drawn)
+        return None if kept is None else kept["variance_NLT"]
 
     def _turn_basis(self, plan: Plan, outcomes: dict[Condition, Outcome]) -> str:
         """Adds the outcome of a copy of the model with its residual basis turned, or says why there is none."""
-        condition = Condition(TURNED_BASIS, plan.sink)
-        outcome = Outcome.of_part(processes.from_first(lambda: self.parts.load(condition.part)))
-        if outcome is None:
-            try:
-                model = rotate(self.loaded.model)
-            except InputError as error:
-                return error.found
+
+        def turned() -> dict[str, np.ndarray]:
+            model = rotate(self.loaded.model)
             replay = Replay(anatomy_of(model), model, self.judging.ids, plan.super_neurons, loss=True)
-            outcome = reduced(replay.untouched, plan)
-            if processes.rank() == 0:
-                self.parts.save(condition.part, outcome.tensors())
-        outcomes[condition] = outcome
+            return reduced(replay.untouched, plan).tensors()
+
+        condition = Condition(TURNED_BASIS, plan.sink)
+        try:
+            kept = self.parts.kept(condition.part, STORED, turned)
+        except InputError as error:
+            return error.found
+        assert kept is not None
+        outcomes[condition] = Outcome.of_tensors(kept)
         return ""
 
     def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
         """Under torchrun each process runs its share of the conditions."""
-        outcomes = {}
+        found = []
         every = conditions.all(sink_varies=sink_varies)
         wanted = processes.share(every)
-        # Over a large vocabulary the loss costs more than all layers, so only the first target's is computed.
+        # Over a large vocabulary the loss costs more than all layers: other targets, and cells of the factorial, go
+        # without.
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
         for number, condition in enumerate(wanted):
             self.progress(number, len(wanted))
-            outcome = Outcome.of_part(self.parts.load(condition.part))
-            if outcome is None:
-                loss = condition.name != "random_set" and condition.target in with_loss
-                outcome = conditions.run(condition, loss=loss)
-                self.parts.save(condition.part, outcome.tensors())
-            outcomes[condition] = outcome
+            tensors = self.parts.load(condition.part, STORED)
+            if tensors is None:
+                loss = condition.target in with_loss and condition.name != "random_set" and not condition.levelled
+                tensors = conditions.run(condition, loss=loss).tensors()
+                self.parts.save(condition.part, tensors)
+            found.append(tensors)
         self.progress(len(wanted), len(wanted))
-        found = [outcome.tensors() for outcome in outcomes.values()]
-        tensors = [each for share in processes.gathered(found) for each in share]
-        return {condition: Outcome.of_tensors(each) for condition, each in zip(every, tensors, strict=True)}
+        shares = [each for share in processes.gathered(found) for each in share]
+        return {condition: Outcome.of_tensors(each) for condition, each in zip(every, shares, strict=True)}

@@ -1,0 +1,215 @@
+"""The claims about what makes a token a sink: whom it sees, its variance and its energy, each set without the others,
+and its variance amplified.
+
+A cell of the factorial is named by what a condition at any target has: its mixing, and the mixings at whose level its
+variance and its energy are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sinkscope.interventions.matching import UNTOUCHED
+from sinkscope.studies.conditions import (
+    DOSE,
+    FACTORS,
+    SEE_FAR,
+    SEE_PREVIOUS,
+    SEE_SELF,
+    SEE_TWO,
+    Condition,
+)
+from sinkscope.studies.judging import CAUSAL, RISE, TAKEN_AWAY, UP, Bar, Claim, Empty, Found, Numbers, second_over_first
+from sinkscope.studies.measured import NO_TARGET, Measured
+
+
+def _rise(name: str, factor: float | None = None, *, control: tuple) -> Callable[[Measured], Found]:
+    """The rise under one condition, with that under another as its control."""
+
+    def numbers(study: Measured) -> Found:
+        if not study.plan.targets:
+            return Empty(NO_TARGET)
+        control_B = study.rise_B(*control)
+        return Numbers(by_bar=[study.rise_B(name, factor)], control=float(control_B.mean()), note=study.where)
+
+    return numbers
+
+
+def _dose_response(study: Measured) -> Found:
+    """Kendall's tau between factor and rate at the target, mean over targets; 0 where the rate never moves."""
+    targets = study.plan.targets
+    if not targets:
+        return Empty(NO_TARGET)
+    rates_FKB = np.array(
+        [
+            [study.untouched.later_BS[:, target] for target in targets],
+            *(
+                [
+                    study.outcomes[Condition("amplify_variance", target, factor)].later_BS[:, target]
+                    for target in targets
+                ]
+                for factor in FACTORS
+            ),
+        ]
+    )
+    first, second = np.triu_indices(len(rates_FKB), 1)
+    signs = np.sign(rates_FKB[second] - rates_FKB[first])
+    moved = np.square(signs).sum(0)
+    tau = signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))
+    note = "Kendall's tau of rate against factor, by sequence and position"
+    return Numbers(by_bar=[tau.mean(0)], control=0.0, note=note)
+
+
+def _missed(study: Measured, *cells: dict[str, Any]) -> Empty | None:
+    """A condition that did not do what its name says supports nothing."""
+    if not study.plan.targets:
+        return Empty(NO_TARGET)
+    for cell in cells:
+        if missed := study.missed(*(Condition(target=target, **cell) for target in study.plan.targets)):
+            return Empty(missed)
+    return None
+
+
+def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
+    """What cells of the factorial leave of the rise of a token that sees only itself."""
+
+    def numbers(study: Measured) -> Found:
+        if empty := _missed(study, *cells):
+            return empty
+        total_B = study.rise_B(SEE_SELF)
+        if total_B.mean() < RISE:
+            return Empty("a token that sees only itself makes no sink that could be taken apart")
+        return Numbers(
+            by_bar=[np.stack([total_B, study.rise_B(**cell)], 1) for cell in cells],
+            control=float(study.rise_B(**control).mean() / total_B.mean()),
+            note=f"of a rise of {total_B.mean():.1%}",
+        )
+
+    return numbers
+
+
+def _single_key(study: Measured) -> Found:
+    if not study.plan.targets:
+        return Empty(NO_TARGET)
+    previous_B, far_B = study.rise_B(SEE_PREVIOUS), study.rise_B(SEE_FAR)
+    note = f"the key before {previous_B.mean():+.1%}, a far one {far_B.mean():+.1%}"
+    return Numbers(by_bar=[previous_B, far_B], control=float(study.rise_B(SEE_TWO).mean()), note=note)
+
+
+def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
+    def numbers(study: Measured) -> Found:
+        if empty := _missed(study, cell):
+            return empty
+        risen_B, control_B = study.rise_B(**cell), study.rise_B(**control)
+        bars = [risen_B, risen_B - control_B] if beats_control else [risen_B]
+        return Numbers(by_bar=bars, control=float(control_B.mean()), note=study.where)
+
+    return numbers
+
+
+def _opening(study: Measured) -> Found:
+    if study.plan.sink != 0:
+        return Empty("the sink is not at position 0: it sees earlier keys already")
+    hidden = Condition("mask_but_self", study.plan.targets[0]) if study.plan.targets else None
+    control = float(study.at_sink_B(hidden).mean() / study.at_sink_B().mean()) if hidden else None
+    return Numbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
+
+
+_UNDER_HALF = Bar("below", 0.5, second_over_first)
+_VARIANCE_BACK = dict(name=SEE_SELF, variance=UNTOUCHED)
+_VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=UNTOUCHED, energy=SEE_SELF)
+_ENERGY_BACK = dict(name=SEE_SELF, energy=UNTOUCHED)
+_BOTH_BACK = dict(name=SEE_SELF, variance=UNTOUCHED, energy=UNTOUCHED)
+_MORE_VARIANCE = dict(name=UNTOUCHED, variance=SEE_SELF)
+_MORE_ENERGY = dict(name=UNTOUCHED, energy=SEE_SELF)
+_TWO_KEYS = dict(name=SEE_TWO)
+
+
+MIXING_CLAIMS = (
+    Claim(
+        id="unmixing_creates_sink",
+        link=CAUSAL,
+        statement="A token that sees only itself up to the birth becomes a sink: rate up by 5 points",
+        bars=(UP,),
+        numbers=_rise(SEE_SELF, control=("mask_but_self",)),
+        control_is="rise when it sees all but itself",
+    ),
+    Claim(
+        id="any_single_key_creates_sink",
+        link=CAUSAL,
+        statement="A token that sees exactly one other key becomes a sink, the one before or a far one: up by 5 points",
+        bars=(UP, UP),
+        numbers=_single_key,
+        control_is="rise when it sees itself and the one before",
+    ),
+    Claim(
+        id="unmixed_value_matters",
+        link=CAUSAL,
+        statement="With the variance and the energy of a mixed token, one that sees only itself keeps half of its rise",
+        bars=(Bar("at least", 0.5, second_over_first),),
+        numbers=_share_left(_BOTH_BACK, control=_TWO_KEYS),
+        control_is="share when it sees itself and the one before",
+    ),
+    Claim(
+        id="variance_is_what_matters",
+        link=CAUSAL,
+        statement="With the variance of a mixed token, whether or not its energy follows, one that sees only itself "
+        "keeps under half of its rise",
+        bars=(_UNDER_HALF, _UNDER_HALF),
+        numbers=_share_left(_VARIANCE_BACK, _VARIANCE_BACK_ENERGY_KEPT, control=_ENERGY_BACK),
+        control_is="share with the energy of a mixed token",
+    ),
+    Claim(
+        id="variance_suffices",
+        link=CAUSAL,
+        statement="A mixed token with the variance of one that sees only itself becomes a sink: up by 5 points, and by "
+        "more than with its energy",
+        bars=(UP, Bar("above", 0.0)),
+        numbers=_suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True),
+        control_is="rise with its energy",
+    ),
+    Claim(
+        id="energy_is_what_matters",
+        link=CAUSAL,
+        statement="With the energy of a mixed token and its own variance, one that sees only itself keeps under half "
+        "of its rise",
+        bars=(_UNDER_HALF,),
+        numbers=_share_left(_ENERGY_BACK, control=_VARIANCE_BACK),
+        control_is="share with the variance of a mixed token",
+    ),
+    Claim(
+        id="energy_suffices",
+        link=CAUSAL,
+        statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
+        bars=(UP,),
+        numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE, beats_control=False),
+        control_is="rise with its variance",
+    ),
+    Claim(
+        id="opening_removes_sink",
+        link=CAUSAL,
+        statement="With position 0 opened to later keys up to the birth under a quarter of the sink is left",
+        bars=(TAKEN_AWAY,),
+        numbers=_opening,
+        control_is="left when another position is hidden from itself",
+    ),
+    Claim(
+        id="amplification_creates_sink",
+        link=CAUSAL,
+        statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
+        bars=(UP,),
+        numbers=_rise("amplify_variance", DOSE, control=("scale_norm", DOSE)),
+        control_is="rise when the norm is scaled alike",
+    ),
+    Claim(
+        id="dose_response",
+        link=CAUSAL,
+        statement="The more variance, the more of a sink (trend over factors 1 to 8)",
+        bars=(Bar("above", 0.0),),
+        numbers=_dose_response,
+        control_is="no trend",
+    ),
+)

@@ -1,0 +1,44 @@
+"""The sentence that names the cause says no more than the verdicts do."""
+
+import pytest
+
+from sinkscope.studies.answer import Verdicts, cause
+
+UNMIXING = "unmixing_creates_sink"
+NO = "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said", "not_said"),
+    [
+        ({}, "undecided", "makes a token a sink;"),
+        ({UNMIXING: NO}, "undecided", "Neither"),
+        ({UNMIXING: NO, "variance_suffices": NO}, "Neither an unmixed value nor more variance", "undecided"),
+        ({UNMIXING: NO, "variance_suffices": "holds"}, "seeing only itself does not", "may or may not"),
+        ({"variance_suffices": "holds"}, "seeing only itself may or may not", "does not"),
+        ({"amplification_creates_sink": "holds"}, "whether less than that does is undecided", "Only"),
+        (
+            {"amplification_creates_sink": "holds", UNMIXING: NO, "variance_suffices": NO},
+            "Only amplified variance",
+            "undecided",
+        ),
+        ({UNMIXING: "holds"}, "may or may not be needed", "by its"),
+        (
+            {UNMIXING: "holds", "unmixed_value_matters": "holds", "variance_suffices": NO},
+            "more variance alone makes none",
+            "needs the variance",
+        ),
+        ({UNMIXING: "holds", "unmixed_value_matters": "holds"}, "by its unmixed value", "makes none"),
+        (
+            {UNMIXING: "holds", "unmixed_value_matters": "holds", "mean_suffices": "holds"},
+            "by the mean of unmixed values",
+            "its unmixed value",
+        ),
+        ({UNMIXING: "holds", "variance_is_what_matters": "holds"}, "needs the variance", "enough"),
+        ({UNMIXING: "holds", "energy_is_what_matters": "holds"}, "by its energy", "unmixed value"),
+    ],
+)
+def test_the_cause_says_what_was_decided(verdicts, said, not_said):
+    sentence = cause(Verdicts(verdicts))
+    assert said in sentence
+    assert not_said not in sentence
