@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from downstream import all_conditions, token_losses
+from downstream import all_conditions, condition_losses
 from sink_plan import read_plan
 
 import sinkscope
@@ -39,6 +39,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.decoder import BoundedLinear
 from sinkscope.pretrain.tokens import TokenStream, open_shards
+from sinkscope.remedies.damage import losses
 from sinkscope.results.run_folder import whole_file
 
 SKIPPED = 1
@@ -110,7 +111,7 @@ def with_plain_projections(model: Any) -> None:
 def window_losses(loaded: LoadedModel, stream: TokenStream, count: int) -> np.ndarray:
     """[N] the mean loss of each window's targets but the skipped ones."""
     tokens_NT, targets_NT = stream.evenly_spaced(count)
-    return token_losses(loaded.model, torch.cat([tokens_NT, targets_NT[:, -1:]], 1))[:, SKIPPED:].mean(1)
+    return losses(loaded.model, torch.cat([tokens_NT, targets_NT[:, -1:]], 1))[:, SKIPPED:].mean(1)
 
 
 def traced(loaded: LoadedModel, batch: TokenBatch) -> dict[str, Any]:
@@ -185,11 +186,10 @@ def downstream(loaded: LoadedModel, stream: TokenStream, count: int) -> dict[str
     conditions = all_conditions(argparse.Namespace(length=ids_NT.shape[1], window=WINDOW, first=FIRST))
     changes: dict[str, list[float]] = {}
     plain_NT = None
-    for name, (open_condition, start) in conditions.items():
-        with open_condition(loaded):
-            losses_NT = token_losses(loaded.model, ids_NT)
+    for name, condition in conditions.items():
+        losses_NT = condition_losses(loaded, condition, ids_NT)
         plain_NT = losses_NT if plain_NT is None else plain_NT
-        start = max(start, SKIPPED)
+        start = max(condition.start, SKIPPED)
         is_plain = name in ("as it is", "late tokens")
         changes[name] = (losses_NT - (0 if is_plain else plain_NT))[:, start:].mean(1).round(6).tolist()
     return changes

@@ -12,7 +12,6 @@ import sink_measures
 import sink_tables
 import torch
 import training_pool
-from downstream import linear_layers, token_losses
 from kept_results import read_results, run_result
 from sink_plan import SinkRun, configuration, planned_runs, read_plan
 from training_folders import write_training_folder
@@ -22,6 +21,8 @@ from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.loading import load
 from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
+from sinkscope.remedies.damage import losses
+from sinkscope.remedies.schemes import linear_layers
 from sinkscope.statistics import bootstrap_mean_interval
 
 PLAN = read_plan()
@@ -166,10 +167,12 @@ def small_decoder(**changes):
 def test_a_bounded_projection_written_out_computes_the_same():
     loaded = small_decoder(feed_forward_variant="bounded_swiglu")
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
-    before, num_before = token_losses(loaded.model, ids), len(linear_layers(loaded.model))
+    before = losses(loaded.model, ids)
+    with pytest.raises(InputError, match="found BoundedLinear"):
+        linear_layers(loaded.model)
     sink_measures.with_plain_projections(loaded.model)
-    assert len(linear_layers(loaded.model)) == num_before + len(loaded.model.blocks), "quantisation sees them now"
-    torch.testing.assert_close(torch.tensor(token_losses(loaded.model, ids)), torch.tensor(before))
+    assert len(linear_layers(loaded.model)) == 7 * len(loaded.model.blocks), "quantisation sees them now"
+    torch.testing.assert_close(torch.tensor(losses(loaded.model, ids)), torch.tensor(before))
 
 
 def test_one_dominating_direction_is_seen_in_every_basis_and_dom_ratio_in_one():

@@ -29,6 +29,7 @@ LAYERS = {
     "studies": 5,
     "pretrain": 5,
     "origins": 5,
+    "remedies": 5,
     "report": 6,
     "commands": 7,
     "cli": 7,
