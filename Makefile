@@ -16,7 +16,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 proof: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m proof tests/unit/test_planted_studies.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m proof
 
 lint: check-code check-format check-types
 

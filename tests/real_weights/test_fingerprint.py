@@ -12,11 +12,6 @@ from sinkscope.pretrain.model_specs import Configuration, draw
 pytestmark = pytest.mark.real_weights
 
 
-@pytest.fixture(scope="module")
-def smollm2_model(smollm2):
-    return load(smollm2, device="cpu")
-
-
 def changed(loaded, name, change):
     """A copy whose matrices went through `change`."""
     model = copy.deepcopy(loaded.model)

@@ -4,14 +4,12 @@ import pytest
 
 from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.models.loading import load
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
 from sinkscope.studies.study import Study, study
 
-pytestmark = pytest.mark.real_weights
 SMALL = dict(num_sequences=STUDY_SEQUENCES, length=40)
-"""Some hundred passes of each model: minutes on two slow cores."""
+"""Some hundred passes of a model that has a sink: a quarter of an hour on two slow cores."""
 
 
 def verdicts(found: Study) -> dict[str, str]:
@@ -19,13 +17,9 @@ def verdicts(found: Study) -> dict[str, str]:
     return {judgement.id: judgement.verdict for judgement in found.judgements}
 
 
-@pytest.fixture(scope="session")
-def gemma3_model(gemma3):
-    return load(gemma3, device="cpu")
-
-
-def test_smollm2(smollm2):
-    found = study(load(smollm2, device="cpu"), **SMALL)
+@pytest.mark.proof
+def test_smollm2(smollm2_model):
+    found = study(smollm2_model, **SMALL)
     by_id = verdicts(found)
     held = ("sink", "super_neurons", "dimension_disparity", "unmixing_creates_sink")
     assert {claim: by_id[claim] for claim in held} == dict.fromkeys(held, "holds")
@@ -38,6 +32,7 @@ def test_smollm2(smollm2):
         assert by_id["super_neurons_necessary"] == "does not hold"
 
 
+@pytest.mark.real_weights
 def test_gemma3_without_bos_has_nothing_to_explain(gemma3_model):
     found = study(gemma3_model, bos=False, **SMALL)
     by_id = verdicts(found)
@@ -47,8 +42,15 @@ def test_gemma3_without_bos_has_nothing_to_explain(gemma3_model):
     assert found.verdict.startswith("No sink to explain")
 
 
-def test_gemma3_with_bos(gemma3_model):
-    found = study(gemma3_model, bos=True, **SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("stories15m_model", marks=pytest.mark.real_weights),
+        pytest.param("gemma3_model", marks=pytest.mark.proof),
+    ],
+)
+def test_a_sink_that_needs_bos(name, request):
+    found = study(request.getfixturevalue(name), bos=True, **SMALL)
     by_id = verdicts(found)
     assert by_id["sink"] == "holds"
     assert found.plan.sink == 0

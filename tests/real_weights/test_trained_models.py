@@ -7,24 +7,9 @@ import sys
 import pytest
 import torch
 
-from sinkscope import load, token_batch, trace
+from sinkscope import token_batch, trace
 
 pytestmark = pytest.mark.real_weights
-
-
-@pytest.fixture(scope="session")
-def smollm2_model(smollm2):
-    return load(smollm2, device="cpu")
-
-
-@pytest.fixture(scope="session")
-def gemma3_model(gemma3):
-    return load(gemma3, device="cpu")
-
-
-@pytest.fixture(scope="session")
-def stories15m_model(stories15m):
-    return load(stories15m, device="cpu")
 
 
 def eager_received(loaded, ids):
