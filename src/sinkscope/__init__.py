@@ -1,14 +1,38 @@
 """sinkscope: why language models pour their attention into the first token, shown link by link.
 
-import sinkscope
-model = sinkscope.load("path-or-name")
-trace = sinkscope.trace(model, sinkscope.token_batch(model))
+    import sinkscope
+    model = sinkscope.load("reference:softmax")
+    sinkscope.trace(model, sinkscope.token_batch(model))
+
+What there is to call:
+
+    load(name)                    a model: Hugging Face name, folder, .gguf file, training run, or a model object
+    token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
+    trace(model, batch)           the whole sink chain, from one forward pass
+    study(model)                  whether the chain holds, link by link, by interventions with controls
+    bias(model)                   which tokens a model prefers from birth
+    fingerprint(models)           which models began with the same weights
+    compare_training(runs)        training runs over variants and seeds, side by side
+    anatomy_of(model)             where a model keeps its modules
+
+Each of trace, study, bias, fingerprint and compare_training gives a result with .story, .summary, .tables,
+.table(name) for pyarrow and pandas, .save(folder) and .report(file); a trace and a study also have .plot().
+
+Interventions are context managers: mask_to_self, edit_mask; amplify_variance, scale_norm, shift_mean, swap_deviation,
+random_direction, equalise_variance; match_variance, match_energy, match_moments; ablate_neurons, densify_neurons,
+transplant_neurons; set_dimensions, clamp.
+
+    with sinkscope.mask_to_self(model, 10):
+        sinkscope.trace(model, batch)
+
+For training: SinkProbe, a callback of the Hugging Face Trainer; HeadRMSNorm, insert_head_norm and remove_head_norm.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sinkscope.models.names import RESOLVERS
+from sinkscope.results.result import VIEWS
 
 __version__ = "0.1.0"
 
@@ -26,6 +50,7 @@ _HOMES = {
     "study": "sinkscope.studies.study",
     "Study": "sinkscope.studies.study",
     "InputError": "sinkscope.errors",
+    "Result": "sinkscope.results.result",
     "Unit": "sinkscope.models.anatomy",
     "mask_to_self": "sinkscope.interventions.mask",
     "edit_mask": "sinkscope.interventions.mask",
@@ -58,6 +83,7 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 RESOLVERS.append("sinkscope.pretrain.model_specs")
+VIEWS.append("sinkscope.report.result")
 
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
@@ -98,6 +124,7 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
+    from sinkscope.results.result import Result as Result
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
 

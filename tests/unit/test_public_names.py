@@ -14,6 +14,12 @@ def test_public_names_are_there_and_are_listed():
     assert not hasattr(sinkscope, "no_such_name")
 
 
+def test_help_begins_with_what_there_is_to_call():
+    for name in sinkscope.__all__:
+        if callable(getattr(sinkscope, name)) and name[0].islower():
+            assert name in sinkscope.__doc__, name
+
+
 def test_importing_loads_no_torch():
     code = "import sys, sinkscope; dir(sinkscope); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,6 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.births import LINKS, births
 from sinkscope.pretrain.comparison import compare_training, reach
 from sinkscope.report.comparison import compare
-from sinkscope.report.training import answer
 from sinkscope.report.training_figures import median_birth
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
@@ -52,7 +51,7 @@ def test_the_planted_ratio_comes_back_exactly(write):
     assert between["tokens_ratio"] == pytest.approx(10 / 13, rel=1e-12)
     # Control: the baseline against itself needs all of its way, also in seconds.
     assert (base["tokens_ratio"], base["seconds_ratio"]) == (1.0, 1.0)
-    assert "80 % of its tokens (one seed, no interval)" in answer(comparison)
+    assert "80 % of its tokens (one seed, no interval)" in comparison.story
 
 
 def test_reach_is_the_first_point_of_a_fine_grid_that_is_low_enough():
@@ -129,7 +128,7 @@ def test_runs_that_never_reach_the_loss_are_bounds_and_not_dropped(write):
     comparison = compare_training(runs)
     row = comparison.of("sigmoid", "tokens_ratio")
     assert (row["mean"], row["bound"], row["num_reached"], row["low"]) == (1.0, ">", 0, None)
-    assert answer(comparison) == "sigmoid does not reach softmax's final validation loss of 3.0000 in every seed."
+    assert comparison.story == "sigmoid does not reach softmax's final validation loss of 3.0000 in every seed."
     half = compare_training([*runs[:3], write("sigmoid", 1, 1.25)]).of("sigmoid", "tokens_ratio")
     assert half["mean"] == pytest.approx(math.sqrt(0.8))
     assert (half["bound"], half["num_reached"], half["num_seeds"], half["low"]) == (">", 1, 2, None)

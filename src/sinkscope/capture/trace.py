@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,13 +18,19 @@ from sinkscope.capture.tables import recorded_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.results.result import Result, view
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.tables import Schema
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Trace:
+@dataclass(frozen=True, repr=False)
+class Trace(Result):
     """A recording, what was found in it, and both as tables."""
 
+    headline = ("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention")
     recording: Recording
 
     @cached_property
@@ -45,19 +52,32 @@ class Trace:
     def summary(self) -> dict:
         return trace_summary(self.findings)
 
-    @property
+    @cached_property
     def story(self) -> str:
-        return story(self.findings)
-
-    def write(self, folder: RunFolder) -> None:
-        """Writes every table, and the summary where there are findings, into an open run folder."""
         if self.has_findings:
-            folder.write_json("summary.json", self.summary)
+            return story(self.findings)
+        return f"A recording of {self.recording.model_name}: {', '.join(self.recording.by_layer)}."
+
+    @cached_property
+    def schemas(self) -> tuple[Schema, ...]:
+        """Of the tables, with the columns that this trace has."""
+        found = []
         for schema in TRACE_TABLES:
             if schema.name in self.tables:
                 declared = schema_with(schema, self.recording.observables)
                 kept = [column for column in declared.columns if column.name in self.tables[schema.name]]
-                folder.write_table(replace(declared, columns=tuple(kept)), self.tables[schema.name])
+                found.append(replace(declared, columns=tuple(kept)))
+        return tuple(found)
+
+    def plot(self) -> Figure:
+        """The chain from left to right as a matplotlib figure. Needs the extra `report`."""
+        return view().chain_figure(self.tables, self.summary)
+
+    def write(self, folder: RunFolder) -> None:
+        if self.has_findings:
+            super().write(folder)
+        else:
+            self.write_tables(folder)
 
 
 def trace(

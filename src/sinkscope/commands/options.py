@@ -220,10 +220,10 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
 
 def write_pictures(folder: RunFolder, trace: Trace) -> None:
     """Writes the picture and the page of a run whose tables are written, if matplotlib and plotly are installed."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        from sinkscope.report.picture import chain_figure
+    from sinkscope.report.picture import can_draw
 
-        chain_figure(trace.tables, trace.summary, folder.path / "chain.png")
+    if can_draw():
+        trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
     if importlib.util.find_spec("plotly") is not None:
         from sinkscope.report.study import write_study_page
 

@@ -24,7 +24,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ from sinkscope.capture.layer_call import wide
 from sinkscope.capture.recorder import evaluation_mode, input_device
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
+    AggregationPlace,
     BatchShape,
     Intervention,
+    Model,
     Place,
     active,
     all_layers,
@@ -45,7 +47,7 @@ from sinkscope.interventions.base import (
 )
 from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
-from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
 MIN_CALIBRATION = 64
@@ -154,7 +156,7 @@ class AggregationEdit(Intervention):
 
     def __init__(
         self,
-        model: LoadedModel | Any,
+        model: Model,
         formula: str,
         position: int,
         factor: float = 1.0,
@@ -312,7 +314,7 @@ def _stop(module, args, output) -> None:
 
 
 def amplify_variance(
-    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
 ) -> AggregationEdit:
     """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
 
@@ -321,7 +323,9 @@ def amplify_variance(
     return AggregationEdit(model, "amplify_variance", position, factor, calibration=calibration, **where)
 
 
-def scale_norm(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+def scale_norm(
+    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+) -> AggregationEdit:
     """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm.
@@ -329,7 +333,9 @@ def scale_norm(model: Any, position: int, factor: float, *, calibration: TokenBa
     return AggregationEdit(model, "scale_norm", position, factor, calibration=calibration, **where)
 
 
-def shift_mean(model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+def shift_mean(
+    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+) -> AggregationEdit:
     """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm.
@@ -338,7 +344,7 @@ def shift_mean(model: Any, position: int, factor: float, *, calibration: TokenBa
 
 
 def swap_deviation(
-    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
 ) -> AggregationEdit:
     """As amplification, with another sequence's deviation.
 
@@ -348,7 +354,7 @@ def swap_deviation(
 
 
 def random_direction(
-    model: Any, position: int, factor: float, *, calibration: TokenBatch, **where: Any
+    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
 ) -> AggregationEdit:
     """As amplification, along a random direction of equal norm.
 
@@ -357,7 +363,9 @@ def random_direction(
     return AggregationEdit(model, "random_direction", position, factor, calibration=calibration, **where)
 
 
-def equalise_variance(model: Any, position: int, *, calibration: TokenBatch, **where: Any) -> AggregationEdit:
+def equalise_variance(
+    model: Model, position: int, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+) -> AggregationEdit:
     """The variance at `position` is brought down to that of the later half of positions.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm.

@@ -12,19 +12,44 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.capture.edits import depth, going_by_sequence
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loading import LoadedModel, bare_model
 
+Model = LoadedModel | nn.Module
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
+
+
+class AttentionPlace(TypedDict, total=False):
+    """Where an edit of attention acts; what is left out is all of them."""
+
+    layers: Sequence[int] | None
+    heads: int | Sequence[int] | None
+    sequences: int | Sequence[int] | None
+
+
+class AggregationPlace(AttentionPlace, total=False):
+    before_norm: bool
+    """Whether it acts on what enters the norm on the aggregation, in models that have one."""
+
+
+class TokenPlace(TypedDict, total=False):
+    """At which tokens an edit acts; what is left out is all of them."""
+
+    positions: int | Sequence[int] | None
+    sequences: int | Sequence[int] | None
+
+
+class ResidualPlace(TokenPlace, total=False):
+    layers: Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +86,7 @@ class Intervention(contextlib.AbstractContextManager):
     holds_a_batch = False
     """Whether it knows the values of one batch, and so means nothing to the one that others are calibrated on."""
 
-    def __init__(self, model: Any, place: Place) -> None:
+    def __init__(self, model: Model, place: Place) -> None:
         self.anatomy: Anatomy = anatomy_of(bare_model(model))
         layers = _checked_layers(self.anatomy, place.layers)
         chosen = (place.positions, place.heads, place.sequences, place.items)
@@ -223,7 +248,7 @@ def as_indices(chosen: int | Sequence[int] | None) -> Indices:
     return (chosen,) if isinstance(chosen, int) else tuple(dict.fromkeys(int(index) for index in chosen))
 
 
-def all_layers(model: Any, layers: Sequence[int] | None) -> tuple[int, ...]:
+def all_layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The chosen layers, or all of them."""
     if layers is not None:
         return tuple(layers)

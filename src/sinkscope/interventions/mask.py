@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError
-from sinkscope.interventions.base import Intervention, Place, all_layers, as_indices
+from sinkscope.interventions.base import AttentionPlace, Intervention, Model, Place, all_layers, as_indices
 
 
 class MaskEdit(Intervention):
@@ -21,7 +21,7 @@ class MaskEdit(Intervention):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         name: str,
         queries: int | Sequence[int],
         mode: Literal["only", "allow", "block"],
@@ -57,17 +57,17 @@ class MaskEdit(Intervention):
         stack.enter_context(editing_rows({id(layer.attention): [self.edit] for layer in self.layers()}))
 
 
-def mask_to_self(model: Any, position: int, **where: Any) -> MaskEdit:
+def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> MaskEdit:
     """The token at `position` may attend only to itself; `where` takes layers, heads and sequences."""
     return MaskEdit(model, "mask_to_self", position, "only", position, **where)
 
 
 def edit_mask(
-    model: Any,
+    model: Model,
     queries: int | Sequence[int],
     mode: Literal["only", "allow", "block"],
     keys: int | Sequence[int],
-    **where: Any,
+    **where: Unpack[AttentionPlace],
 ) -> MaskEdit:
     """The queries may attend to these keys `only`, to these too (`allow`, also later ones), or no more (`block`).
 

@@ -15,7 +15,7 @@ a variance that is more than the whole energy asked for is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +23,12 @@ from torch import Tensor
 from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, run_with_aggregations
-from sinkscope.interventions.base import Intervention, Place
+from sinkscope.interventions.base import (
+    AttentionPlace,
+    Intervention,
+    Model,
+    Place,
+)
 from sinkscope.measures.value_variance import second_moment, value_variance
 from sinkscope.models.anatomy import Layer
 from sinkscope.models.token_batches import TokenBatch
@@ -49,14 +54,14 @@ class MatchMoments(AggregationEdit):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         position: int,
         *,
         variance: Level | None = None,
         energy: Level | None = None,
         calibration: TokenBatch,
         nearest: bool = False,
-        **where: Any,
+        **where: Unpack[AttentionPlace],
     ) -> None:
         """`nearest`: comes as near as it can where a level cannot be met, instead of refusing."""
         if variance is None and energy is None:
@@ -119,7 +124,7 @@ class MatchMoments(AggregationEdit):
 
 
 def match_moments(
-    model: Any,
+    model: Model,
     position: int,
     *,
     variance: Level | None = None,
@@ -140,7 +145,7 @@ def match_moments(
 
 
 def match_variance(
-    model: Any,
+    model: Model,
     position: int,
     to: Level = UNTOUCHED,
     *,
@@ -156,7 +161,7 @@ def match_variance(
 
 
 def match_energy(
-    model: Any,
+    model: Model,
     position: int,
     to: Level = UNTOUCHED,
     *,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     BatchShape,
     Intervention,
+    Model,
     Place,
+    TokenPlace,
     as_indices,
     check_held,
     check_indices,
@@ -44,7 +46,7 @@ class NeuronEdit(Intervention):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         name: str,
         units: Iterable[Unit],
         *,
@@ -129,7 +131,14 @@ class NeuronEdit(Intervention):
 class AblateNeurons(NeuronEdit):
     """Units at zero, at their mean over a calibration batch, or at values drawn from it."""
 
-    def __init__(self, model: Any, units: Iterable[Unit], mode: str, calibration: TokenBatch | None, **where) -> None:
+    def __init__(
+        self,
+        model: Model,
+        units: Iterable[Unit],
+        mode: str,
+        calibration: TokenBatch | None,
+        **where: Unpack[TokenPlace],
+    ) -> None:
         super().__init__(model, "ablate_neurons", units, **where)
         self.mode = mode
         if mode not in ("zero", "mean", "resample"):
@@ -162,8 +171,16 @@ class AblateNeurons(NeuronEdit):
 class TransplantNeurons(NeuronEdit):
     """Units at one position take the values they have at another, sequence by sequence."""
 
-    def __init__(self, model: Any, units: Iterable[Unit], source: int, target: int, **where) -> None:
-        super().__init__(model, "transplant_neurons", units, positions=target, **where)
+    def __init__(
+        self,
+        model: Model,
+        units: Iterable[Unit],
+        source: int,
+        target: int,
+        *,
+        sequences: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(model, "transplant_neurons", units, positions=target, sequences=sequences)
         self.source = source
         if source < 0 or source == target:
             raise InputError(
@@ -180,7 +197,9 @@ class ClampNeurons(NeuronEdit):
 
     holds_a_batch = True
 
-    def __init__(self, model: Any, units: Iterable[Unit], untouched: ConditionReading, **where) -> None:
+    def __init__(
+        self, model: Model, units: Iterable[Unit], untouched: ConditionReading, **where: Unpack[TokenPlace]
+    ) -> None:
         super().__init__(model, "clamp", units, **where)
         self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
 
@@ -202,7 +221,7 @@ class DensifyNeurons(Intervention):
     name = "densify_neurons"
 
     def __init__(
-        self, model: Any, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+        self, model: Model, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
     ) -> None:
         if mode not in get_args(Mode):
             raise InputError(
@@ -274,28 +293,35 @@ def _turned(vectors_En: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def ablate_neurons(
-    model: Any,
+    model: Model,
     units: Iterable[Unit],
     mode: Literal["zero", "mean", "resample"] = "zero",
     *,
     calibration: TokenBatch | None = None,
-    **where: Any,
+    **where: Unpack[TokenPlace],
 ) -> AblateNeurons:
     """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences."""
     return AblateNeurons(model, units, mode, calibration, **where)
 
 
 def densify_neurons(
-    model: Any, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+    model: Model, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
 ) -> DensifyNeurons:
     """Each unit's output vector with its norm spread over all dimensions, moved to another one, or turned, all else as
     it was."""
     return DensifyNeurons(model, units, mode, avoid=avoid, seed=seed)
 
 
-def transplant_neurons(model: Any, units: Iterable[Unit], source: int, target: int, **where: Any) -> TransplantNeurons:
+def transplant_neurons(
+    model: Model,
+    units: Iterable[Unit],
+    source: int,
+    target: int,
+    *,
+    sequences: int | Sequence[int] | None = None,
+) -> TransplantNeurons:
     """The units' activations at `source` written at `target` too."""
-    return TransplantNeurons(model, units, source, target, **where)
+    return TransplantNeurons(model, units, source, target, sequences=sequences)
 
 
 def matched_units(

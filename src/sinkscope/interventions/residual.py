@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Indices,
     Intervention,
+    Model,
     Place,
+    ResidualPlace,
+    TokenPlace,
     all_layers,
     as_indices,
     check_held,
@@ -39,7 +42,7 @@ class ResidualEdit(Intervention):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         name: str,
         dimensions: Indices,
         *,
@@ -89,13 +92,13 @@ class SetDimensions(ResidualEdit):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         dimensions: Sequence[int],
         mode: str,
         *,
         source: int | None,
         calibration: TokenBatch | None,
-        **where: Any,
+        **where: Unpack[ResidualPlace],
     ) -> None:
         chosen = as_indices(dimensions) or ()
         super().__init__(model, "set_dimensions", chosen, **where)
@@ -139,7 +142,9 @@ class ClampDimensions(ResidualEdit):
 
     holds_a_batch = True
 
-    def __init__(self, model: Any, untouched: ConditionReading, dimensions: Sequence[int], **where: Any) -> None:
+    def __init__(
+        self, model: Model, untouched: ConditionReading, dimensions: Sequence[int], **where: Unpack[ResidualPlace]
+    ) -> None:
         super().__init__(model, "clamp", tuple(dimensions), **where)
         self.held_LBTM = untouched.dimension_values(self.dimensions)
 
@@ -155,7 +160,7 @@ class ClampNorms(ResidualEdit):
 
     holds_a_batch = True
 
-    def __init__(self, model: Any, untouched: ConditionReading, **where: Any) -> None:
+    def __init__(self, model: Model, untouched: ConditionReading, **where: Unpack[ResidualPlace]) -> None:
         super().__init__(model, "clamp", None, **where)
         self.held_LBT = untouched.residual_norm_LBT
 
@@ -167,13 +172,13 @@ class ClampNorms(ResidualEdit):
 
 
 def set_dimensions(
-    model: Any,
+    model: Model,
     dimensions: Sequence[int],
     mode: Literal["zero", "mean", "transplant"] = "zero",
     *,
     source: int | None = None,
     calibration: TokenBatch | None = None,
-    **where: Any,
+    **where: Unpack[ResidualPlace],
 ) -> SetDimensions:
     """Residual dimensions at zero, at their mean, or at another position's values, after each block.
 
@@ -183,13 +188,13 @@ def set_dimensions(
 
 
 def clamp(
-    model: Any,
+    model: Model,
     untouched: TokenBatch | Tensor | ConditionReading,
     *,
     neurons: Sequence[Unit] = (),
     dimensions: Sequence[int] = (),
     norms: bool = False,
-    **where: Any,
+    **where: Unpack[TokenPlace],
 ) -> contextlib.AbstractContextManager:
     """Neurons, dimensions or norms held at their untouched values on a batch, while other interventions act.
 

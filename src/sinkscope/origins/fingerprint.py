@@ -37,6 +37,7 @@ from sinkscope.origins.signature import (
 )
 from sinkscope.pretrain.model_specs import INITIAL, draw
 from sinkscope.results.parts import Parts
+from sinkscope.results.result import Result
 from sinkscope.statistics import false_discovery_rates
 from sinkscope.user_paths import user_path
 
@@ -76,10 +77,12 @@ class Pair:
     """The largest z of these comparisons."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Fingerprint:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Fingerprint(Result):
     """Signatures, and every pair of them that was asked for."""
 
+    headline = ("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q")
+    schemas = (PAIRS, UNRELATED)
     method: Method
     signatures: list[Signature]
     unrelated: list[Signature]
@@ -87,7 +90,7 @@ class Fingerprint:
     unrelated_rows: list[dict[str, Any]]
 
     @property
-    def answer(self) -> str:
+    def story(self) -> str:
         """The result in a sentence."""
         counts = {verdict: sum(pair.verdict == verdict for pair in self.pairs) for verdict in get_args(Verdict)}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
@@ -110,13 +113,14 @@ class Fingerprint:
                 text += f" {num_sequences} sequences are few for {width} dimensions: more may find a relation."
         return text
 
+    @property
     def summary(self) -> dict[str, Any]:
         """summary.json of a run."""
         inputs = self.signatures[0].inputs
         return {
             "kind": "fingerprint",
             "method": self.method,
-            "answer": self.answer,
+            "answer": self.story,
             "caveat": self.caveat,
             "inputs": asdict(inputs),
             "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
@@ -124,12 +128,15 @@ class Fingerprint:
             "pairs": [asdict(pair) for pair in self.pairs],
         }
 
+    @property
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Columns by table: pairs, unrelated."""
+        rows = [asdict(pair) | {"method": self.method} for pair in self.pairs]
+        return {PAIRS.name: PAIRS.from_rows(rows), UNRELATED.name: UNRELATED.from_rows(self.unrelated_rows)}
+
     def write(self, folder: RunFolder) -> None:
         """Writes summary, tables and signatures into a run folder."""
-        folder.write_json("summary.json", self.summary())
-        rows = [asdict(pair) | {"method": self.method} for pair in self.pairs]
-        for schema, found in ((PAIRS, rows), (UNRELATED, self.unrelated_rows)):
-            folder.write_table(schema, schema.from_rows(found))
+        super().write(folder)
         (folder.path / "signatures").mkdir()
         for index, signature in enumerate([*self.signatures, *self.unrelated]):
             signature.save(folder.path / "signatures" / f"{index:03d}-{_file_name(signature.name)}.safetensors")

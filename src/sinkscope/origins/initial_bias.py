@@ -33,7 +33,7 @@ from sinkscope.origins.bias_schemas import BIAS_TABLES
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
 from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration
-from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.result import Result
 from sinkscope.user_paths import user_path
 
 NUM_SEEDS = 8
@@ -42,10 +42,12 @@ Progress = Callable[[int, int], None]
 """Called with (readings done, readings in all)."""
 
 
-@dataclass(frozen=True)
-class Bias:
+@dataclass(frozen=True, repr=False)
+class Bias(Result):
     """The bias of a model, as readings and as tables."""
 
+    headline = ("bias", "quantity", "over", "value", "value_low", "value_high")
+    schemas = BIAS_TABLES
     readings: BiasReadings
 
     @cached_property
@@ -60,12 +62,6 @@ class Bias:
     @property
     def story(self) -> str:
         return self.summary["story"]
-
-    def write(self, folder: RunFolder) -> None:
-        """Writes the summary and every table into an open run folder."""
-        folder.write_json("summary.json", self.summary)
-        for schema in BIAS_TABLES:
-            folder.write_table(schema, self.tables[schema.name])
 
 
 def bias(

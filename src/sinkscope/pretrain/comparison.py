@@ -17,6 +17,7 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.births import births
+from sinkscope.pretrain.comparison_story import comparison_story
 from sinkscope.pretrain.runs import (
     FinishedRun,
     Groups,
@@ -26,7 +27,7 @@ from sinkscope.pretrain.runs import (
     replicas,
     unequal_conditions,
 )
-from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema, rows_where
 from sinkscope.statistics import mean_interval
 
@@ -125,10 +126,12 @@ class Reach:
     bound: str
 
 
-@dataclass(frozen=True)
-class TrainingComparison:
+@dataclass(frozen=True, repr=False)
+class TrainingComparison(Result):
     """What `compare_training` found. `tables` are columns by name, as pandas.DataFrame takes them."""
 
+    headline = ("variants", "variant", "quantity", "num_seeds", "mean", "low", "high")
+    schemas = COMPARISON_TABLES
     baseline: str
     variants: tuple[str, ...]
     """Labels, the baseline's first, then in the order given."""
@@ -145,12 +148,15 @@ class TrainingComparison:
         """A variant's row for one quantity; None if it was not measured."""
         return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
 
-    def write(self, folder: RunFolder) -> None:
-        """Writes every table, and the short ones also as summary.json."""
-        for schema in COMPARISON_TABLES:
-            folder.write_table(schema, self.tables[schema.name])
+    @property
+    def story(self) -> str:
+        return comparison_story(self.tables, self.baseline)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The short tables as rows."""
         short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
-        folder.write_json("summary.json", {"baseline": self.baseline, "notes": self.notes, **short})
+        return {"baseline": self.baseline, "notes": self.notes, **short}
 
 
 def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:

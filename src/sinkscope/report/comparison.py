@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError
 from sinkscope.models.names import is_reference, reference_run
@@ -18,6 +18,9 @@ from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number,
 from sinkscope.report.trace import head_map, sink_rates
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
 from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from sinkscope.pretrain.comparison import TrainingComparison
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
@@ -84,15 +87,24 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
         _write(destination, _title(read, 0), runs)
         return "\n".join(told)
     from sinkscope.pretrain.comparison import compare_training
-    from sinkscope.report.training import TablesBeside, answer, training_parts
 
     comparison = compare_training(trained)
+    write_training_page(comparison, destination, read, overwrite=overwrite)
+    return "\n".join([comparison.story, *told, f"Tables: {tables_path(destination)}"])
+
+
+def write_training_page(
+    comparison: TrainingComparison, destination: Path, beside: Sequence[Run] = (), *, overwrite: bool = False
+) -> None:
+    """Writes the page of training runs, with studies and traces below them, and their tables beside it."""
+    from sinkscope.report.training import TablesBeside, training_parts
+
+    runs = [(_letter(index), run) for index, run in enumerate(beside)]
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
         part = training_parts(comparison, TablesBeside(tables_path(destination).name))
         # Inside the block: a page that cannot be written leaves no tables either.
-        _write(destination, _title(read, len(trained)), runs, [*comparison.variants], *part)
-    return "\n".join([answer(comparison), *told, f"Tables: {tables_path(destination)}"])
+        _write(destination, _title(beside, len(comparison.runs)), runs, [*comparison.variants], *part)
 
 
 def _write(

@@ -49,7 +49,7 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
     body = [
         header(title, circumstances),
         '<main id="main">',
-        f'<p class="answer">{isolated(result.answer)}</p>',
+        f'<p class="answer">{isolated(result.story)}</p>',
         f"<p>{escaped(result.caveat)}</p>",
         f"<h2>Pairs</h2>{html.table(columns, rows)}",
         f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",

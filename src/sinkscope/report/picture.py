@@ -1,23 +1,39 @@
-"""The picture chain.png, drawn from the tables of a run alone, so that it can be drawn again from the files."""
+"""The picture of the chain, drawn from the tables of a run alone, so that it can be drawn again from the files."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import SINK_THRESHOLD
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_POSITIONS_SHOWN = 64
 LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 
 
-def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) -> None:
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     """The sink chain from left to right as one picture: variance, neurons, output vectors, dimensions, attention.
 
     Needs matplotlib (the extra `report`). Line styles and markers differ, so that it can be read without colour.
     """
+    if not can_draw():
+        raise InputError(
+            expected="matplotlib, to draw the chain",
+            found="no such package",
+            next_step='Run: pip install "sinkscope[report]"',
+        )
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(20, 4.2), layout="constrained")
@@ -36,7 +52,7 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping, path: Path) ->
         panel.tick_params(labelsize=8)
     # parse_math off: a model's name is text, and a stray dollar sign in it must not be read as a formula.
     figure.suptitle(f"{summary['model']}: {summary['story']}", fontsize=11, parse_math=False, wrap=True)
-    figure.savefig(path, dpi=110, metadata={"Software": "sinkscope"})
+    return figure
 
 
 def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, shown: int) -> np.ndarray:

@@ -221,7 +221,7 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
         "p" if result.method == "seedprint" else "q",
     )
     _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
-    _say(console, result.answer, style="bold")
+    _say(console, result.story, style="bold")
     _say(console, result.caveat)
     _say(console, f"Written to {path}")
 

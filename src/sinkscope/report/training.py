@@ -34,38 +34,12 @@ class TablesBeside:
         return f"{self.folder}/{table}.parquet"
 
 
-def answer(comparison: TrainingComparison) -> str:
-    """The comparison in two sentences: which variant reaches the baseline's loss first, and its sink."""
-    baseline = comparison.baseline
-    loss = comparison.of(baseline, "validation_loss")
-    assert loss is not None
-    final = f"{baseline}'s final validation loss of {loss['mean']:.4f}"
-    ratios = [row for row in comparison.rows("variants", quantity="tokens_ratio") if row["variant"] != baseline]
-    if not ratios:
-        return f"{len(comparison.runs)} runs of {baseline}, and no other variant to compare them with: {final}."
-    reached = [row for row in ratios if row["mean"] is not None and row["bound"] != ">"]
-    if not reached:
-        names, does = ", ".join(row["variant"] for row in ratios), "does" if len(ratios) == 1 else "do"
-        every = " in every seed" if any(row["num_seeds"] > 1 for row in ratios) else ""
-        return f"{names} {does} not reach {final}{every}."
-    best = min(reached, key=lambda row: row["mean"])
-    seconds = comparison.of(best["variant"], "seconds_ratio")
-    of_many = f"Of {len(ratios)} variants, " if len(ratios) > 1 else ""
-    first = f"{of_many}{best['variant']} reaches {final} with {_percent(best)} of its tokens{_seeds(best)}"
-    first += (
-        ""
-        if seconds is None or seconds["mean"] is None
-        else f", and with {_percent(seconds)} of its seconds{_seeds(seconds)}"
-    )
-    return f"{first}. {_sink_sentence(comparison, best['variant'])}".strip()
-
-
 def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
     """The HTML of the section, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
     parts = [
-        f'<p class="answer">{isolated(answer(comparison))}</p>',
+        f'<p class="answer">{isolated(comparison.story)}</p>',
         _variants(comparison),
         f'<ul class="caption">{notes}</ul>' if notes else "",
         _drawn(courses, tables),
@@ -78,27 +52,6 @@ def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tupl
 
 def _drawn(figures: list[Figure], tables: TablesBeside) -> str:
     return f'<div class="figures">{"".join(html.figure(figure, tables) for figure in figures)}</div>'
-
-
-def _percent(row: Row) -> str:
-    return f"{row['bound']} {100 * row['mean']:.0f} %".strip()
-
-
-def _seeds(row: Row) -> str:
-    """The interval over seeds, or a note that there is none."""
-    if row["low"] is None:
-        return " (one seed, no interval)" if row["num_seeds"] == 1 else f" ({row['num_seeds']} seeds, no interval)"
-    doubt = "; no clear difference" if row["low"] <= 1 <= row["high"] else ""
-    return f" ({100 * row['low']:.0f} to {100 * row['high']:.0f} % over {row['num_seeds']} seeds{doubt})"
-
-
-def _sink_sentence(comparison: TrainingComparison, variant: str) -> str:
-    entries = []
-    for quantity, name in (("sink_rate", "sink rate"), ("dom_ratio", "DomRatio"), ("effective_rank", "effective rank")):
-        own, base = (comparison.of(label, quantity) for label in (variant, comparison.baseline))
-        if own is not None and base is not None:
-            entries.append(f"{name} {_mean(own)} against {_mean(base)}")
-    return f"At the end: {', '.join(entries)}." if entries else ""
 
 
 def _mean(row: Row) -> str:

@@ -9,13 +9,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results.atomic import whole_file
 from sinkscope.results.validated import MOST_CHARACTERS, refused
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ColumnType = Literal["int", "float", "bool", "str"]
 
@@ -67,11 +70,11 @@ class Schema:
         return {column.name: [row[column.name] for row in rows] for column in self.columns}
 
 
-def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_without_suffix: Path) -> Path:
-    """The path of the Parquet file written: `data` checked against `schema`.
+def arrow_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray]) -> pyarrow.Table:
+    """`data` checked against `schema`, with the meaning of each column in its metadata.
 
     Nulls are None in a sequence, masked entries in a numpy masked array, NaN in a float column.
-    Data that does not fit the schema is a programming error: ValueError, before any file is opened.
+    Data that does not fit the schema is a programming error: ValueError.
     """
     columns, pyarrow = _checked(schema, data), _pyarrow()
     types = _arrow_types(pyarrow)
@@ -86,10 +89,15 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
         pyarrow.array(values, types[column.type], mask=nulls)
         for column, (values, nulls) in zip(schema.columns, columns, strict=True)
     ]
+    return pyarrow.Table.from_arrays(arrays, schema=arrow_schema)
+
+
+def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_without_suffix: Path) -> Path:
+    """The path of the Parquet file written; data that does not fit is refused before any file is opened."""
+    table = arrow_table(schema, data)
     path = path_without_suffix.with_name(path_without_suffix.name + ".parquet")
-    table = pyarrow.Table.from_arrays(arrays, schema=arrow_schema)
     with whole_file(path) as partial:
-        pyarrow.parquet.write_table(table, partial, compression="zstd")
+        _pyarrow().parquet.write_table(table, partial, compression="zstd")
     return path
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -26,7 +27,9 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.parts import Parts
+from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
@@ -40,6 +43,9 @@ from sinkscope.studies.plan import Plan, make_plan
 from sinkscope.studies.study_schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 NUM_CHOOSING = 32
 NO_SINK = "there is no sink to explain"
 UNPLANNED = "the sequences that plan interventions show no sink"
@@ -47,10 +53,11 @@ UNPLANNED = "the sequences that plan interventions show no sink"
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Study:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Study(Result):
     """What was found, as tables, as a summary and in a sentence."""
 
+    headline = ("claims", "verdict", "statement", "effect", "low", "high", "control")
     loaded: LoadedModel
     trace: Trace
     """Of the untouched model on the judging sequences."""
@@ -67,8 +74,12 @@ class Study:
 
     @cached_property
     def tables(self) -> dict[str, Mapping]:
-        """Columns by table; those of the trace are in `trace.tables`."""
-        return study_tables(self.trace, self.measured, self.judgements, self.loaded.tokenizer)
+        """Columns by table, those of the trace too."""
+        return {**self.trace.tables, **study_tables(self.trace, self.measured, self.judgements, self.loaded.tokenizer)}
+
+    @property
+    def schemas(self) -> tuple[Schema, ...]:
+        return (*self.trace.schemas, *STUDY_TABLES)
 
     @cached_property
     def summary(self) -> dict:
@@ -119,14 +130,19 @@ class Study:
             return f"No sink to explain: {strongest} is one for {rate:.1%} of heads, {fails} {percent(SINK_RATE)}."
         return answer(self.judgements, self.measured, self.went)
 
+    @property
+    def story(self) -> str:
+        return self.verdict
+
+    def plot(self) -> Figure:
+        """The chain of the untouched model as a matplotlib figure. Needs the extra `report`."""
+        return self.trace.plot()
+
     def write(self, folder: RunFolder) -> None:
-        """Writes the trace's tables, the study's, the summary and the calibration means into an open run folder."""
+        """Writes the summary, every table and the calibration means into an open run folder."""
         from safetensors.numpy import save_file
 
-        self.trace.write(folder)
-        folder.write_json("summary.json", self.summary)
-        for schema in STUDY_TABLES:
-            folder.write_table(schema, self.tables[schema.name])
+        super().write(folder)
         means = {name: mean for o in self.measured.outcomes.values() for name, mean in o.means.items()}
         if means:
             save_file(means, folder.path / "calibration.safetensors")

@@ -1,0 +1,86 @@
+"""Every result has one shape: a story, a summary, tables; a short repr, a notebook's view, a folder and a page."""
+
+import json
+
+import pytest
+from tiny_models import tiny_model
+
+import sinkscope
+from sinkscope.results.tables import Column, Schema
+
+
+@pytest.fixture(scope="module")
+def traced():
+    model = tiny_model("llama")
+    return sinkscope.trace(model, sinkscope.token_batch(sinkscope.load(model), num_sequences=3, length=24))
+
+
+class Small(sinkscope.Result):
+    """A result as a test needs it."""
+
+    headline = ("found", "name", "value")
+    story = "<b>bold</b>"
+    schemas = (Schema("found", (Column("name", "str", "Its name"), Column("value", "float", "Its value", True))),)
+
+    @property
+    def tables(self):
+        return {"found": {"name": ["<script>"] * 50, "value": [1.0] * 49 + [None]}}
+
+
+def test_every_result_has_this_shape():
+    for name in ("Trace", "Study", "Fingerprint", "Bias", "TrainingComparison"):
+        kind = getattr(sinkscope, name)
+        assert issubclass(kind, sinkscope.Result)
+        assert kind.__repr__ is sinkscope.Result.__repr__, "a dataclass would write its own, of any length"
+        assert kind.headline[0]
+        assert all(hasattr(kind, part) for part in ("story", "summary"))
+    assert hasattr(sinkscope.Trace, "plot")
+    assert hasattr(sinkscope.Study, "plot")
+
+
+def test_a_repr_is_a_few_lines(traced):
+    assert traced.story in repr(traced)
+    assert "heads" in repr(traced)
+    assert len(repr(traced)) < 3000
+
+    class Long(Small):
+        story = "long " * 10_000
+
+    assert len(repr(Long())) < 3000
+
+
+def test_a_notebook_shows_the_story_the_table_and_the_chain(traced):
+    shown = traced._repr_html_()
+    assert "data:image/png;base64," in shown
+    assert len(shown) < 150_000
+    assert "http" not in shown.replace("data:image", "")
+    assert "<script" not in shown
+    hostile = Small()._repr_html_()
+    assert "40 of 50 rows" in hostile
+    assert "<script>" not in hostile
+    assert "<b>bold" not in hostile
+
+
+def test_a_table_is_one_of_arrow_and_of_pandas(traced):
+    heads = traced.table("heads")
+    assert heads.num_rows == len(traced.tables["heads"]["head"])
+    assert heads.schema.field("sink_rate").metadata[b"meaning"].startswith(b"Share of sequences")
+    assert Small().table("found").column("value").null_count == 1
+    with pytest.raises(sinkscope.InputError, match="a table: sinks, positions"):
+        traced.table("no such table")
+
+
+def test_a_result_is_saved_and_reported(traced, tmp_path):
+    saved = traced.save(tmp_path / "run")
+    assert json.loads((saved / "summary.json").read_text())["story"] == traced.story
+    page = traced.report(tmp_path / "page.html")
+    assert traced.story[:40] in page.read_text()
+    with pytest.raises(sinkscope.InputError, match="overwrite=True"):
+        traced.report(page)
+
+
+def test_a_recording_without_findings_has_the_same_shape():
+    few = sinkscope.trace(tiny_model("llama"), [[5, 6, 7, 8] * 5], observables=["entropy"])
+    assert "entropy" in repr(few)
+    assert "entropy" in few._repr_html_()
+    assert few.table("positions").num_rows == 20 * few.recording.num_layers
