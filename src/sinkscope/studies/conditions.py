@@ -18,7 +18,7 @@ import numpy as np
 
 from sinkscope.capture.replay import ConditionReading, Replay
 from sinkscope.interventions.aggregation import AGGREGATION, FORMULAS, AggregationEdit, amplify_variance
-from sinkscope.interventions.base import Intervention, Place, together
+from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
 from sinkscope.interventions.neurons import (
@@ -248,7 +248,7 @@ class Conditions:
             return self._matched(condition)
         free = replace(condition, held=None)
         made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
-        untouched, where = self.replay.untouched, dict(positions=condition.target)
+        untouched, where = self.replay.untouched, TokenPlace(positions=condition.target)
         units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
         if condition.held in units:
