@@ -76,6 +76,11 @@ _HOMES = {
     "Bias": "sinkscope.origins.initial_bias",
     "fingerprint": "sinkscope.origins.fingerprint",
     "Fingerprint": "sinkscope.origins.fingerprint",
+    "sink_tokens": "sinkscope.remedies.sink_tokens",
+    "SinkTokens": "sinkscope.remedies.sink_tokens",
+    "sink_neurons": "sinkscope.remedies.sink_tokens",
+    "SinkNeurons": "sinkscope.remedies.sink_neurons",
+    "SinkWatch": "sinkscope.remedies.sink_neurons",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
 }
@@ -125,6 +130,11 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
     from sinkscope.results.result import Result as Result
+    from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
+    from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch
+    from sinkscope.remedies.sink_tokens import SinkTokens as SinkTokens
+    from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
+    from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
 

@@ -1,0 +1,205 @@
+"""The super neurons that tell a model's sinks without its attention: one threshold each, found once on some texts.
+
+Candidates are the units of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
+other and at most one a layer: the unit and the threshold that bring the mask "any of them fires" nearest to the sinks
+(by F1, the harmonic mean of precision and recall), as long as it gets nearer.
+Axes: B sequences, T positions, N = B * T tokens, n sinks, U units of a layer, C candidates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.capture.layer_call import LayerCall
+from sinkscope.capture.merges import Rows
+from sinkscope.capture.observables import Observable, Tap
+from sinkscope.capture.recorder import record
+from sinkscope.capture.taps import leaving
+from sinkscope.capture.units import LayerUnits
+from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import eligible_positions
+from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, Unit, anatomy_of, checked_units
+from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.token_batches import TokenBatch
+
+NUM_CANDIDATES = 8
+"""Units of a layer that are tried."""
+MOST_NEURONS = 4
+NEARLY_ALL = 0.25
+"""Units are ranked by the write that all but this share of the sinks reach: what fires for one sink tells no other."""
+
+
+class SinkNeuron(NamedTuple):
+    unit: Unit
+    threshold: float
+    """It fires where its activation is beyond this, on the side of its sign."""
+
+    def fires(self, activation: Tensor) -> Tensor:
+        return activation > self.threshold if self.threshold > 0 else activation < self.threshold
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SinkNeurons:
+    """Neurons of which one or another fires at a sink; none for texts without sinks."""
+
+    neurons: tuple[SinkNeuron, ...]
+    precision: float
+    recall: float
+    """On the texts that they were found on; NaN without sinks."""
+    num_sinks: int
+
+    def __repr__(self) -> str:
+        fire = ", ".join(f"{unit} beyond {threshold:.3g}" for unit, threshold in self.neurons) or "none"
+        found = f"{self.num_sinks} sinks, precision {self.precision:.2f}, recall {self.recall:.2f}"
+        return f"SinkNeurons({fire}; found on {found})"
+
+
+def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkNeurons:
+    """The neurons that agree best with a mask of sinks, from one pass over its texts."""
+    num_sinks = int(mask_BT.sum())
+    if not num_sinks:
+        return SinkNeurons(neurons=(), precision=float("nan"), recall=float("nan"), num_sinks=0)
+    seen: dict[Unit, Tensor] = {}
+    sinks_n = mask_BT.flatten().nonzero().flatten()
+
+    def keep_candidates(call: LayerCall) -> Tensor:
+        writes_nU = call.units.at(sinks_n.to(call.residual.device)).float().abs() * call.units.output_norms()
+        reached_U = writes_nU.quantile(NEARLY_ALL, dim=0)
+        for number in reached_U.topk(min(NUM_CANDIDATES, len(reached_U))).indices.tolist():
+            expert, neuron = call.layer.locate_unit(number)
+            values_N1 = call.units.values(expert, torch.tensor([neuron], device=call.residual.device))
+            seen[Unit(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
+        return torch.zeros(1)
+
+    listening = Observable(
+        name="candidates", tap=Tap.UNITS, reduce=keep_candidates, merge=Rows(), axes="L", meaning="Kept in `seen`"
+    )
+    record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
+    # What comes too late to be a sink by attention says nothing about the neurons.
+    early_T = eligible_positions(batch.length)
+    return _chosen({unit: values_BT[:, early_T] for unit, values_BT in seen.items()}, mask_BT[:, early_T])
+
+
+def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
+    fired_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
+    while len(neurons) < MOST_NEURONS:
+        layers = {neuron.unit.layer for neuron in neurons}
+        tried = [
+            (*_best_threshold(values_BT, mask_BT, fired_BT), unit)
+            for unit, values_BT in seen.items()
+            if unit.layer not in layers
+        ]
+        score, _, threshold, unit = max(tried, default=(0.0, 0.0, 0.0, None))
+        if unit is None or score <= best:
+            break
+        best = score
+        neurons.append(SinkNeuron(unit, threshold))
+        fired_BT |= neurons[-1].fires(seen[unit])
+    hits, num_sinks = int((fired_BT & mask_BT).sum()), int(mask_BT.sum())
+    return SinkNeurons(
+        neurons=tuple(neurons), precision=hits / int(fired_BT.sum()), recall=hits / num_sinks, num_sinks=num_sinks
+    )
+
+
+def _best_threshold(values_BT: Tensor, mask_BT: Tensor, fired_BT: Tensor) -> tuple[float, float, float]:
+    """(F1 of the tokens beyond the threshold and those that others fire at, how wide the gap around the threshold is,
+    the threshold: the middle of that gap)."""
+    sign = -1.0 if float(values_BT[mask_BT].median()) < 0 else 1.0
+    values_N, order_N = (sign * values_BT[~fired_BT].double()).sort(descending=True)
+    hits_N = (fired_BT & mask_BT).sum() + mask_BT[~fired_BT][order_N].cumsum(0)
+    num_N = fired_BT.sum() + torch.arange(1, len(values_N) + 1)
+    score_N = 2 * hits_N / (num_N + mask_BT.sum())
+    score_N[values_N <= 0] = 0
+    last = int(score_N[:-1].argmax())
+    upper, lower = float(values_N[last]), max(float(values_N[last + 1]), 0.0)
+    gap = 0.0 if upper <= 0 else 1 - lower / upper
+    return float(score_N[last]), gap, sign * (upper + lower) / 2
+
+
+class SinkWatch:
+    """While open, follows the sinks of a text as a model reads or writes it, step by step with a cache:
+
+    with sinkscope.SinkWatch(model, neurons) as watch:
+        model.generate(...)
+    watch.mask  # [B, T], up to the last token that the model has read
+
+    It begins anew when it is opened, and with each call without a filled cache. Sequences must keep their places in the
+    batch, as they do unless beams are searched.
+    """
+
+    def __init__(self, model: Any, neurons: SinkNeurons) -> None:
+        self.anatomy = anatomy_of(bare_model(model))
+        checked_units(self.anatomy, [neuron.unit for neuron in neurons.neurons])
+        self.neurons = neurons.neurons
+        self._shapes: list[tuple[int, int]] = []
+        self._seen: list[list[Tensor]] = [[] for _ in self.neurons]
+        """By neuron, the activations of each call, flat."""
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T] at which tokens one of the neurons fired, on the CPU."""
+        if len({num_sequences for num_sequences, _ in self._shapes}) != 1:
+            raise InputError(
+                expected="a text that was read, or several side by side",
+                found="batches of several sizes, joined by one cache" if self._shapes else "none yet",
+                next_step="Call the model, or model.generate, inside the with block, for one batch at a time",
+            )
+        mask_BT = torch.zeros(self._shapes[0][0], sum(length for _, length in self._shapes), dtype=torch.bool)
+        for neuron, steps in zip(self.neurons, self._seen, strict=True):
+            values = [values_N.view(shape).cpu() for values_N, shape in zip(steps, self._shapes, strict=True)]
+            mask_BT |= neuron.fires(torch.cat(values, 1))
+        return mask_BT
+
+    def __enter__(self) -> SinkWatch:
+        self._begin_anew()
+        handles = [
+            self.anatomy.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.anatomy.layers[0].block.register_forward_hook(self._leave_first),
+        ]
+        for neuron, steps in zip(self.neurons, self._seen, strict=True):
+            handles.append(_keeping(self.anatomy.layers[neuron.unit.layer], neuron.unit, steps))
+        for handle in handles:
+            self._stack.callback(handle.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _begin_anew(self) -> None:
+        for steps in (self._shapes, *self._seen):
+            steps.clear()
+
+    def _enter(self, module, args, kwargs) -> None:
+        cache = kwargs.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            self._begin_anew()
+
+    def _leave_first(self, module, args, output) -> None:
+        num_sequences, length = leaving(output).shape[:2]
+        self._shapes.append((num_sequences, length))
+
+
+def _keeping(layer: Layer, unit: Unit, steps: list[Tensor]) -> Any:
+    """A hook that keeps a unit's activation at every token. Thresholds wait until the mask is asked for: a step of
+    decoding pays for one small copy a neuron."""
+    if unit.expert in (None, SHARED_EXPERT):
+        projection: AnyModule = layer.down_projection if unit.expert is None else layer.shared_down_projection
+        return projection.register_forward_pre_hook(
+            lambda module, args: steps.append(args[0][..., unit.neuron].flatten().clone())
+        )
+    units = LayerUnits(layer)
+
+    def keep_routed(module, args, kwargs) -> None:
+        units.keep_routed(module, args, kwargs)
+        chosen = torch.tensor([unit.neuron], device=layer.down_weights()[0][1].device)
+        steps.append(units.values(unit.expert, chosen).flatten())
+        units.clear()
+
+    experts: AnyModule = layer.experts
+    return experts.register_forward_pre_hook(keep_routed, with_kwargs=True)

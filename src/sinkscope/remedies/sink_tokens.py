@@ -1,0 +1,94 @@
+"""sink_tokens(model, ids): which tokens of each text are sinks, as a boolean mask.
+
+From attention: a token is a sink of its text where at least 5 % of all layers and heads give it more than 0.3 of their
+attention on average (`measures.sink_score`, the published rate, of one sequence alone). No map is ever kept.
+From neurons: a token is a sink where a super neuron fires (`sink_neurons`), so no attention is read.
+Axes: L layers, B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.capture.merges import Rows
+from sinkscope.capture.observables import Observable, Tap, resolved
+from sinkscope.capture.recorder import evaluation_mode, input_device, record, without_autograd
+from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.remedies.sink_neurons import SinkNeurons, SinkWatch, calibrated
+
+RECEIVED = Observable(
+    name="received_by_sequence",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.alpha.mean(1),
+    merge=Rows(),
+    axes="LBT",
+    meaning="Attention received, mean over the queries from the key on and over heads",
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SinkTokens:
+    """Which tokens of some texts are sinks. Positions with fewer than 16 later tokens are never sinks by attention."""
+
+    mask: Bool[Tensor, "B T"]
+    fired: Bool[Tensor, "B T"]
+    """Whether a super neuron fired there."""
+    rate: Float[Tensor, "B T"] | None
+    """Share of layers and heads that count the token as their sink; None where no attention was read."""
+    received: Float[Tensor, "B T"] | None
+    """Attention received, mean over later queries, layers and heads; None likewise."""
+    neurons: SinkNeurons
+
+    def positions(self, sequence: int = 0) -> list[int]:
+        """The sinks of one text."""
+        return self.mask[sequence].nonzero().flatten().tolist()
+
+    def __repr__(self) -> str:
+        by = "neurons" if self.rate is None else "attention"
+        texts, length = self.mask.shape
+        return f"SinkTokens({int(self.mask.sum())} sinks by {by} in {texts} x {length} tokens)"
+
+
+def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkTokens:
+    """The sinks of each text, anywhere in it.
+
+    With `neurons`, found once by `sink_neurons` on other text, the mask is where they fire and no attention is read.
+    Without, it comes from attention, and `fired` from the neurons that agree best with it on these texts.
+    """
+    loaded = load(model)
+    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
+    if neurons is not None:
+        fired = _fired(loaded, batch, neurons)
+        return SinkTokens(mask=fired, fired=fired, rate=None, received=None, neurons=neurons)
+    mask, rate, received = _by_attention(loaded, batch)
+    neurons = calibrated(loaded, batch, mask)
+    return SinkTokens(mask=mask, fired=_fired(loaded, batch, neurons), rate=rate, received=received, neurons=neurons)
+
+
+def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
+    """The super neurons that tell the sinks of a model, and their thresholds, found on some texts."""
+    loaded = load(model)
+    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
+    return calibrated(loaded, batch, _by_attention(loaded, batch)[0])
+
+
+def _by_attention(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] each: sink or not, share of layers and heads, attention received."""
+    recording = record(loaded, batch, resolved(["sink_heads", RECEIVED]))
+    rate_BT = recording.sequence_sink_rate
+    mask_BT = (rate_BT >= SINK_RATE) & eligible_positions(batch.length)
+    return mask_BT, rate_BT, recording[RECEIVED.name].float().mean(0)
+
+
+def _fired(loaded: LoadedModel, batch: TokenBatch, neurons: SinkNeurons) -> Tensor:
+    anatomy = anatomy_of(loaded.model)
+    with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
+        anatomy.decoder(input_ids=batch.ids.to(input_device(anatomy)), use_cache=False)
+    return watch.mask
