@@ -13,6 +13,7 @@ What there is to call:
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights
     compare_training(runs)        training runs over variants and seeds, side by side
+    sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons finds them without attention
     anatomy_of(model)             where a model keeps its modules
 
 Each of trace, study, bias, fingerprint and compare_training gives a result with .story, .summary, .tables,
@@ -129,12 +130,12 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
-    from sinkscope.results.result import Result as Result
     from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
     from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch
     from sinkscope.remedies.sink_tokens import SinkTokens as SinkTokens
     from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
     from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
+    from sinkscope.results.result import Result as Result
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
 
