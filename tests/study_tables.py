@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinkscope.capture.trace_schemas import TRACE_TABLES
+from sinkscope.capture.trace_schemas import TOKENS, TRACE_TABLES
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.study_schemas import STUDY_TABLES
@@ -70,10 +70,11 @@ def write_study_folder(
             "position": list(range(len(texts))),
             "id": list(range(len(texts))),
             "text": texts,
+            "sink_rate": [0.1] * len(texts),
+            "attention_received": [0.1] * len(texts),
         }
-        for schema in STUDY_TABLES:
-            if schema.name != "tokens" or tokens is not None:
-                folder.write_table(schema, study[schema.name])
+        for schema in (*STUDY_TABLES, *((TOKENS,) if tokens is not None else ())):
+            folder.write_table(schema, study[schema.name])
     return path
 
 
@@ -84,7 +85,8 @@ def _write(folder: RunFolder, summary: dict, schemas, tables: dict, command: str
     folder.write_json("environment.json", environment)
     folder.write_json("summary.json", summary)
     for schema in schemas:
-        folder.write_table(schema, tables[schema.name])
+        if schema.name in tables:
+            folder.write_table(schema, tables[schema.name])
 
 
 def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tuple[dict, dict]:

@@ -2,13 +2,13 @@
 
     import sinkscope
     model = sinkscope.load("reference:softmax")
-    sinkscope.trace(model, sinkscope.token_batch(model))
+    sinkscope.trace(model, "The cat sat on the mat, and the dog lay on the rug, until it was dark.")
 
 What there is to call:
 
     load(name)                    a model: Hugging Face name, folder, .gguf file, training run, or a model object
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
-    trace(model, batch)           the whole sink chain, from one forward pass
+    trace(model, text)            the whole sink chain on a text, several, or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights

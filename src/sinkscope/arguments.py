@@ -27,6 +27,8 @@ CONTROLS = (
 )
 TRACKERS = ("trackio", "wandb", "tensorboard")
 TOKEN_FORMS = "random, text:FILE or repeat:ID"
+STANDARD_INPUT = "-"
+"""In the place of a file's name."""
 LARGEST_TOKEN_ID = 2**31 - 1
 MOST_MODELS = 1000
 """Most models that one call draws from seeds."""
@@ -57,7 +59,7 @@ def check_batch(
             found=f"'repeat:{argument[:40]}'",
             next_step="Give `tokens='repeat:42'`",
         )
-    if kind == "text" and not (path := user_path(argument)).is_file():
+    if kind == "text" and argument != STANDARD_INPUT and not (path := user_path(argument)).is_file():
         found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
         raise InputError(expected="a text file", found=found, next_step="Name one as `tokens='text:FILE'`")
     check_sizes(length=length, num_sequences=num_sequences)
@@ -110,11 +112,6 @@ def check_seed(seed: int, count: int = 1) -> None:
         raise InputError(
             expected=f"a seed from 0 to {2**32 - count}", found=f"`seed={seed}`", next_step="Choose another `seed`"
         )
-
-
-def check_trace_length(length: int) -> None:
-    """Refuses sequences so short that no key has the later queries that a sink needs."""
-    check_count("length", length, LATER_QUERIES + 1, why=f", so that some key has {LATER_QUERIES} later queries")
 
 
 def check_study(length: int, num_sequences: int) -> None:

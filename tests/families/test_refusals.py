@@ -152,16 +152,6 @@ def test_a_family_outside_the_table_is_refused(model_type):
 # Lengths and keys
 
 
-@pytest.mark.parametrize("length", [2, 16])
-def test_a_text_too_short_for_any_sink_is_refused(length):
-    refusal(lambda: trace(tiny_model("llama"), tokens(length)), "17", f"length={length}")
-
-
-def test_the_shortest_text_goes_through():
-    found = trace(tiny_model("llama"), tokens(17))
-    assert found.findings.strongest[0] == 0
-
-
 def test_a_text_longer_than_the_context_is_refused():
     refusal(lambda: trace(tiny_model("llama", max_position_embeddings=32), tokens(33)), "32", "33")
     trace(tiny_model("llama", max_position_embeddings=32), tokens(32))

@@ -67,7 +67,7 @@ def test_observables_by_name_are_all_that_is_recorded(tmp_path):
         found.write(folder)
     assert sorted(path.name for path in (tmp_path / "run").glob("*.parquet")) == ["heads.parquet", "positions.parquet"]
     with pytest.raises(sinkscope.InputError, match="sink_heads"):
-        _ = found.story
+        _ = found.summary
 
 
 def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():

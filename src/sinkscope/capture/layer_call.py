@@ -190,7 +190,7 @@ class LayerCall:
             pointed_at = point_at(ratio_T, ratio_T if passing.received_T is None else passing.received_T.to(device))
         before_P = passing.standing_out.get(self.index - 1, pointed_at[0]).to(device)
         first_F = every_position(passing.length, device)[:NUM_FIRST]
-        return torch.cat([pointed_at.flatten(), before_P[:NUM_POINTED_AT], first_F])
+        return torch.cat([pointed_at.flatten(), before_P[: pointed_at.shape[1]], first_F])
 
     @cached_property
     def rows_standing_out(self) -> Tensor:
@@ -243,7 +243,8 @@ class LayerCall:
 
 def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
     """[2, Q] the positions of the largest values of each."""
-    return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(NUM_POINTED_AT, dim=1).indices
+    num_pointed_at = min(NUM_POINTED_AT, len(dom_ratio_T))
+    return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(num_pointed_at, dim=1).indices
 
 
 def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | None, length: int) -> Tensor:

@@ -132,6 +132,22 @@ EFFECTIVE_RANK = Observable(
     axes="LNE",
     meaning="The tokens of the residual that the effective rank is taken over",
 )
+SINK_HEADS = Observable(
+    name="sink_heads",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.sink_heads,
+    merge=Rows(),
+    axes="LBS",
+    meaning="How many heads count the key as a sink, by sequence",
+)
+RECEIVED_BY_SEQUENCE = Observable(
+    name="received_by_sequence",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.alpha.mean(1),
+    merge=Rows(),
+    axes="LBS",
+    meaning="alpha: attention received, mean over the queries from the key on, and over heads, by sequence",
+)
 LOCK = Observable(
     name="lock",
     tap=Tap.ATTENTION,
@@ -153,14 +169,8 @@ CHAIN: tuple[Observable, ...] = (
         axes="LHS",
         meaning="Share of sequences in which the head counts the key as a sink",
     ),
-    Observable(
-        name="sink_heads",
-        tap=Tap.ATTENTION,
-        reduce=lambda call: call.sink_heads,
-        merge=Rows(),
-        axes="LBS",
-        meaning="How many heads count the key as a sink, by sequence",
-    ),
+    SINK_HEADS,
+    RECEIVED_BY_SEQUENCE,
     *_heads_and_positions("entropy", "Entropy"),
     *_heads_and_positions("mixing", "sum a^2"),
     Observable(

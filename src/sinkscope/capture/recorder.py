@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope import processes
-from sinkscope.arguments import check_keys, check_trace_length
+from sinkscope.arguments import check_count, check_keys
 from sinkscope.capture.attention_rule import ReadingRequest, distances
 from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
@@ -250,7 +250,7 @@ def record(
         attention_path=recorder.attention_path,
         keys=torch.arange(batch.length) if keys_S is None else keys_S,
         distances=distances(batch.length),
-        observables=tuple(recorder.observables),
+        observables=tuple(observables),
         by_layer=recorder.results(),
         elapsed_s=time.perf_counter() - started_at,
     )
@@ -274,7 +274,7 @@ def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:
 
 
 def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) -> Tensor | None:
-    check_trace_length(length)
+    check_count("length", length, 2)
     if context is not None and length > context:
         raise InputError(
             expected=f"at most {context} tokens, the model's context",

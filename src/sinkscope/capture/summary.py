@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from sinkscope.capture.findings import Findings
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.capture.sequences import TokenSink
+from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+
+NUM_NAMED = 3
+"""Tokens that a sentence names."""
 
 
 def trace_summary(findings: Findings) -> dict:
-    """The object written as summary.json and printed with --json. Unknown or not applicable is null."""
+    """What was found, for summary.json."""
     recording = findings.recording
     position, rate = findings.strongest
     at_sink, elsewhere = findings.dom_ratio_at(position)
@@ -59,7 +66,6 @@ def trace_summary(findings: Findings) -> dict:
         "effective_rank": ranks,
         "effective_rank_without_sink": ranks_without_sink,
         **({"fallbacks": list(dict.fromkeys(findings.fallbacks))} if findings.fallbacks else {}),
-        "story": story(findings),
     }
 
 
@@ -70,13 +76,15 @@ def story(findings: Findings) -> str:
     among = ""
     if (keys := _chosen_keys(findings)) is not None:
         among = f" among the recorded keys ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
+    if math.isnan(rate):
+        return _too_short(findings)
     if not sinks:
         text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
         text += f" (a sink needs {100 * SINK_RATE:g} %)"
         if findings.massive_dimensions:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"
-        return text + "."
+        return text + "." + _cut(findings)
     if len(sinks) == 1:
         text = f"Position {position} is a sink for {rate:.1%} of heads{among}"
     else:
@@ -84,7 +92,7 @@ def story(findings: Findings) -> str:
         last = f"{len(sinks) - 3} more" if len(sinks) > 3 else named.pop()
         text = f"Positions {', '.join(named)} and {last} are sinks{among}"
     if not findings.massive_dimensions:
-        return text + ", with no dimension disparity behind it."
+        return text + ", with no dimension disparity behind it." + _cut(findings)
     dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
     born = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.birth_layers]
     text += f"; disparity is born in {' and '.join(born)}" if born else ""
@@ -104,7 +112,42 @@ def story(findings: Findings) -> str:
         share = f"{unit.write_share:.0%} of that layer's write"
         verb = "begun" if first else "written most"
         text += f", {verb} by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
-    return text + "."
+    return text + "." + _cut(findings)
+
+
+def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> str:
+    """The sentence that warns of sinks within texts that a mean by position does not show; empty without any."""
+    if not sinks:
+        return ""
+    named = []
+    for sink in sinks[:NUM_NAMED]:
+        first, last = sink.positions[0], sink.positions[-1]
+        where = f"position {first}" if first == last else f"positions {first} to {last}"
+        of = f"{sink.num_sequences} of the {sink.num_with} texts with it" if sink.num_with > 1 else "the text with it"
+        named.append(f"'{text_of(sink.id)}' in {of} ({where})")
+    more = f" and {len(sinks) - NUM_NAMED} more" if len(sinks) > NUM_NAMED else ""
+    return f" Within the texts there are sinks that the mean by position hides: {', '.join(named)}{more}."
+
+
+def _too_short(findings: Findings) -> str:
+    """For sequences in which no key has the later queries that a sink needs."""
+    recording = findings.recording
+    received_S = recording["received"].mean((0, 1))
+    judged = received_S[: max(1, len(received_S) - 1)]  # the last key has no query but its own
+    key = int(judged.argmax())
+    return (
+        f"Sinks are not judged: a key needs {LATER_QUERIES} later queries, and there are {recording.batch.length} "
+        f"tokens. Position {int(recording.keys[key])} receives the most attention, {float(judged[key]):.2f} of each "
+        f"query's on average.{_cut(findings)}"
+    )
+
+
+def _cut(findings: Findings) -> str:
+    """Says that by position only the beginnings of texts of unequal length are read."""
+    batch = findings.recording.batch
+    if not batch.whole:
+        return ""
+    return f" By position, the first {batch.length} tokens of each text are read, as many as the shortest has."
 
 
 def _chosen_keys(findings: Findings) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from sinkscope.capture.findings import Findings
 from sinkscope.capture.merges import Largest
 from sinkscope.capture.observables import Observable
 from sinkscope.capture.recorder import Recording
+from sinkscope.capture.sequences import Sequences
 from sinkscope.capture.trace_schemas import (
     DIMENSIONS,
     DISTANCES,
@@ -20,8 +21,10 @@ from sinkscope.capture.trace_schemas import (
     LAYERS,
     NEURONS,
     POSITIONS,
+    SEQUENCE_SINKS,
     SINKS,
     TABLE_OF_AXES,
+    TOKENS,
     columns,
 )
 from sinkscope.models.anatomy import DENSE
@@ -42,6 +45,29 @@ def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray
         HEADS.name: _heads(findings),
         LAYERS.name: _layers(findings),
         DISTANCES.name: _distances(findings),
+    }
+
+
+def sequence_tables(sequences: Sequences, text_of: Callable[[int], str]) -> dict[str, Mapping[str, list | np.ndarray]]:
+    """The tables `tokens` and `sequence_sinks`."""
+    ids = torch.cat(list(sequences.ids))
+    texts = {token: text_of(token) for token in ids.unique().tolist()}
+    lengths = [len(each) for each in sequences.ids]
+    recorded = {}
+    for name, by_sequence in (("sink_rate", sequences.rates), ("attention_received", sequences.received)):
+        whole = [torch.full((length,), float("nan")) for length in lengths]
+        for values, keys, own in zip(whole, sequences.keys, by_sequence, strict=True):
+            values[keys] = own.float()
+        recorded[name] = torch.cat(whole).numpy()
+    return {
+        TOKENS.name: {
+            "sequence": np.repeat(np.arange(len(lengths)), lengths),
+            "position": np.concatenate([np.arange(length) for length in lengths]),
+            "id": ids.numpy(),
+            "text": [texts[token] for token in ids.tolist()],
+            **recorded,
+        },
+        SEQUENCE_SINKS.name: _rows(SEQUENCE_SINKS, sequences.sinks, text=[texts[sink.id] for sink in sequences.sinks]),
     }
 
 

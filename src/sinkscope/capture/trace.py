@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import EFFECTIVE_RANK, Observable, resolved
 from sinkscope.capture.recorder import CHUNK_TOKENS, Progress, Recording, evaluation_mode, record
-from sinkscope.capture.summary import story, trace_summary
-from sinkscope.capture.tables import recorded_tables, trace_tables
+from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
+from sinkscope.capture.summary import hidden_sinks, story, trace_summary
+from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.results.result import Result, view
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +33,9 @@ class Trace(Result):
 
     headline = ("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention")
     recording: Recording
+    sequences: Sequences | None = None
+    """What each key of each sequence receives; None where the observables were not recorded."""
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @cached_property
     def findings(self) -> Findings:
@@ -39,9 +43,21 @@ class Trace(Result):
 
     @cached_property
     def tables(self) -> Mapping[str, Mapping]:
-        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances. If the findings lack an
-        observable, only the tables that the observables fill."""
-        return trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
+        """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances, tokens, sequence_sinks. If
+        the findings lack an observable, only the tables that the observables fill."""
+        found = trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
+        return found if self.sequences is None else {**found, **sequence_tables(self.sequences, self.token_text)}
+
+    def token_text(self, token: int) -> str:
+        """A token as the tokenizer writes it; its id where there is no tokenizer."""
+        return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+    @cached_property
+    def token_sinks(self) -> list[TokenSink]:
+        """Of text, the tokens that are sinks within sequences at positions that are none on average."""
+        if self.sequences is None or self.recording.batch.kind not in ("text", "given"):
+            return []
+        return self.sequences.by_token([sink.position for sink in self.findings.sinks])
 
     @property
     def has_findings(self) -> bool:
@@ -50,12 +66,14 @@ class Trace(Result):
 
     @cached_property
     def summary(self) -> dict:
-        return trace_summary(self.findings)
+        """The object written as summary.json. Unknown or not applicable is null."""
+        hidden = [{**asdict(sink), "text": self.token_text(sink.id)} for sink in self.token_sinks]
+        return {**trace_summary(self.findings), **({"token_sinks": hidden} if hidden else {}), "story": self.story}
 
     @cached_property
     def story(self) -> str:
         if self.has_findings:
-            return story(self.findings)
+            return story(self.findings) + hidden_sinks(self.token_sinks, self.token_text)
         return f"A recording of {self.recording.model_name}: {', '.join(self.recording.by_layer)}."
 
     @cached_property
@@ -82,7 +100,7 @@ class Trace(Result):
 
 def trace(
     model: LoadedModel | PreTrainedModel | str,
-    batch: TokenBatch | Tensor,
+    batch: Tokens,
     *,
     observables: Iterable[Observable | str] | None = None,
     keys: Sequence[int] | None = None,
@@ -90,16 +108,17 @@ def trace(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Trace:
-    """The sink chain of a model on a batch of tokens.
+    """The sink chain of a model on what it reads: a batch of tokens, a text, a list of texts, or ids.
 
     `observables` says what to record, by name or as records of your own; by default all of CHAIN. `keys` restricts
     attention to chosen key positions. `effective_rank=False` leaves out the only number that needs a decomposition.
     Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.
     """
     loaded = load(model)
-    batch = batch if isinstance(batch, TokenBatch) else given_batch(batch, model=loaded.model)
+    batch = as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
-    result = Trace(record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress))
+    recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
+    result = Trace(recording, read_sequences(loaded, recording), loaded.tokenizer)
     if result.has_findings:
         # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
         with evaluation_mode(loaded.model):

@@ -205,6 +205,38 @@ DISTANCES = Schema(
         ),
     ),
 )
+_TOKEN = (
+    Column("sequence", "int", "Sequence of the batch, counted from 0"),
+    _POSITION,
+    Column("id", "int", "Token id"),
+    Column("text", "str", "The token as the tokenizer writes it; its id without a tokenizer"),
+)
+TOKENS = Schema(
+    "tokens",
+    (
+        *_TOKEN,
+        Column(
+            "sink_rate",
+            "float",
+            "Share of layers and heads that count the token as a sink of its sequence; null if it was not recorded",
+            True,
+        ),
+        Column(
+            "attention_received",
+            "float",
+            "Attention received, mean over the queries from the token on, layers and heads; null likewise",
+            True,
+        ),
+    ),
+)
+SEQUENCE_SINKS = Schema(
+    "sequence_sinks",
+    (
+        *_TOKEN,
+        Column("rate", "float", "Share of layers and heads that count the token as a sink of its sequence"),
+        Column("mean_attention", "float", "Attention received, mean over the queries from it on, layers and heads"),
+    ),
+)
 
 
-TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES)
+TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES, TOKENS, SEQUENCE_SINKS)

@@ -81,13 +81,42 @@ class ModelOptions:
 class BatchOptions:
     """Which tokens a model reads."""
 
-    tokens: Annotated[str, typer.Option(help="random (uniform ids), text:FILE or repeat:ID.")] = "random"
+    tokens: Annotated[
+        str, typer.Option(help="random (uniform ids), text:FILE (text:- for standard input) or repeat:ID.")
+    ] = "random"
     length: Length = 64
     num_sequences: NumSequences = 32
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_batch(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Texts that a model reads in place of a batch, and how sequences begin."""
+
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text to read, of at least 2 tokens, in place of a batch; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    bos: Bos = None
+
+    def check(self, tokens: BatchOptions, *, calibrates: bool = False) -> None:
+        """Refuses a batch beside texts; where something is `calibrates`, --tokens says on what."""
+        if not self.prompt:
+            return
+        spare = {field.name for field in fields(tokens) if getattr(tokens, field.name) != field.default}
+        if spare := spare - ({"tokens", "seed"} if calibrates else set()):
+            name = sorted(spare)[0]
+            raise InputError(
+                expected=f"`prompt` without `{name}`: a text brings its own tokens",
+                found=f"`{name}={getattr(tokens, name)!r}`",
+                next_step=f"Leave `{name}` or `prompt` out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from sinkscope.arguments import check_keys, check_trace_length
+from sinkscope.arguments import check_keys
 from sinkscope.commands.options import (
     BatchOptions,
-    Bos,
     ModelOptions,
     Output,
+    PromptOptions,
     first_process_writes,
     integers,
     run_environment,
@@ -25,7 +25,6 @@ from sinkscope.commands.options import (
 class TraceOptions:
     """What is recorded of a batch."""
 
-    bos: Bos = None
     keys: Annotated[
         str | None, typer.Option(help="Record attention on these keys only, such as 0,10; faster for long contexts.")
     ] = None
@@ -34,27 +33,34 @@ class TraceOptions:
     ] = True
 
 
-def trace_command(asked: TraceOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
+def trace_command(
+    asked: TraceOptions, tokens: BatchOptions, texts: PromptOptions, source: ModelOptions, output: Output
+) -> None:
     """Show the whole sink chain of a model, from one forward pass.
 
-    Example: sinkscope trace HuggingFaceTB/SmolLM2-135M --length 64 --num-sequences 32
+    Example: sinkscope trace HuggingFaceTB/SmolLM2-135M --prompt "The cat sat on the mat."
     """
-    check_trace_length(tokens.length)
+    texts.check(tokens)
     keys = None if asked.keys is None else integers(asked.keys, "keys", [0, 10])
-    check_keys(keys, tokens.length)
+    if not texts.prompt:
+        check_keys(keys, tokens.length)
     path = output.path(source.model)
     from sinkscope.capture.trace import trace
+    from sinkscope.models.prompts import prompt_batch
     from sinkscope.models.token_batches import token_batch
     from sinkscope.report import terminal
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
-    batch = token_batch(loaded, bos=asked.bos, **asdict(tokens))
+    if texts.prompt:
+        batch = prompt_batch(loaded, texts.prompt, bos=texts.bos)
+    else:
+        batch = token_batch(loaded, bos=texts.bos, **asdict(tokens))
     with terminal.progress("forward passes") as progress:
         result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=progress)
     first_process_writes()
     with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, tokens, asked)
+        write_request(folder, source, tokens, texts, asked)
         recording = result.recording
         environment = run_environment(loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s)
         folder.write_json("environment.json", environment)

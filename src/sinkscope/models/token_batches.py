@@ -1,13 +1,16 @@
 """Batches of token ids: uniformly random, from a text, one token repeated, or the caller's own.
 
-Every sequence of a batch has the same length, so there is no padding anywhere. B sequences, T positions.
+Every sequence of a batch has the same length, so there is no padding anywhere; `prompts` makes batches of texts.
+B sequences, T positions.
 """
 
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from sinkscope.arguments import check_batch
+from sinkscope.arguments import STANDARD_INPUT, check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
@@ -36,6 +39,9 @@ class TokenBatch:
     bos: bool = False
     source: str | None = None
     """The name of the text file, without its folder."""
+    whole: tuple[Tensor, ...] = ()
+    """Texts of unequal length, of which `ids` holds the beginnings, as long as the shortest; empty where all are as
+    long as `ids`."""
     left_out: int | None = None
     """For random tokens: how many ids, special ones aside, were left out because the tokenizer has no token for
     them or their embedding is zero or equal to another's."""
@@ -61,6 +67,7 @@ class TokenBatch:
             "count": self.num_sequences,
             "seed": self.seed,
             "bos": self.bos,
+            **({"whole": [len(ids) for ids in self.whole]} if self.whole else {}),
             **({} if self.left_out is None else {"left_out": self.left_out}),
         }
 
@@ -85,7 +92,7 @@ def token_batch(
     kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences, seed=seed)
     _check_length(loaded.model, length)
     if bos is None:
-        bos = kind == "text" and _tokenizer_adds_bos(loaded)
+        bos = kind == "text" and tokenizer_adds_bos(loaded)
     first = None
     if bos:
         first = bos_id(loaded)
@@ -96,8 +103,8 @@ def token_batch(
     elif kind == "repeat":
         ids = _repeated_id(loaded, argument).expand(num_sequences, length).clone()
     else:
-        source = Path(argument).name
-        windows = _text_windows(loaded, user_path(argument), length - bos, num_sequences, bos=bos)
+        source = "standard input" if argument == STANDARD_INPUT else Path(argument).name
+        windows = _text_windows(loaded, argument, length - bos, num_sequences, bos=bos)
         ids = torch.nn.functional.pad(windows, (int(bos), 0))
     if first is not None:
         ids[:, 0] = first
@@ -147,8 +154,7 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
     ids = ids.to(device="cpu", dtype=torch.int64, copy=True)
     begins_with_bos = False
     if model is not None:
-        _check_vocabulary(ids, num_embeddings(model))
-        _check_length(model, ids.shape[1])
+        check_ids(model, ids)
         bos = getattr(text_config(model), "bos_token_id", None)
         begins_with_bos = isinstance(bos, int) and bool((ids[:, 0] == bos).all())
     return TokenBatch(ids=ids, kind="given", bos=begins_with_bos)
@@ -211,29 +217,34 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
 
 
 def _text_windows(
-    loaded: LoadedModel, path: Path, window: int, num_sequences: int, *, bos: bool
+    loaded: LoadedModel, name: str, window: int, num_sequences: int, *, bos: bool
 ) -> Int64[Tensor, "B window"]:
     """The first `num_sequences` consecutive windows of the text's tokens."""
-    if loaded.tokenizer is None:
-        raise InputError(
-            expected="a tokenizer, to read text with",
-            found=f"none with {loaded.name}",
-            next_step="Give `tokens='random'`, or a model that has one",
-        )
-    ids = torch.tensor(_text_ids(loaded.tokenizer, path, num_sequences * window), dtype=torch.int64)
+    ids = torch.tensor(_text_ids(tokenizer_of(loaded), name, num_sequences * window), dtype=torch.int64)
     _check_vocabulary(ids, num_embeddings(loaded.model))
     if num_sequences * window > len(ids):
         longest, most = len(ids) // num_sequences + bos, len(ids) // window
         ways = [f"`num_sequences={most}`"] * (most > 0) + [f"`length={longest}`"] * (longest >= 2)
         raise InputError(
             expected=f"{num_sequences * window} tokens for {num_sequences} sequences of {window + bos}",
-            found=f"{len(ids)} tokens in {path.name}",
+            found=f"{len(ids)} tokens in {Path(name).name}",
             next_step=f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text",
         )
     return ids[: num_sequences * window].view(num_sequences, window)
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> list[int]:
+def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer that came with a model."""
+    if loaded.tokenizer is None:
+        raise InputError(
+            expected="a tokenizer, to read text with",
+            found=f"none with {loaded.name}",
+            next_step="Give `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
+        )
+    return loaded.tokenizer
+
+
+def _text_ids(tokenizer: PreTrainedTokenizerBase, name: str, wanted: int) -> list[int]:
     """At least the first `wanted` ids of the text, as the tokenizer gives them for the whole text; all of a short one.
 
     A long text is not read to its end. A cut changes the tokens near it, so twice as much is read until the wanted ones
@@ -241,7 +252,7 @@ def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> li
     """
     num_bytes, before = 8 * wanted, []
     while True:
-        text, is_all = _read_text(path, num_bytes)
+        text, is_all = _read_text(name, num_bytes)
         # Without verbose=False the tokenizer warns that a text is longer than the model's context.
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
         if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
@@ -249,12 +260,22 @@ def _text_ids(tokenizer: PreTrainedTokenizerBase, path: Path, wanted: int) -> li
         num_bytes, before = 2 * num_bytes, ids
 
 
-def _read_text(path: Path, num_bytes: int) -> tuple[str, bool]:
+@cache
+def _standard_input() -> bytes:
+    """All of it, kept: a text is read more than once."""
+    return sys.stdin.buffer.read()
+
+
+def _read_text(name: str, num_bytes: int) -> tuple[str, bool]:
     """(the text in the file's first bytes, whether that is all of it)."""
+    path = user_path(name)
     next_step = "Name a text file as `tokens='text:FILE'`"
     try:
-        with path.open("rb") as file:  # bytes, so that line endings stay as they are
-            content = file.read(num_bytes + 1)
+        if name == STANDARD_INPUT:
+            content = _standard_input()[: num_bytes + 1]
+        else:
+            with path.open("rb") as file:  # bytes, so that line endings stay as they are
+                content = file.read(num_bytes + 1)
         is_all = len(content) <= num_bytes
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
     except (UnicodeDecodeError, OSError) as error:
@@ -267,7 +288,8 @@ def _read_text(path: Path, num_bytes: int) -> tuple[str, bool]:
     return text, is_all
 
 
-def _tokenizer_adds_bos(loaded: LoadedModel) -> bool:
+def tokenizer_adds_bos(loaded: LoadedModel) -> bool:
+    """Whether the tokenizer puts a BOS token before a text."""
     if loaded.tokenizer is None or loaded.tokenizer.bos_token_id is None:
         return False
     return loaded.tokenizer("a")["input_ids"][:1] == [loaded.tokenizer.bos_token_id]
@@ -283,6 +305,12 @@ def context_length(model: Any) -> int | None:
     config = text_config(model)
     limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Refuses ids that a model has no embedding for, and more of them in a sequence than its context."""
+    _check_vocabulary(ids, num_embeddings(model))
+    _check_length(model, ids.shape[-1])
 
 
 def _check_length(model: Any, length: int) -> None:

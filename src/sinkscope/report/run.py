@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from sinkscope.capture.trace_schemas import TRACE_TABLES
+from sinkscope.capture.trace_schemas import SEQUENCE_SINKS, TOKENS, TRACE_TABLES
 from sinkscope.errors import InputError
 from sinkscope.origins.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.tables import read_table, rows_where
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, checked, read_json, read_yaml, refused
-from sinkscope.studies.study_schemas import CLAIMS, STUDY_TABLES, TOKENS
+from sinkscope.studies.study_schemas import CLAIMS, STUDY_TABLES
 
 Table = dict[str, list]
 Kind = Literal["study", "trace", "bias"]
@@ -26,17 +26,24 @@ SUMMARY = {
     "model": Maybe(NAME),
     "family": NAME,
     "num_layers": Int(1, 10_000),
-    "tokens": {"kind": NAME, "length": Int(1, 2**31), "count": Int(1, 2**31), "bos": bool},
+    "tokens": {
+        "kind": NAME,
+        "length": Int(1, 2**31),
+        "count": Int(1, 2**31),
+        "bos": bool,
+        "whole": Maybe([Int(1, 2**31)]),
+    },
     "story": Maybe(Text()),
     "verdict": Maybe(Text()),
     "command": Maybe(Text()),
 }
 TRACED = {
-    "sink_rate": Real(),
+    "sink_rate": Maybe(Real()),
     "keys": Maybe([Int(0, "length")]),
     "sinks": [{"position": Int(0, "length")}],
     "birth_layers": [Int(-1, "num_layers")],
     "massive_dimensions": [Int()],
+    "token_sinks": Maybe([{"text": Text(), "num_sequences": Int(), "num_with": Int(), "positions": [Int()]}]),
     "variance_ratio": Maybe([Maybe(Real())]),
     "dom_ratio": {"position": Int(0, "length"), "sink": Maybe([Maybe(Real())]), "elsewhere": [Maybe(Real())]},
 }
@@ -61,6 +68,8 @@ FEW_ROWS = 100_000
 LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
 ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
 """Tables with the same rows for each layer, layer after layer, and the column that numbers these rows."""
+OF_TEXTS = (TOKENS, SEQUENCE_SINKS)
+"""Tables of each sequence's own tokens, which may be longer than what is read by position."""
 PARTS = {"embeddings", "attention", "feed_forward"}
 NEVER_EMPTY = {"bias", "contraction", "contraction_positions"}
 
@@ -154,11 +163,13 @@ def read_run(folder: Path) -> Run:
     checked(summary, BIASED if kind == "bias" else TRACED, folder / "summary.json", sizes)
     schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
     ranges = {name: allowed.ends(sizes) for name, allowed in NUMBERED.items()}
+    longest = sizes | {"length": max([sizes["length"], *(summary["tokens"].get("whole") or ())])}
+    of_texts = {name: allowed.ends(longest) for name, allowed in NUMBERED.items()}
     tables = {
-        schema.name: read_table(folder / schema.name, schema, ranges)
+        schema.name: read_table(folder / schema.name, schema, of_texts if schema in OF_TEXTS else ranges)
         for schema in schemas
-        # Token texts exist only where the model came with a tokenizer.
-        if schema is not TOKENS or _has_table(folder, TOKENS.name)
+        # A page can do without what each sequence's own tokens receive.
+        if schema not in OF_TEXTS or _has_table(folder, schema.name)
     }
     for name, table in tables.items():
         _check_table(name, table, sizes, folder / f"{name}.parquet")

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.report import html
-from sinkscope.report.figure import Figure, rounded
+from sinkscope.report.figure import Figure
 from sinkscope.report.html import header, write_page
 from sinkscope.report.rate_figures import DOSED
 from sinkscope.report.run import Run, read_run
@@ -19,7 +19,6 @@ from sinkscope.report.study_figures import study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
 from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
-    by_layer_and_position,
     chain_panels,
     layer_curves,
     maps,
@@ -200,6 +199,10 @@ def _found(run: Run) -> str:
     parts = [f'<p class="muted">{isolated(text)}</p>']
     if sinks:
         parts.append(html.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
+    if hidden := run.summary.get("token_sinks"):
+        parts.append(
+            html.table(("sink within texts", "texts", "of those with it", "positions"), map(_token_sink, hidden))
+        )
     units = [
         (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
         for row in run.rows("neurons", position=run.strongest)[:8]
@@ -208,6 +211,11 @@ def _found(run: Run) -> str:
         columns = ("layer:neuron", "role", "dimension", "write", "write share", "contrast")
         parts.append(html.table(columns, units))
     return "".join(parts)
+
+
+def _token_sink(sink: dict[str, Any]) -> tuple:
+    positions = ", ".join(map(str, sink["positions"][:8])) + (", ..." if len(sink["positions"]) > 8 else "")
+    return token_text(sink["text"]), sink["num_sequences"], sink["num_with"], positions
 
 
 def _nav(studied: dict[str, list[Figure]]) -> str:
@@ -362,9 +370,8 @@ def _tokens(run: Run) -> str:
     first = run.rows("tokens", sequence=0)[:NUM_POSITIONS_DRAWN]
     if not first:
         return ""
-    received = rounded(by_layer_and_position(run, "attention_received").mean(0))
     items = "".join(
-        f'<li style="--share:{received[row["position"]] or 0}"><span class="position">{row["position"]}</span>'
+        f'<li style="--share:{row["attention_received"] or 0:.3f}"><span class="position">{row["position"]}</span>'
         f"{isolated(token_text(row['text']))}</li>"
         for row in first
     )

@@ -77,7 +77,7 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
         console,
         (
             f"{loaded.name} ({recording.anatomy.family.name}, {recording.num_layers} layers, {loaded.dtype}), "
-            f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {tokens['length']} {kind} tokens"
+            f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {_length(tokens)} {kind} tokens"
             f"{', BOS first' if tokens['bos'] else ''}; "
             f"attention by {recording.attention_path}, {recording.elapsed_s:.1f} s"
         ),
@@ -94,6 +94,12 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
             for s in findings.sinks
         ]
         _table(console, "sinks", ("position", "sink rate", "95 % interval", "mean attention", "layers"), rows)
+    if trace.token_sinks:
+        rows = [
+            (f"'{trace.token_text(s.id)}'", f"{s.num_sequences} of {s.num_with}", _span(list(s.positions)))
+            for s in trace.token_sinks
+        ]
+        _table(console, "sinks within texts, by token", ("token", "texts with it", "positions"), rows)
     if findings.super_neurons:
         rows = [
             (
@@ -114,6 +120,12 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
         _table(console, f"super neurons at position {findings.focus[0]}", columns, rows)
     _say(console, trace.story, style="bold")
     _say(console, f"Tables and summary: {path}")
+
+
+def _length(tokens: dict) -> str:
+    """How long the sequences are, such as 12 to 30 for texts of unequal length."""
+    lengths = tokens.get("whole") or [tokens["length"]]
+    return str(min(lengths)) if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
 
 
 def show_study(study: Study, path: Path) -> None:
@@ -143,7 +155,7 @@ def show_intervened(result: Intervened, path: Path) -> None:
     _table(console, "means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):
         _say(console, f"{arm.capitalize()}: {getattr(result, arm).story}")
-    _say(console, f"The control: {result.control_is}.")
+    _say(console, f"The control: {result.control_is}. Calibrated on {result.calibrated_on}.")
     _say(console, f"Written to {path}")
 
 

@@ -17,7 +17,8 @@ from sinkscope.interventions.base import together
 from sinkscope.interventions.kinds import Request, Setting
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import token_batch
+from sinkscope.models.prompts import prompt_batch
+from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
@@ -47,6 +48,8 @@ class Intervened:
     """Positions that the interventions act on."""
     control_is: str
     """The control in words."""
+    calibrated_on: str
+    """Where the means of interventions come from, in words."""
 
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
@@ -87,7 +90,13 @@ class Intervened:
     def summary(self) -> dict:
         arms = {arm: getattr(self, arm).summary for arm in ARMS}
         rates = {arm: getattr(self, arm).recording.sink_rate.tolist() for arm in ARMS}
-        return {"positions": self.positions, "control_is": self.control_is, **arms, "sink_rate_by_position": rates}
+        return {
+            "positions": self.positions,
+            "control_is": self.control_is,
+            "calibrated_on": self.calibrated_on,
+            **arms,
+            "sink_rate_by_position": rates,
+        }
 
     def write(self, folder: RunFolder) -> None:
         folder.write_json("summary.json", self.summary)
@@ -98,24 +107,36 @@ def intervene(
     model: LoadedModel | str,
     requests: Sequence[Request],
     *,
+    prompt: str | Sequence[str] | None = None,
     tokens: str = "random",
     bos: bool | None = None,
     length: int = 64,
     num_sequences: int = 32,
     seed: int = 0,
 ) -> Intervened:
-    """Traces of a batch before, under the requested interventions, and under what stands in for them as a control."""
+    """Traces of a batch before, under the requested interventions, and under what stands in for them as a control.
+
+    The batch is `prompt`, one text or several of one length, or drawn as `token_batch` does. What interventions must
+    know of the model comes from 64 other sequences of that length: with `prompt`, from those that `tokens` names.
+    """
     loaded = load(model)
-    check_sizes(length=length, num_sequences=num_sequences)
-    sizes = [num_sequences, MIN_CALIBRATION]
-    whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
-    batch, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(sizes))
+    if prompt is None:
+        check_sizes(length=length, num_sequences=num_sequences)
+        sizes = [num_sequences, MIN_CALIBRATION]
+        drawn = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
+        batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split(sizes))
+    else:
+        batch = _one_length(prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos))
+        length = batch.length
+        calibration = token_batch(
+            loaded, tokens, bos=batch.bos, length=length, num_sequences=MIN_CALIBRATION, seed=seed
+        )
     positions = sorted({position for request in requests for position in request.positions()})
     if wrong := [position for position in positions if not 0 <= position < length]:
         raise InputError(
             expected=f"positions from 0 to {length - 1}",
             found=", ".join(map(str, wrong)),
-            next_step="Choose others, or a greater `length`",
+            next_step="Choose others, or a longer `prompt`" if prompt else "Choose others, or a greater `length`",
         )
     before = trace(loaded, batch, effective_rank=False)
     plan = make_plan(before.findings)
@@ -134,4 +155,16 @@ def intervene(
         with together(interventions):
             arms.append(trace(loaded, batch, effective_rank=False))
     controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in requests))
-    return Intervened(before, *arms, positions=tuple(positions), control_is=controls)
+    kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
+    calibrated_on = f"{MIN_CALIBRATION} other sequences of {length} {kind}"
+    return Intervened(before, *arms, positions=tuple(positions), control_is=controls, calibrated_on=calibrated_on)
+
+
+def _one_length(batch: TokenBatch) -> TokenBatch:
+    if batch.whole:
+        raise InputError(
+            expected="texts of one length, since interventions act on positions",
+            found=f"{', '.join(str(len(ids)) for ids in batch.whole[:8])} tokens",
+            next_step="Give one `prompt` at a time",
+        )
+    return batch

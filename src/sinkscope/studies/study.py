@@ -75,7 +75,7 @@ class Study(Result):
     @cached_property
     def tables(self) -> dict[str, Mapping]:
         """Columns by table, those of the trace too."""
-        return {**self.trace.tables, **study_tables(self.trace, self.measured, self.judgements, self.loaded.tokenizer)}
+        return {**self.trace.tables, **study_tables(self.trace, self.measured, self.judgements)}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:

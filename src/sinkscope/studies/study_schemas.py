@@ -187,15 +187,6 @@ OUTPUT_ENERGY = Schema(
         Column("value", "float", "Entry of the vector"),
     ),
 )
-TOKENS = Schema(
-    "tokens",
-    (
-        Column("sequence", "int", "Sequence of the judging batch, counted from 0"),
-        Column("position", "int", "Position in the sequence, counted from 0"),
-        Column("id", "int", "Token id"),
-        Column("text", "str", "The token as the tokenizer writes it"),
-    ),
-)
 
 STUDY_TABLES = (
     CLAIMS,
@@ -210,5 +201,4 @@ STUDY_TABLES = (
     MINIMAL_SET,
     HISTOGRAMS,
     OUTPUT_ENERGY,
-    TOKENS,
 )

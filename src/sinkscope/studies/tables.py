@@ -54,7 +54,7 @@ class _Rows:
             self.columns[name].append(value)
 
 
-def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement], tokenizer: Any) -> dict[str, Mapping]:
+def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement]) -> dict[str, Mapping]:
     """Columns by table."""
     tables = {
         "claims": _claims(judgements),
@@ -69,10 +69,9 @@ def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement],
         "minimal_set": _minimal_set(trace, study),
         "histograms": _histograms(study),
         "output_energy": _output_energy(study),
-        "tokens": _tokens(trace, tokenizer),
     }
     empty = {schema.name: {column.name: [] for column in schema.columns} for schema in STUDY_TABLES}
-    return {name: rows.columns or empty[name] for name, rows in tables.items()}
+    return {"tokens": _tokens(trace)} | {name: rows.columns or empty[name] for name, rows in tables.items()}
 
 
 def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Outcome]]:
@@ -368,10 +367,8 @@ def _output_energy(study: Measured) -> _Rows:
     return rows
 
 
-def _tokens(trace: Trace, tokenizer: Any) -> _Rows:
-    rows = _Rows()
-    for sequence, ids in enumerate(trace.recording.batch.ids[:SHOWN_SEQUENCES].tolist()):
-        texts = [str(index) for index in ids] if tokenizer is None else [tokenizer.decode([index]) for index in ids]
-        for position, (index, text) in enumerate(zip(ids, texts, strict=True)):
-            rows.add(sequence=sequence, position=position, id=index, text=str(text))
-    return rows
+def _tokens(trace: Trace) -> Mapping:
+    """Those of the first sequences."""
+    table = trace.tables["tokens"]
+    num_shown = int((table["sequence"] < SHOWN_SEQUENCES).sum())
+    return {name: column[:num_shown] for name, column in table.items()}

@@ -1,0 +1,56 @@
+"""Texts as batches of token ids: one prompt, or several of any length.
+
+What is averaged by position needs sequences of one length. Texts of unequal length are cut to the shortest for it, and
+kept whole beside that (`TokenBatch.whole`), so that each can be read as it would be alone. Nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, bos_id
+from sinkscope.models.token_batches import TokenBatch, check_ids, given_batch, tokenizer_adds_bos, tokenizer_of
+
+Tokens = TokenBatch | Tensor | str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+"""What a model can be given to read: a batch, a text, texts, ids, or what a tokenizer returned."""
+
+
+def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
+    """What is given, as a batch."""
+    if isinstance(tokens, TokenBatch):
+        return tokens
+    if isinstance(tokens, str):
+        return prompt_batch(loaded, [tokens])
+    if isinstance(tokens, list | tuple) and tokens and all(isinstance(text, str) for text in tokens):
+        return prompt_batch(loaded, tokens)  # type: ignore[arg-type]
+    return given_batch(tokens, model=loaded.model)
+
+
+def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None = None) -> TokenBatch:
+    """The tokens of some texts, at least two each; bos=None means what the tokenizer itself does with a text."""
+    tokenizer = tokenizer_of(loaded)
+    bos = tokenizer_adds_bos(loaded) if bos is None else bos
+    first = [bos_id(loaded)] if bos else []
+    whole: list[Tensor] = []
+    for text in texts:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[assignment]
+        whole.append(torch.tensor([*first, *ids], dtype=torch.int64))
+        if len(whole[-1]) < 2:
+            raise InputError(
+                expected="a text of at least 2 tokens",
+                found=f"{len(whole[-1])} in {text[:40]!r}",
+                next_step="Give a longer text; random tokens are token_batch(model)",
+            )
+        check_ids(loaded.model, whole[-1])
+    lengths = {len(ids) for ids in whole}
+    return TokenBatch(
+        ids=torch.stack([ids[: min(lengths)] for ids in whole]),
+        kind="text",
+        bos=bos,
+        whole=tuple(whole) if len(lengths) > 1 else (),
+    )

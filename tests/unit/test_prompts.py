@@ -1,0 +1,109 @@
+"""Texts as they are: one prompt, several of any length, down to two tokens; and each text's own sinks, by token."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sinkscope
+from sinkscope.capture.sequences import Sequences, TokenSink
+from sinkscope.capture.summary import hidden_sinks
+from sinkscope.models import token_batches
+from sinkscope.studies.intervene import intervene
+
+LONG = "The cat sat on the mat, and the dog sat on the rug. Then the cat went away, and the dog slept for a long time."
+TEXTS = [
+    LONG,
+    "The dog saw the cat on the mat and sat there with it for a very long time, until it was dark.",
+    LONG[4:],
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return sinkscope.load("reference:softmax")
+
+
+def test_a_text_is_what_its_tokens_are(model):
+    of_text = sinkscope.trace(model, LONG)
+    of_ids = sinkscope.trace(model, model.tokenizer(LONG, add_special_tokens=False)["input_ids"])
+    assert str(of_text.summary["sinks"]) == str(of_ids.summary["sinks"])
+    assert of_text.summary["tokens"]["kind"] == "text"
+    assert of_text.table("tokens").column("text").to_pylist()[1] == " cat"
+
+
+def test_texts_of_unequal_length_are_read_as_each_alone(model):
+    together = sinkscope.trace(model, TEXTS, effective_rank=False)
+    assert len(set(together.summary["tokens"]["whole"])) == 3
+    assert together.recording.batch.length == min(together.summary["tokens"]["whole"])
+    assert "as many as the shortest has" in together.story
+    for number, text in enumerate(TEXTS):
+        alone = sinkscope.trace(model, text, effective_rank=False).sequences
+        assert torch.equal(together.sequences.ids[number], alone.ids[0])
+        torch.testing.assert_close(together.sequences.rates[number], alone.rates[0])
+        torch.testing.assert_close(together.sequences.received[number], alone.received[0])
+    cut = sinkscope.trace(model, LONG[:40], effective_rank=False).sequences
+    num_common = len(cut.ids[0]) - 1
+    assert not torch.allclose(together.sequences.received[0][:num_common], cut.received[0][:num_common])
+
+
+@pytest.mark.parametrize("length", [2, 5, 16, 17])
+def test_short_prompts_say_what_they_cannot_show(model, length, tmp_path):
+    ids = model.tokenizer(LONG, add_special_tokens=False)["input_ids"][:length]
+    found = sinkscope.trace(model, [ids])
+    assert ("needs 16 later queries" in found.story) == (length < 17)
+    assert (found.summary["sink_rate"] != found.summary["sink_rate"]) == (length < 17)
+    found.report(tmp_path / "page.html")
+
+
+def test_what_is_no_text_of_two_tokens_is_refused(model):
+    with pytest.raises(sinkscope.InputError, match="at least 2 tokens"):
+        sinkscope.trace(model, [LONG, "."])
+    with pytest.raises(sinkscope.InputError, match="tokenizer"):
+        sinkscope.trace(model.model, LONG)
+
+
+def test_standard_input_is_a_text(model, monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(LONG.encode())))
+    token_batches._standard_input.cache_clear()
+    read = sinkscope.token_batch(model, "text:-", num_sequences=2, length=10)
+    ids = model.tokenizer(LONG, add_special_tokens=False)["input_ids"]
+    assert read.ids.flatten().tolist() == ids[:20]
+    assert read.source == "standard input"
+    token_batches._standard_input.cache_clear()
+
+
+def test_sinks_within_texts_are_grouped_by_token():
+    """Four texts of 40 tokens; token 7 is a sink in three of the four that have it, elsewhere each time."""
+    ids = [torch.full((40,), 1) for _ in range(4)]
+    rates = [torch.zeros(40) for _ in range(4)]
+    for number, place in enumerate((5, 9, 14, 20)):
+        ids[number][place] = 7
+        rates[number][0] = 0.5
+        if number < 3:
+            rates[number][place] = 0.5
+        rates[number][30] = 0.9  # too few later queries
+    found = Sequences(ids, [torch.arange(40)] * 4, rates, rates)
+    assert found.by_token(besides=[0]) == [TokenSink(7, 3, 4, (5, 9, 14))]
+    told = hidden_sinks(found.by_token(besides=[0]), lambda token: " the")
+    assert "' the' in 3 of the 4 texts with it (positions 5 to 14)" in told
+    assert found.by_token(besides=[0, 5, 9, 14]) == []
+    # The mean by position shows none of it: at most 0.125 of heads in each place, and here not even that.
+    mean = torch.stack(rates).mean(0)[[5, 9, 14]]
+    assert bool((mean < 0.13).all())
+    assert {(sink.sequence, sink.position) for sink in found.sinks} == {(n, 0) for n in range(4)} | {
+        (0, 5),
+        (1, 9),
+        (2, 14),
+    }
+
+
+def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model):
+    from sinkscope.interventions.kinds import requests
+
+    found = intervene(model, requests({"amplify": ["3:2"]}), prompt=LONG)
+    assert found.before.recording.batch.num_sequences == 1
+    assert found.calibrated_on == f"64 other sequences of {found.before.recording.batch.length} random tokens"
+    with pytest.raises(sinkscope.InputError, match="one length"):
+        intervene(model, requests({"amplify": ["3:2"]}), prompt=TEXTS)
