@@ -8,7 +8,7 @@ What there is to call:
 
     load(name)                    a model: Hugging Face name, folder, .gguf file, training run, or a model object
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
-    trace(model, text)            the whole sink chain on a text, several, or a batch, from one forward pass
+    trace(model, text)            the sink chain of a text, several or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights

@@ -14,23 +14,13 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.capture.merges import Rows
-from sinkscope.capture.observables import Observable, Tap, resolved
+from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.capture.recorder import evaluation_mode, input_device, record, without_autograd
 from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
 from sinkscope.remedies.sink_neurons import SinkNeurons, SinkWatch, calibrated
-
-RECEIVED = Observable(
-    name="received_by_sequence",
-    tap=Tap.ATTENTION,
-    reduce=lambda call: call.alpha.mean(1),
-    merge=Rows(),
-    axes="LBT",
-    meaning="Attention received, mean over the queries from the key on and over heads",
-)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -81,10 +71,10 @@ def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
 
 def _by_attention(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T] each: sink or not, share of layers and heads, attention received."""
-    recording = record(loaded, batch, resolved(["sink_heads", RECEIVED]))
+    recording = record(loaded, batch, [SINK_HEADS, RECEIVED_BY_SEQUENCE])
     rate_BT = recording.sequence_sink_rate
     mask_BT = (rate_BT >= SINK_RATE) & eligible_positions(batch.length)
-    return mask_BT, rate_BT, recording[RECEIVED.name].float().mean(0)
+    return mask_BT, rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
 
 
 def _fired(loaded: LoadedModel, batch: TokenBatch, neurons: SinkNeurons) -> Tensor:
