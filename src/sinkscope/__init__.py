@@ -10,13 +10,14 @@ What there is to call:
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
     trace(model, text)            the sink chain of a text, several or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
+    audit(model, text)            what breaks in fewer bits or with a smaller cache, where, and what to do
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights
     compare_training(runs)        training runs over variants and seeds, side by side
-    sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons finds them without attention
+    sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
     anatomy_of(model)             where a model keeps its modules
 
-Each of trace, study, bias, fingerprint and compare_training gives a result with .story, .summary, .tables,
+Each of trace, study, audit, bias, fingerprint and compare_training gives a result with .story, .summary, .tables,
 .table(name) for pyarrow and pandas, .save(folder) and .report(file); a trace and a study also have .plot().
 
 Interventions are context managers: mask_to_self, edit_mask; amplify_variance, scale_norm, shift_mean, swap_deviation,
@@ -73,6 +74,8 @@ _HOMES = {
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
     "SinkProbe": "sinkscope.pretrain.probes",
+    "audit": "sinkscope.remedies.audit",
+    "Audit": "sinkscope.remedies.audited",
     "bias": "sinkscope.origins.initial_bias",
     "Bias": "sinkscope.origins.initial_bias",
     "fingerprint": "sinkscope.origins.fingerprint",
@@ -130,6 +133,8 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
+    from sinkscope.remedies.audit import audit as audit
+    from sinkscope.remedies.audited import Audit as Audit
     from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
     from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch
     from sinkscope.remedies.sink_tokens import SinkTokens as SinkTokens

@@ -157,6 +157,12 @@ def check_bias(*, seeds: int, length: int, num_sequences: int, seed: int) -> Non
     check_seed(seed, count=2 * seeds)  # of each model's sequences, and of its calibration
 
 
+def check_audit(*, length: int, num_sequences: int, seed: int) -> None:
+    """Refuses texts without room for a window of a quarter, and too few for an interval."""
+    check_sizes(length=length, num_sequences=num_sequences, least_length=4 * LATER_QUERIES, least_sequences=2)
+    check_seed(seed)
+
+
 def check_keys(keys: list[int] | None, length: int) -> None:
     """Refuses chosen key positions outside the sequence."""
     wrong = [key for key in keys or () if not 0 <= key < length]

@@ -17,6 +17,7 @@ import typer
 
 from sinkscope import __version__, processes
 from sinkscope.commands import options
+from sinkscope.commands.audit import audit_command
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
 from sinkscope.commands.fingerprint import fingerprint_command
@@ -62,6 +63,7 @@ app.command("intervene")(options.command(intervene_command))
 app.command("tokenize")(options.command(tokenize_command))
 app.command("pretrain")(options.command(pretrain_command))
 app.command("compare")(options.command(compare_command))
+app.command("audit")(options.command(audit_command))
 app.command("bias")(options.command(bias_command))
 app.command("fingerprint")(options.command(fingerprint_command))
 app.command("models")(options.command(models_command))

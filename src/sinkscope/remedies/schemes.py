@@ -137,6 +137,27 @@ def attentions(model: Any) -> dict[str, int]:
     return {name: layer_of[id(part)] for name, part in model.named_modules() if id(part) in layer_of}
 
 
+def layers_of(model: Any) -> dict[str, int]:
+    """The layer of every module inside a block, by name."""
+    index = {id(part): layer.index for layer in anatomy_of(model).layers for part in layer.block.modules()}
+    return {name: index[id(part)] for name, part in model.named_modules() if id(part) in index}
+
+
+def scheme_in_words(name: str) -> str:
+    """A scheme as people say it."""
+    scheme = SCHEMES[name]
+    if scheme.what in ("cache", "window"):
+        return "window of a quarter of the text" if scheme.what == "window" else f"{scheme.bits}-bit KV cache"
+    shared = {
+        "text": "per tensor, dynamic",
+        "calibration": "per tensor, static",
+        "token": "per token",
+        "channel": "per channel",
+        "group": f"groups of {scheme.group}",
+    }[scheme.shared_by]
+    return f"{scheme.bits}-bit {scheme.what}, {shared}"
+
+
 def quantised(x: Tensor, bits: int, largest: Tensor | float) -> Tensor:
     """x rounded to 2^bits - 1 even steps up to `largest`, and clipped there; zeros stay zeros."""
     levels = 2 ** (bits - 1) - 1

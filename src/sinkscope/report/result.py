@@ -11,7 +11,9 @@ from sinkscope.capture.trace import Trace
 from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.origins.initial_bias import Bias
 from sinkscope.pretrain.comparison import TrainingComparison
+from sinkscope.remedies.audited import Audit
 from sinkscope.report import html
+from sinkscope.report.audit import write_audit_page
 from sinkscope.report.bias import write_bias_page
 from sinkscope.report.comparison import write_training_page
 from sinkscope.report.fingerprint import write_fingerprint_page
@@ -53,6 +55,8 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
         write_training_page(result, out, overwrite=overwrite)
     elif isinstance(result, Fingerprint):
         write_fingerprint_page(result, "", out)
+    elif isinstance(result, Audit):
+        write_audit_page(result.tables, result.summary, "", out)
     else:
         write_page = write_bias_page if isinstance(result, Bias) else write_study_page
         with tempfile.TemporaryDirectory() as folder:

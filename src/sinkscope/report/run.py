@@ -145,11 +145,11 @@ def read_run(folder: Path) -> Run:
             else "Give a folder that sinkscope study, trace or pretrain wrote",
         )
     summary = read_json(folder / "summary.json", {"kind": Maybe(NAME)})
-    if summary.get("kind") == "fingerprint":
+    if (kind := summary.get("kind")) in ("fingerprint", "audit"):
         raise InputError(
             expected=f"a study or a trace in {folder}",
-            found="a run of sinkscope fingerprint",
-            next_step="Leave it out; its own page shows all of its pairs",
+            found=f"a run of sinkscope {kind}",
+            next_step="Leave it out; its own page shows all of it",
         )
     if {"before", "after"} <= summary.keys():
         raise InputError(

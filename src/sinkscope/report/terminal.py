@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
     from sinkscope.origins.fingerprint import Fingerprint
     from sinkscope.origins.initial_bias import Bias
+    from sinkscope.remedies.audited import Audit
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
@@ -195,6 +196,47 @@ def show_bias(result: Bias, path: Path) -> None:
         if "refused" in entry:
             _say(console, f"{name}: {entry['refused']}")
     _say(console, result.story)
+    page = path / "report.html"
+    _say(console, f"Written to {page if page.is_file() else path}")
+
+
+def show_audit(result: Audit, path: Path) -> None:
+    """What each scheme costs, what to do about it, and the answer in sentences."""
+    from sinkscope.remedies.schemes import scheme_in_words
+
+    console = Console()
+    rows = [
+        (
+            scheme_in_words(cell.scheme),
+            f"{cell.measured.change:+.4f}",
+            _ends(cell.measured.low, cell.measured.high),
+            f"{cell.predicted:.4f}",
+        )
+        for cell in result.at("model")
+    ]
+    columns = ("scheme", "damage", "95 % interval", "predicted")
+    _table(console, "change of the loss, in nats a token", columns, rows, limit=len(rows))
+    rows = [
+        (
+            trial.remedy,
+            scheme_in_words(trial.scheme),
+            f"{trial.won.change:.4f} of {trial.damage.change:.4f}",
+            _ends(trial.won.low, trial.won.high),
+            f"{trial.control.change:+.4f}",
+        )
+        for trial in result.advice
+    ]
+    if rows:
+        columns = ("remedy", "scheme", "wins back", "95 % interval", "control")
+        _table(console, "advice, the largest effect first", columns, rows, limit=2 * NUM_SHOWN)
+    for name, reason in result.refused.items():
+        _say(console, f"{name.capitalize()} is not possible here: {reason}")
+    _say(
+        console,
+        f"Rank correlation of prediction and measurement over {len(result.at('group'))} cells: "
+        f"{result.rank_correlation:.2f}; of two halves of the texts: {result.repeatability:.2f}",
+    )
+    _say(console, result.story, style="bold")
     page = path / "report.html"
     _say(console, f"Written to {page if page.is_file() else path}")
 

@@ -1,0 +1,64 @@
+"""sinkscope audit: what in a model breaks when it is made cheaper, where, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sinkscope.arguments import check_audit, check_batch
+from sinkscope.commands.options import (
+    Length,
+    ModelOptions,
+    Output,
+    Seed,
+    bound_memory_of,
+    command_text,
+    run_environment,
+    write_request,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """The texts that a model is audited on."""
+
+    text: Annotated[
+        Path | None, typer.Option(help="Text file; without one the model writes its own.", show_default=False)
+    ] = None
+    length: Length = 128
+    num_sequences: Annotated[int, typer.Option(help="Held-out texts, after 8 that calibrate.")] = 16
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        check_audit(length=self.length, num_sequences=self.num_sequences, seed=self.seed)
+        if self.text is not None:
+            check_batch(f"text:{self.text}", length=self.length, num_sequences=self.num_sequences)
+
+
+def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> None:
+    """Show what breaks in a model in 8 or 4 bits, with a small cache or a window, where, and what to do about it.
+
+    Example: sinkscope audit HuggingFaceTB/SmolLM2-135M --text book.txt
+    """
+    path = output.path(source.model)
+    from sinkscope.remedies.audit import audit
+    from sinkscope.report import terminal
+    from sinkscope.results.run_folder import run_folder
+
+    bound_memory_of(source.device)
+    named: dict[str, Any] = asdict(source) | asdict(asked)
+    with terminal.progress("measurements") as progress:
+        result = audit(named.pop("model"), named.pop("text"), **named, progress=progress)
+    with terminal.working("writing tables"), run_folder(path, output.overwrite) as folder:
+        write_request(folder, source, asked)
+        folder.write_json("environment.json", run_environment(result.loaded))
+        result.write(folder)
+        if importlib.util.find_spec("plotly") is not None:
+            from sinkscope.report.audit import write_audit_page
+
+            write_audit_page(result.tables, result.summary, command_text(), folder.path / "report.html")
+    output.show(path, lambda: terminal.show_audit(result, path))

@@ -1,0 +1,203 @@
+"""What can be done about the damage of a scheme, each measured beside a control that must win back less.
+
+A remedy is one entry in REMEDIES: the schemes it is for, the losses under a scheme with it, and under its control.
+Axes: N texts, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import eligible_positions
+from sinkscope.models.rotation import rotate
+from sinkscope.remedies.damage import Damage, damage, input_ranges, losses, scheme_losses
+from sinkscope.remedies.prediction import Prediction
+from sinkscope.remedies.schemes import Scheme
+
+NEGLIGIBLE = 0.01
+"""A damage below this, in nats a token, needs no remedy: one per cent of perplexity."""
+EXEMPT_SHARE = 0.9
+"""Modules are left in 16 bits until they hold this share of the predicted damage ..."""
+MOST_EXEMPT = 0.05
+"""... or are this share of all modules."""
+EXEMPT = "leave modules in 16 bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every remedy is measured on: a model, held-out texts, and what is known of both."""
+
+    model: Any
+    ids: Tensor
+    is_sink: Tensor
+    """[N, T] of the held-out texts."""
+    calibration: Tensor
+    calibration_sinks: Tensor
+    ranges: dict[str, float]
+    plain: np.ndarray
+    prediction: Prediction
+    seed: int = 0
+
+    def losses(self, scheme: Scheme, **options: Any) -> np.ndarray:
+        """[N, T - 1] under a scheme, with the static ranges of the calibration unless others are given."""
+        options.setdefault("ranges", self.ranges)
+        return scheme_losses(self.model, scheme, self.ids, **options)
+
+    def damage(self, scheme: Scheme, **options: Any) -> Damage:
+        return damage(self.losses(scheme, **options), self.plain, scheme)
+
+    @cached_property
+    def other_tokens(self) -> tuple[Tensor, Tensor]:
+        """As many random positions as there are sinks, of the held-out and the calibration texts: the control."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return _as_many(self.is_sink, generator), _as_many(self.calibration_sinks, generator)
+
+    def exempted(self, scheme: Scheme) -> list[str]:
+        """The modules that the prediction blames most."""
+        modules = sorted(scheme.modules(self.model), key=lambda name: -self.prediction.damages[name, scheme.name])
+        enough = EXEMPT_SHARE * self.prediction.damage(scheme, modules)
+        chosen: list[str] = []
+        while len(chosen) < max(1, int(MOST_EXEMPT * len(modules))) and self.prediction.damage(scheme, chosen) < enough:
+            chosen.append(modules[len(chosen)])
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One thing to do, and its control."""
+
+    name: str
+    what_for: Callable[[Scheme], bool]
+    losses: Callable[[Setting, Scheme], np.ndarray]
+    control: Callable[[Setting, Scheme], np.ndarray]
+    what: Callable[[Setting, Scheme], str]
+    control_is: str
+    for_sinks: bool = True
+    """Whether it has nothing to act on where no token is a sink."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A remedy of a scheme, measured."""
+
+    remedy: str
+    scheme: str
+    damage: Damage
+    left: Damage
+    won: Damage
+    control: Damage
+    what: str
+    control_is: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether it wins back something, and more than its control, by intervals that do not touch."""
+        return self.won.low > max(0.0, self.control.high)
+
+    @property
+    def share(self) -> float:
+        """Of the damage that is won back."""
+        return self.won.change / self.damage.change
+
+
+def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed: np.ndarray) -> Trial:
+    """A remedy measured, where `harmed` are the losses [N, T - 1] of the scheme without it."""
+    with_remedy, with_control = remedy.losses(setting, scheme), remedy.control(setting, scheme)
+    return Trial(
+        remedy=remedy.name,
+        scheme=scheme.name,
+        damage=harm,
+        left=damage(with_remedy, setting.plain, scheme),
+        won=damage(harmed, with_remedy, scheme),
+        control=damage(harmed, with_control, scheme),
+        what=remedy.what(setting, scheme),
+        control_is=remedy.control_is,
+    )
+
+
+def _kept(setting: Setting, scheme: Scheme, keep: Tensor, of_calibration: Tensor) -> np.ndarray:
+    ranges = setting.ranges
+    if scheme.shared_by == "calibration":
+        ranges = input_ranges(setting.model, setting.calibration, keep=of_calibration)
+    return setting.losses(scheme, keep=keep, ranges=ranges)
+
+
+def _exempt(setting: Setting, scheme: Scheme, exempted: list[str]) -> np.ndarray:
+    return setting.losses(scheme, modules=[name for name in scheme.modules(setting.model) if name not in exempted])
+
+
+def _random_modules(setting: Setting, scheme: Scheme) -> list[str]:
+    blamed, generator = setting.exempted(scheme), torch.Generator().manual_seed(setting.seed)
+    others = [name for name in scheme.modules(setting.model) if name not in blamed]
+    return [others[index] for index in torch.randperm(len(others), generator=generator)[: len(blamed)]]
+
+
+def _turned(setting: Setting, scheme: Scheme, rotation: Tensor | None) -> np.ndarray:
+    model = rotate(setting.model, rotation, seed=setting.seed)
+    ranges = input_ranges(model, setting.calibration) if scheme.shared_by == "calibration" else None
+    return scheme_losses(model, scheme, setting.ids, ranges=ranges)
+
+
+def _as_they_were(setting: Setting, scheme: Scheme) -> np.ndarray:
+    width = setting.model.get_input_embeddings().weight.shape[1]
+    return _turned(setting, scheme, torch.eye(width, dtype=torch.float64))
+
+
+def _as_many(mask_NT: Tensor, generator: torch.Generator) -> Tensor:
+    """In each row as many random places as are marked, among the others that could be a sink."""
+    free_NT = ~mask_NT & eligible_positions(mask_NT.shape[1])
+    order_NT = torch.rand(mask_NT.shape, generator=generator).masked_fill(~free_NT, 2).argsort(1).argsort(1)
+    return free_NT & (order_NT < mask_NT.sum(1, keepdim=True))
+
+
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy(
+        name="keep tokens",
+        what_for=lambda scheme: scheme.what in ("cache", "window") or scheme.shared_by in ("text", "calibration"),
+        losses=lambda setting, scheme: _kept(setting, scheme, setting.is_sink, setting.calibration_sinks),
+        control=lambda setting, scheme: _kept(setting, scheme, *setting.other_tokens),
+        what=lambda setting, scheme: (
+            f"{float(setting.is_sink.sum(1).double().mean()):.1f} sink tokens a text, found in each text, "
+            + ("stay in the window" if scheme.what == "window" else "stay in 16 bits")
+        ),
+        control_is="as many random positions",
+    ),
+    Remedy(
+        name=EXEMPT,
+        what_for=lambda scheme: scheme.what in ("activations", "weights"),
+        losses=lambda setting, scheme: _exempt(setting, scheme, setting.exempted(scheme)),
+        control=lambda setting, scheme: _exempt(setting, scheme, _random_modules(setting, scheme)),
+        what=lambda setting, scheme: ", ".join(setting.exempted(scheme)),
+        control_is="as many random modules",
+        for_sinks=False,
+    ),
+    Remedy(
+        name="rotate",
+        what_for=lambda scheme: scheme.what in ("activations", "weights"),
+        losses=lambda setting, scheme: _turned(setting, scheme, None),
+        control=_as_they_were,
+        what=lambda setting, scheme: "the residual stream in a random orthogonal basis, norm gains folded in",
+        control_is="norm gains folded in, the basis as it was",
+        for_sinks=False,
+    ),
+)
+
+
+def check_plain(model: Any, ids_NT: Tensor) -> np.ndarray:
+    """[N, T - 1] the losses of the untouched model; refuses a model that gives none."""
+    plain_NT = losses(model, ids_NT)
+    if not np.isfinite(plain_NT).all():
+        raise InputError(
+            expected="finite losses of the untouched model",
+            found="NaN or infinity",
+            next_step="Load the model with `dtype='float32'`, or check its weights",
+        )
+    return plain_NT

@@ -1,0 +1,190 @@
+"""audit(model, text): what in a model breaks when it is made cheaper, where, and what to do about it.
+
+Passes over a few texts see and predict: one finds the sinks, one the ranges that static scales need, and one, with its
+backward pass, predicts the damage of every scheme in every module. The rest is measured on other texts: each scheme,
+each scheme in each third of the layers, the modules that the prediction blames, and the remedies.
+Axes: N texts, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.arguments import check_audit
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import TokenBatch, given_batch, token_batch
+from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
+from sinkscope.remedies.audited import Audit, Cell
+from sinkscope.remedies.damage import Damage, damage, input_ranges
+from sinkscope.remedies.prediction import predict
+from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
+from sinkscope.remedies.sink_tokens import sink_tokens
+
+CALIBRATION = 8
+"""Texts, before the held-out ones, that sinks, ranges and the prediction come from."""
+GROUPS = ("early", "middle", "late")
+"""Thirds of the layers; with ten schemes they make thirty cells."""
+NUM_BLAMED = 5
+"""Modules that are measured one at a time."""
+Progress = Callable[[int, int], None]
+"""Called with (measurements done, measurements in all)."""
+
+
+def audit(
+    model: Any = None,
+    text: str | Path | Tensor | TokenBatch | None = None,
+    *,
+    length: int = 128,
+    num_sequences: int = 16,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Audit:
+    """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
+
+    `text` is a file, or token ids [texts, positions]; without one the model writes its own. Further options go to
+    `load`.
+    """
+    check_audit(length=length, num_sequences=num_sequences, seed=seed)
+    loaded = load(model, **options)
+    batch = _texts(loaded, text, length, num_sequences, seed)
+    setting = _setting(loaded, batch, seed)
+    cells, trials, refused = _measured(setting, progress or (lambda done, total: None))
+    held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
+    return Audit(
+        loaded=loaded, batch=held_out, setting=setting, cells=tuple(cells), trials=tuple(trials), refused=refused
+    )
+
+
+def _texts(loaded: LoadedModel, text: Any, length: int, num_sequences: int, seed: int) -> TokenBatch:
+    """The calibration texts, and the held-out ones."""
+    count = CALIBRATION + num_sequences
+    if isinstance(text, str | Path):
+        return token_batch(loaded, f"text:{text}", length=length, num_sequences=count)
+    if text is not None:
+        batch = text if isinstance(text, TokenBatch) else given_batch(text, model=loaded.model)
+        if batch.num_sequences <= CALIBRATION + 1:
+            raise InputError(
+                expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
+                found=str(batch.num_sequences),
+                next_step="Give more rows of ids",
+            )
+        return batch
+    model: Any = loaded.model
+    first = token_batch(loaded, "random", length=2, num_sequences=count, seed=seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        ids_NT = model.generate(
+            first.ids.to(model.get_input_embeddings().weight.device),
+            attention_mask=torch.ones_like(first.ids),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            min_new_tokens=length - 2,
+            max_new_tokens=length - 2,
+        )
+    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, source="written by the model itself")
+
+
+def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
+    model = loaded.model
+    is_sink = sink_tokens(loaded, batch).mask
+    calibration, ids = batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]
+    ranges = input_ranges(model, calibration)
+    return Setting(
+        model=model,
+        ids=ids,
+        is_sink=is_sink[CALIBRATION:],
+        calibration=calibration,
+        calibration_sinks=is_sink[:CALIBRATION],
+        ranges=ranges,
+        plain=check_plain(model, ids),
+        prediction=predict(model, calibration, ranges=ranges, is_sink=is_sink[:CALIBRATION], seed=seed),
+        seed=seed,
+    )
+
+
+def _measured(setting: Setting, progress: Progress) -> tuple[list[Cell], list[Trial], dict[str, str]]:
+    """Every cell and every remedy; remedies only where a scheme does harm and, if they are for sinks, where any are."""
+    total = len(SCHEMES) * (2 + len(GROUPS)) + NUM_BLAMED
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, max(total, done))
+
+    cells: list[Cell] = []
+    harmed: dict[str, np.ndarray] = {}
+    for scheme in SCHEMES.values():
+        harmed[scheme.name] = setting.losses(scheme)
+        step()
+        modules = scheme.modules(setting.model)
+        control = setting.damage(scheme.control())
+        step()
+        found = damage(harmed[scheme.name], setting.plain, scheme)
+        cells.append(_cell(setting, "model", "all", scheme, modules, found, control.change))
+        for group, part in layer_groups(setting.model, modules).items():
+            cells.append(_cell(setting, "group", group, scheme, part, setting.damage(scheme, modules=part)))
+            step()
+    for module, scheme in _blamed(setting):
+        found = setting.damage(scheme, modules=[module])
+        cells.append(_cell(setting, "module", module, scheme, [module], found))
+        step()
+    trials, refused = [], {}
+    harms = {cell.scheme: cell.measured for cell in cells if cell.level == "model"}
+    pairs = [
+        (remedy, SCHEMES[name])
+        for remedy in REMEDIES
+        for name, harm in harms.items()
+        if remedy.what_for(SCHEMES[name]) and harm.low > 0 and harm.change >= NEGLIGIBLE and setting.is_sink.any()
+    ]
+    total += len(pairs)
+    for remedy, scheme in pairs:
+        if remedy.name not in refused:
+            try:
+                trials.append(tried(setting, remedy, scheme, harms[scheme.name], harmed[scheme.name]))
+            except InputError as error:
+                refused[remedy.name] = str(error)
+        step()
+    return cells, trials, refused
+
+
+def _cell(
+    setting: Setting,
+    level: str,
+    place: str,
+    scheme: Scheme,
+    modules: list[str],
+    measured: Damage,
+    control: float | None = None,
+) -> Cell:
+    predicted = setting.prediction.damage(scheme, modules)
+    return Cell(level=level, place=place, scheme=scheme.name, predicted=predicted, measured=measured, control=control)
+
+
+def layer_groups(model: Any, modules: list[str]) -> dict[str, list[str]]:
+    """The modules of each third of the layers."""
+    layer_of, num_layers = layers_of(model), len(anatomy_of(model).layers)
+    return {
+        group: [name for name in modules if layer_of[name] * len(GROUPS) // num_layers == number]
+        for number, group in enumerate(GROUPS)
+    }
+
+
+def _blamed(setting: Setting) -> Iterator[tuple[str, Scheme]]:
+    """The modules with the largest predicted damage, each with the scheme that makes it."""
+    worst: dict[str, tuple[float, str]] = {}
+    for (module, scheme), predicted in setting.prediction.damages.items():
+        worst[module] = max(worst.get(module, (0.0, scheme)), (predicted, scheme))
+    for module in sorted(worst, key=lambda name: -worst[name][0])[:NUM_BLAMED]:
+        yield module, SCHEMES[worst[module][1]]

@@ -1,0 +1,77 @@
+"""The tables that `sinkscope audit` writes; every column is declared with its meaning.
+
+A damage is a change of the next-token loss in nats a token; its interval is at 95 %, over held-out texts.
+"""
+
+from __future__ import annotations
+
+from sinkscope.results.tables import Column, Schema
+
+_MODULE = Column("module", "str", "Name of the module, as named_modules() gives it")
+_LAYER = Column("layer", "int", "Layer, counted from 0")
+_KIND = Column("kind", "str", "Name of the module within its layer")
+_SCHEME = Column("scheme", "str", "What is made cheaper; docs/remedies.md defines each")
+
+
+def _interval(name: str, meaning: str) -> tuple[Column, Column, Column]:
+    return (
+        Column(name, "float", meaning),
+        Column(f"{name}_low", "float", "Lower end of its interval", nullable=True),
+        Column(f"{name}_high", "float", "Upper end of its interval", nullable=True),
+    )
+
+
+READINGS = Schema(
+    "readings",
+    (
+        _MODULE,
+        _LAYER,
+        _KIND,
+        Column("what", "str", "inputs of a linear layer, or keys or values of the cache"),
+        Column("largest", "float", "Largest magnitude"),
+        Column("channel_ratio", "float", "That over the largest magnitude of the median channel", nullable=True),
+        Column("token_ratio", "float", "That over the largest magnitude of the median token", nullable=True),
+        Column("kurtosis", "float", "Pearson's kurtosis of all values; 3 for a Gaussian", nullable=True),
+        Column("sink_energy", "float", "Share of the sum of squares in sink tokens", nullable=True),
+        Column("massive_energy", "float", "Share in channels of 10 times their token's mean magnitude", nullable=True),
+    ),
+)
+PREDICTIONS = Schema(
+    "predictions",
+    (_MODULE, _LAYER, _KIND, _SCHEME, Column("predicted", "float", "Predicted damage of the scheme in this module")),
+)
+DAMAGES = Schema(
+    "damages",
+    (
+        Column("level", "str", "What the scheme acted in: model, group (some layers) or module"),
+        Column("place", "str", "The group of layers, or the module; all for the model"),
+        _SCHEME,
+        Column("predicted", "float", "Predicted damage"),
+        *_interval("measured", "Measured damage"),
+        Column("control", "float", "Damage with 16 bits, or a window of all keys; of the model alone", nullable=True),
+    ),
+)
+TRIALS = Schema(
+    "remedies",
+    (
+        Column("remedy", "str", "What was done"),
+        _SCHEME,
+        Column("damage", "float", "Damage of the scheme without the remedy"),
+        *_interval("left", "Damage that is left with it"),
+        *_interval("won", "What it wins back"),
+        *_interval("control", "What its control wins back"),
+        Column("holds", "bool", "Whether it wins back something, and more than its control"),
+        Column("what", "str", "The tokens, modules or basis in words"),
+        Column("control_is", "str", "The control in words"),
+    ),
+)
+SINKS = Schema(
+    "sink_tokens",
+    (
+        Column("text", "int", "Number of the held-out text"),
+        Column("position", "int", "Position of a sink in it"),
+        Column("token", "int", "Token id"),
+        Column("token_text", "str", "The token decoded; null without a tokenizer", nullable=True),
+    ),
+)
+AUDIT_TABLES = (READINGS, PREDICTIONS, DAMAGES, TRIALS, SINKS)

@@ -1,0 +1,194 @@
+"""What an audit found: records, tables, one JSON object, and a few sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial
+from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
+from sinkscope.remedies.damage import Damage
+from sinkscope.remedies.recipe import write_recipe
+from sinkscope.remedies.schemes import layers_of
+from sinkscope.results.result import Result
+from sinkscope.results.run_folder import RunFolder
+from sinkscope.statistics import rank_correlation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A scheme somewhere in a model: predicted, and measured."""
+
+    level: str
+    place: str
+    scheme: str
+    predicted: float
+    measured: Damage
+    control: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Audit(Result):
+    """What was predicted and measured of a model, as records and as tables."""
+
+    headline = ("damages", "level", "place", "scheme", "predicted", "measured", "measured_low", "measured_high")
+    schemas = AUDIT_TABLES
+    loaded: LoadedModel
+    batch: TokenBatch
+    """The held-out texts."""
+    setting: Setting
+    cells: tuple[Cell, ...]
+    trials: tuple[Trial, ...]
+    refused: dict[str, str]
+    """Remedies that this model does not allow, with the reason."""
+
+    @property
+    def has_sinks(self) -> bool:
+        return bool(self.setting.is_sink.any())
+
+    @property
+    def advice(self) -> list[Trial]:
+        """What to do, the largest effect first; of a remedy and scheme that hold."""
+        return sorted((trial for trial in self.trials if trial.holds), key=lambda trial: -trial.won.change)
+
+    def at(self, level: str) -> list[Cell]:
+        return [cell for cell in self.cells if cell.level == level]
+
+    @cached_property
+    def rank_correlation(self) -> float:
+        """Of prediction and measurement, over the cells of layer groups and schemes."""
+        cells = self.at("group")
+        return _correlation([cell.predicted for cell in cells], [cell.measured.change for cell in cells])
+
+    @cached_property
+    def repeatability(self) -> float:
+        """The same between the measurements on every other text and on the rest: what no prediction can pass by far."""
+        halves = [[np.mean(cell.measured.by_text[half::2]) for cell in self.at("group")] for half in (0, 1)]
+        return _correlation(*halves)
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Columns by table: readings, predictions, damages, remedies, sink_tokens."""
+        return _tables(self)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return _summary(self)
+
+    @property
+    def story(self) -> str:
+        return self.summary["story"]
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes the summary, every table and the recipe into an open run folder."""
+        super().write(folder)
+        write_recipe(folder, self.loaded, self.setting, self.advice)
+
+
+def _tables(audit: Audit) -> dict[str, dict[str, list]]:
+    """Columns by table, in the order of the model's modules."""
+    layer_of = layers_of(audit.setting.model)
+    anatomy, names = anatomy_of(audit.setting.model), dict(audit.setting.model.named_modules())
+    block_name = {id(part): name for name, part in names.items()}
+
+    def place(module: str) -> dict[str, Any]:
+        layer = layer_of[module]
+        prefix = block_name[id(anatomy.layers[layer].block)] + "."
+        return {"module": module, "layer": layer, "kind": module.removeprefix(prefix)}
+
+    order = {name: number for number, name in enumerate(names)}
+    prediction, tokenizer = audit.setting.prediction, audit.loaded.tokenizer
+    readings = sorted(prediction.readings.items(), key=lambda item: order[item[0][0]])
+    damages = sorted(prediction.damages.items(), key=lambda item: order[item[0][0]])
+    rows = {
+        READINGS: [{**place(module), "what": what, **reading.row()} for (module, what), reading in readings],
+        PREDICTIONS: [{**place(module), "scheme": scheme, "predicted": value} for (module, scheme), value in damages],
+        DAMAGES: [{**vars(cell), **_ends("measured", cell.measured)} for cell in audit.cells],
+        TRIALS: [_trial_row(trial) for trial in audit.trials],
+        SINKS: [
+            {
+                "text": text,
+                "position": position,
+                "token": int(audit.batch.ids[text, position]),
+                "token_text": None if tokenizer is None else tokenizer.decode([int(audit.batch.ids[text, position])]),
+            }
+            for text, position in audit.setting.is_sink.nonzero().tolist()
+        ],
+    }
+    return {schema.name: schema.from_rows(listed) for schema, listed in rows.items()}
+
+
+def _trial_row(trial: Trial) -> dict[str, Any]:
+    """A row of the table of remedies."""
+    parts = {name: _ends(name, getattr(trial, name)) for name in ("left", "won", "control")}
+    return (
+        vars(trial)
+        | {"damage": trial.damage.change, "holds": trial.holds}
+        | {key: value for part in parts.values() for key, value in part.items()}
+    )
+
+
+def _ends(name: str, found: Damage) -> dict[str, float]:
+    return {name: found.change, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def _summary(audit: Audit) -> dict[str, Any]:
+    """The object written as summary.json and printed with --json."""
+    is_sink = audit.setting.is_sink
+    return {
+        "kind": "audit",
+        "model": audit.loaded.name,
+        "family": anatomy_of(audit.setting.model).family.name,
+        "num_layers": len(anatomy_of(audit.setting.model).layers),
+        "tokens": audit.batch.describe() | {"source": audit.batch.source},
+        "loss": float(audit.setting.plain.mean()),
+        "sinks_per_text": float(is_sink.sum(1).double().mean()),
+        "schemes": {
+            cell.scheme: {"predicted": cell.predicted, **_ends("measured", cell.measured), "control": cell.control}
+            for cell in audit.at("model")
+        },
+        "rank_correlation": audit.rank_correlation,
+        "num_cells": len(audit.at("group")),
+        "repeatability": audit.repeatability,
+        "advice": [
+            {"remedy": trial.remedy, "scheme": trial.scheme, "what": trial.what, "share_won_back": trial.share}
+            | {"damage": trial.damage.change, **_ends("won", trial.won), **_ends("control", trial.control)}
+            for trial in audit.advice
+        ],
+        "refused": audit.refused,
+        "story": _story(audit),
+    }
+
+
+def _story(audit: Audit) -> str:
+    """What breaks, and the most useful thing to do."""
+    harms = sorted(audit.at("model"), key=lambda cell: -cell.measured.change)
+    broken = [cell for cell in harms if cell.measured.low > 0 and cell.measured.change >= NEGLIGIBLE]
+    worst = "; ".join(f"{cell.scheme} costs {cell.measured.change:.3f}" for cell in broken[:3])
+    if not broken:
+        return f"{audit.loaded.name}: nothing needed. No scheme costs more than {NEGLIGIBLE:g} nats a token."
+    if not audit.has_sinks:
+        return (
+            f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. What "
+            f"rounding costs by itself, in nats a token: {worst}."
+        )
+    lines = [f"{audit.loaded.name}, in nats a token: {worst}."]
+    seen: set[str] = set()
+    for trial in audit.advice:
+        if trial.scheme not in seen and len(seen) < 3:
+            seen.add(trial.scheme)
+            won = f"{trial.won.change:.3f} of {trial.damage.change:.3f}"
+            lines.append(f"{trial.scheme}: {trial.remedy} wins back {won} (its control {trial.control.change:.3f}).")
+    if not audit.advice:
+        lines.append("No remedy wins back more than its control.")
+    return " ".join(lines)
+
+
+def _correlation(x: list, y: list) -> float:
+    return rank_correlation(np.array(x), np.array(y))

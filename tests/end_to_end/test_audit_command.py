@@ -1,0 +1,30 @@
+"""The real command audit: what it prints and writes for a model without sinks, and how it refuses."""
+
+import json
+
+from command_line import assert_refused
+from tiny_models import tiny_model
+
+from sinkscope.remedies.audit_schemas import AUDIT_TABLES
+from sinkscope.results.tables import read_table
+
+FEW = ("--length", 64, "--num-sequences", 2)
+
+
+def test_a_model_without_sinks_is_told_that_nothing_is_needed(sinkscope, tmp_path):
+    tiny_model("llama", scale=1.0, num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    result = sinkscope("audit", "model", *FEW, "--out", "run", "--json")
+    assert result.code == 0, result.err
+    summary = json.loads(result.out)
+    assert "nothing need" in summary["story"]
+    assert summary["sinks_per_text"] == 0
+    assert summary["num_cells"] == 30
+    for schema in AUDIT_TABLES:
+        read_table(tmp_path / "run" / schema.name, schema)
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["nothing_needed"]
+    assert "Nothing needed" in (tmp_path / "run" / "report.html").read_text()
+    (tmp_path / "book.txt").write_text("words", encoding="utf-8")
+    refused = sinkscope("audit", "model", *FEW, "--text", "book.txt", "--out", "other")
+    assert_refused(refused, "a tokenizer, to read text with", tmp_path)
+    refused = sinkscope("audit", "model", *FEW, "--out", "run")
+    assert_refused(refused, "--overwrite", tmp_path)

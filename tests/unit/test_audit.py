@@ -1,0 +1,192 @@
+"""The audit of a model whose sink is planted: what is predicted, measured, advised and written; each with a control.
+
+Axes: N texts, T positions, V vocabulary.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from planted_models import planted_chain
+from tiny_models import tiny_model
+from torch.nn.functional import kl_div, linear
+
+from sinkscope.errors import InputError
+from sinkscope.remedies.advice import Trial, _as_many
+from sinkscope.remedies.audit import audit
+from sinkscope.remedies.damage import Damage, input_ranges
+from sinkscope.remedies.prediction import predict
+from sinkscope.remedies.readings import Reading
+from sinkscope.remedies.schemes import SCHEMES, linear_layers, rounded_input
+from sinkscope.report.audit import write_audit_page
+from sinkscope.report.terminal import show_audit
+
+SUPER = "model.layers.2.mlp.down_proj"
+"""What reads the super neuron of the planted chain."""
+
+
+@pytest.fixture(scope="module")
+def audited():
+    model, _ = planted_chain(0)
+    model.lm_head.weight.data *= 12  # predictions sharp enough to be spoilt
+    return audit(model, length=64, num_sequences=8)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = tiny_model("llama", scale=3.0)
+    ids_NT = torch.randint(97, (4, 40), generator=torch.Generator().manual_seed(0))
+    return model, ids_NT, input_ranges(model, ids_NT)
+
+
+def test_a_prediction_is_half_the_squared_product_of_noise_and_gradient(tiny):
+    model, ids_NT, ranges = tiny
+    name, scheme = "model.layers.1.mlp.up_proj", SCHEMES["activations-8-dynamic"]
+    found = predict(model, ids_NT, ranges=ranges, is_sink=torch.zeros_like(ids_NT).bool(), seed=3)
+    layer, generator, expected = linear_layers(model)[name], torch.Generator().manual_seed(3), 0.0
+    for ids_T in ids_NT:
+        kept = {}
+
+        def keep(module, args, output, kept=kept):
+            output.retain_grad()
+            kept.update(x=args[0], y=output)
+
+        handle = layer.register_forward_hook(keep)
+        logits_TV = model(ids_T[None]).logits[0, :-1]
+        handle.remove()
+        targets = torch.multinomial(logits_TV.detach().softmax(-1), 1, generator=generator)[:, 0]
+        torch.nn.functional.cross_entropy(logits_TV, targets, reduction="sum").backward()
+        noise = linear(rounded_input(scheme, kept["x"]) - kept["x"], layer.weight)
+        expected += float((kept["y"].grad * noise.detach()).sum(-1).square().sum()) / 2 / 39 / 4
+    model.zero_grad()
+    assert found.damages[name, scheme.name] == pytest.approx(expected, rel=1e-4)
+    assert all(not layer._forward_hooks for layer in linear_layers(model).values()), "left as it was"
+
+
+def test_the_prediction_is_the_divergence_that_a_small_noise_makes(tiny):
+    """In the last layer no token sees another's noise, and the formula is exact to second order."""
+    model, ids_NT, ranges = tiny
+    ids_NT = torch.randint(97, (16, 64), generator=torch.Generator().manual_seed(1))
+    prediction = predict(model, ids_NT, ranges=ranges, is_sink=torch.zeros_like(ids_NT).bool())
+    scheme, last = SCHEMES["weights-4-channel"], "model.layers.2.mlp.down_proj"
+    with torch.no_grad():
+        plain = model(ids_NT).logits[:, :-1].log_softmax(-1)
+        with scheme.on(model, [last]):
+            rounded = model(ids_NT).logits[:, :-1].log_softmax(-1)
+    divergence = float(kl_div(rounded, plain, log_target=True, reduction="none").sum(-1).mean())
+    # A thousand tokens with one drawn target each leave an error of about 5 %.
+    assert prediction.damages[last, scheme.name] == pytest.approx(divergence, rel=0.25)
+    assert prediction.damages[last, "weights-8-channel"] < 0.01 * divergence, "the control: other noise"
+
+
+def test_a_reading_by_hand():
+    x_BTE, reading = torch.tensor([[[3.0, -1.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]]), Reading()
+    is_sink_BT = torch.tensor([[True, False], [False, False]])
+    for text in range(2):  # in two passes
+        reading.add(x_BTE[text : text + 1], is_sink_BT[text : text + 1])
+    values = x_BTE.flatten().double().numpy()
+    central = values - values.mean()
+    row = reading.row()
+    assert row["largest"] == 3
+    assert row["channel_ratio"] == 1.5, "3 over the lower one of two"
+    assert row["token_ratio"] == 3, "of 3, 2, 1 and 1 the lower median is 1"
+    assert row["kurtosis"] == pytest.approx((central**4).mean() / (central**2).mean() ** 2)
+    assert row["sink_energy"] == pytest.approx(10 / 18)
+    assert row["massive_energy"] == 0
+
+
+def test_the_module_of_the_super_neuron_is_blamed_and_its_exemption_wins_the_damage_back(audited):
+    (first, *_) = audited.at("module")
+    assert first.place == SUPER
+    trials = {(trial.remedy, trial.scheme): trial for trial in audited.trials}
+    for scheme in ("activations-8-static", "activations-8-dynamic"):
+        exempted = trials["leave modules in 16 bits", scheme]
+        assert exempted.what == SUPER
+        assert exempted.holds
+        assert exempted.share > 0.8
+        assert abs(exempted.control.change) < 0.1 * exempted.damage.change, "random modules win nothing back"
+        kept = trials["keep tokens", scheme]
+        assert kept.holds
+        assert kept.share > 0.7
+        assert kept.control.change < 0.3 * kept.damage.change, "random positions win next to nothing back"
+    assert audited.setting.is_sink.nonzero()[:, 1].unique().tolist() == [0]
+    assert [trial.won.change for trial in audited.advice] == sorted(
+        (trial.won.change for trial in audited.advice), reverse=True
+    )
+
+
+def test_sixteen_bits_and_all_keys_change_nothing(audited):
+    for cell in audited.at("model"):
+        assert abs(cell.control) < 1e-3
+        assert audited.setting.prediction.damage(SCHEMES[cell.scheme], []) == 0
+    worst = max(audited.at("model"), key=lambda cell: cell.measured.change)
+    assert worst.measured.low > 1e-3, "the control of the control"
+    assert len(audited.at("group")) == 30
+
+
+def test_the_sums_of_groups_are_those_of_the_model(audited):
+    for cell in audited.at("model"):
+        parts = [part.predicted for part in audited.at("group") if part.scheme == cell.scheme]
+        assert sum(parts) == pytest.approx(cell.predicted)
+
+
+def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
+    folder = audited.save(tmp_path / "run")
+    assert SUPER in json.loads((folder / "torchao.json").read_text())["modules_to_not_convert"]
+    assert f"- {SUPER}" in (folder / "llm-compressor.yaml").read_text()
+    assert json.loads((folder / "kept_positions.json").read_text()) == [[0]] * 8
+    recipe = json.loads((folder / "recipe.json").read_text())
+    assert not recipe["nothing_needed"]
+    assert recipe["schemes"]["activations-8-static"][0]["wins_back"] > 0
+    assert recipe["schemes"]["weights-8-channel"] == []
+    assert json.loads((folder / "summary.json").read_text())["kind"] == "audit"
+    write_audit_page(audited.tables, audited.summary, "sinkscope audit <b>", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert SUPER in page
+    assert "sinkscope audit <b>" not in page, "escaped"
+    show_audit(audited, folder)
+    assert "leave modules in 16 bits" in capsys.readouterr().out
+
+
+def test_a_trial_holds_only_above_its_control():
+    def damage(change, low, high):
+        return Damage(change=change, low=low, high=high, by_text=())
+
+    def trial(won, control):
+        others = {"damage": damage(1.0, 0.9, 1.1), "left": damage(0.0, 0.0, 0.0), "what": "", "control_is": ""}
+        return Trial(remedy="x", scheme="window", won=won, control=control, **others)
+
+    assert trial(damage(0.5, 0.4, 0.6), damage(0.1, 0.0, 0.2)).holds
+    assert not trial(damage(0.5, 0.4, 0.6), damage(0.4, 0.3, 0.5)).holds
+    assert not trial(damage(0.1, -0.1, 0.3), damage(-0.3, -0.4, -0.2)).holds
+
+
+def test_as_many_random_tokens_are_none_of_the_sinks():
+    mask_NT = torch.zeros(2, 40, dtype=torch.bool)
+    mask_NT[0, :3] = True
+    others_NT = _as_many(mask_NT, torch.Generator().manual_seed(0))
+    assert others_NT.sum(1).tolist() == [3, 0]
+    assert not (others_NT & mask_NT).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 63}, "`length` of at least 64"),
+        ({"num_sequences": 1}, "`num_sequences` of at least 2"),
+        ({"text": "nowhere.txt"}, "found no 'nowhere.txt'"),
+        ({"text": torch.full((12, 64), 97)}, "token ids from 0 to 96"),
+        ({"text": torch.zeros(9, 64, dtype=torch.long)}, "at least 10 texts"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(tiny, options, message):
+    with pytest.raises(InputError, match=message):
+        audit(tiny[0], **options)
+
+
+def test_a_model_that_overflows_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[:] = np.inf
+    with pytest.raises(InputError, match="finite"):
+        audit(model, torch.zeros(10, 64, dtype=torch.long), length=64)
