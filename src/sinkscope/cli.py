@@ -90,6 +90,8 @@ def main() -> None:
     escape_what_cannot_be_printed()
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background
+        signal.signal(signal.SIGINT, _interrupt_once)
     shares = next(iter(sys.argv[1:]), "") in SHARED
     try:
         with (
@@ -114,6 +116,12 @@ def main() -> None:
         print("sinkscope: interrupted; no run was written", file=sys.stderr)
         sys.exit(130)
     _refuse(refused)  # here the error is gone, and with it the frames that filled the memory
+
+
+def _interrupt_once(number: int, frame: object) -> NoReturn:
+    """The first Ctrl-C ends the command; more of them would end in a traceback while it tidies up and leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -16,12 +16,13 @@ def sinkscope(tmp_path, monkeypatch, capfd):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["sinkscope", *map(str, arguments)])
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             with pytest.raises(SystemExit) as exit_info:
                 main()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return SimpleNamespace(code=exit_info.value.code, **capfd.readouterr()._asdict())
 
     return run

@@ -186,9 +186,11 @@ def test_overwrite_replaces_a_run(model_folder, sinkscope, tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_run_leaves_nothing(name, code, tmp_path):
-    """The signal arrives while the run folder is half written."""
+    """The signal arrives while the run folder is half written; an impatient Ctrl-C once more on the way out."""
     before = f"""
-import os, signal, time
+import atexit, os, signal, time
+if "{name}" == "SIGINT":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
 import sinkscope.capture.trace as module
 def interrupted(findings):
     os.kill(os.getpid(), signal.{name})
