@@ -17,7 +17,7 @@ size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,6 +36,10 @@ GROUP = 128
 CONTROL_BITS = 16
 TILE_SCORES = 1 << 24
 """Attention scores that are held at once."""
+
+
+Visible = Callable[[Tensor], Tensor]
+"""From some queries to the keys that they may see, [B or 1, queries, S]: never a square of the text's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +207,7 @@ def rounded_cache(
 
 
 def attend(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, visible_BTS: Tensor | None = None
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, visible: Visible | None = None
 ) -> Tensor:
     """[B, T, H, D] attention written out, a tile of queries at a time, under a model's own rule and a mask of ours."""
     if rule.edits:
@@ -221,8 +225,8 @@ def attend(
     for queries in positions.split(tile):
         behind_TS = queries[:, None] - positions
         seen = (behind_TS >= 0) & (behind_TS < (rule.window or length))
-        if visible_BTS is not None:
-            seen = seen & visible_BTS[:, None, queries]
+        if visible is not None:
+            seen = seen & visible(queries)[:, None]
         scores_BHTS = (query_BHTD[:, :, queries] @ key_BHSD.transpose(2, 3)).float() * rule.scaling
         if rule.softcap is not None:
             scores_BHTS = (scores_BHTS / rule.softcap).tanh() * rule.softcap
@@ -316,17 +320,16 @@ def window_size(scheme: Scheme, length: int) -> int:
     return min(length, max(1, length // 4) if scheme.window is None else scheme.window)
 
 
-def window_mask(scheme: Scheme, query_BHTD: Tensor, keep_BT: Tensor | None = None) -> Tensor:
-    """[B or 1, T, S] the keys that a window shows to each query; those that are kept take their place in it."""
+def window_mask(scheme: Scheme, query_BHTD: Tensor, keep_BT: Tensor | None = None) -> Visible:
+    """The keys that a window shows to each query; those that are kept take their place in it."""
     length = query_BHTD.shape[2]
     positions = torch.arange(length, device=query_BHTD.device)
     size = window_size(scheme, length)
-    behind_TS = positions[:, None] - positions
     if keep_BT is None:
-        return (behind_TS < size)[None]
+        return lambda queries: (queries[:, None] - positions < size)[None]
     keep_BS = keep_BT.to(query_BHTD.device)
     left_B = (size - keep_BS.sum(1)).clamp(min=1)
-    return (behind_TS < left_B[:, None, None]) | keep_BS[:, None]
+    return lambda queries: (queries[:, None] - positions < left_B[:, None, None]) | keep_BS[:, None]
 
 
 def _as_mask(keep_BT: Tensor, x: Tensor) -> Tensor:
