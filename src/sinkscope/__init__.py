@@ -10,6 +10,7 @@ What there is to call:
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
     trace(model, text)            the sink chain of a text, several or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
+    intervene(model, requests)    any interventions: every observable before, after and under a control
     audit(model, text)            what breaks in fewer bits or with a smaller cache, where, and what to do
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights
@@ -17,8 +18,8 @@ What there is to call:
     sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
     anatomy_of(model)             where a model keeps its modules
 
-Each of trace, study, audit, bias, fingerprint and compare_training gives a result with .story, .summary, .tables,
-.table(name) for pyarrow and pandas, .save(folder) and .report(file); a trace and a study also have .plot().
+Each of trace, study, intervene, audit, bias, fingerprint and compare_training gives a result with .story, .summary,
+.tables, .table(name) for pyarrow and pandas, .save(folder) and .report(file); a trace and a study also have .plot().
 
 Interventions are context managers: mask_to_self, edit_mask; amplify_variance, scale_norm, shift_mean, swap_deviation,
 random_direction, equalise_variance; match_variance, match_energy, match_moments; ablate_neurons, densify_neurons,
@@ -51,6 +52,8 @@ _HOMES = {
     "Recording": "sinkscope.capture.recorder",
     "study": "sinkscope.studies.study",
     "Study": "sinkscope.studies.study",
+    "intervene": "sinkscope.studies.intervene",
+    "Intervened": "sinkscope.studies.intervene",
     "InputError": "sinkscope.errors",
     "Result": "sinkscope.results.result",
     "Unit": "sinkscope.models.anatomy",
@@ -141,6 +144,8 @@ if TYPE_CHECKING:
     from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
     from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
     from sinkscope.results.result import Result as Result
+    from sinkscope.studies.intervene import Intervened as Intervened
+    from sinkscope.studies.intervene import intervene as intervene
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
 

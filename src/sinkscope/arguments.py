@@ -174,6 +174,14 @@ def check_keys(keys: list[int] | None, length: int) -> None:
         )
 
 
+def unit_of_text(text: str) -> tuple[int, int | None, int]:
+    """(layer, expert, neuron) of 5:148, or 5:2:148 with an expert; ValueError where it is neither."""
+    layer, *expert, neuron = (int(part) for part in text.split(":"))
+    if len(expert) > 1:
+        raise ValueError("more than a layer, an expert and a neuron")
+    return layer, expert[0] if expert else None, neuron
+
+
 def whole_numbers(text: str) -> list[int]:
     """The numbers of a list such as 0,3 or 0-2,7; ValueError where it is none, too long, or a range in it is empty."""
     ranges = []

@@ -10,7 +10,6 @@ import sinkscope
 from sinkscope.capture.sequences import Sequences, TokenSink
 from sinkscope.capture.summary import hidden_sinks
 from sinkscope.models import token_batches
-from sinkscope.studies.intervene import intervene
 
 LONG = "The cat sat on the mat, and the dog sat on the rug. Then the cat went away, and the dog slept for a long time."
 TEXTS = [
@@ -99,11 +98,38 @@ def test_sinks_within_texts_are_grouped_by_token():
     }
 
 
-def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model):
-    from sinkscope.interventions.kinds import requests
-
-    found = intervene(model, requests({"amplify": ["3:2"]}), prompt=LONG)
+def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model, tmp_path):
+    found = sinkscope.intervene(model, {"amplify": ["3:2"]}, prompt=LONG)
     assert found.before.recording.batch.num_sequences == 1
     assert found.calibrated_on == f"64 other sequences of {found.before.recording.batch.length} random tokens"
+    assert found.table("means").num_rows == len(set(found.tables["means"]["quantity"])) * len(found.shown)
+    assert "DomRatio at position 3" in found.report(tmp_path / "page.html").read_text()
     with pytest.raises(sinkscope.InputError, match="one length"):
-        intervene(model, requests({"amplify": ["3:2"]}), prompt=TEXTS)
+        sinkscope.intervene(model, {"amplify": ["3:2"]}, prompt=TEXTS)
+
+
+def test_units_are_named_in_any_way(model):
+    (unit,) = [u for u in sinkscope.trace(model, LONG).findings.super_neurons if (u.layer, u.neuron) == (5, 148)][:1]
+    for named in (unit, (5, 148), (5, None, 148), "5:148"):
+        with sinkscope.ablate_neurons(model, [named]) as edit:
+            assert edit.place.items == {sinkscope.Unit(5, None, 148)}
+    for wrong in ("5", "5:1:2:3", "five:1", (5,), 148):
+        with pytest.raises(sinkscope.InputError, match="5:148"):
+            sinkscope.ablate_neurons(model, [wrong])
+
+
+def test_generating_under_an_intervention(model):
+    ids = torch.tensor([model.tokenizer(LONG[:40], add_special_tokens=False)["input_ids"]])
+
+    def generated(**options):
+        return model.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, **options)
+
+    with sinkscope.ablate_neurons(model, ["5:148"]):  # at every token: a cache is no harm
+        assert torch.equal(generated(), generated(use_cache=False))
+    with sinkscope.ablate_neurons(model, ["5:148"], positions=0):
+        with pytest.raises(sinkscope.InputError, match="use_cache=False"):
+            generated()
+        assert generated(use_cache=False).shape[1] == ids.shape[1] + 3
+    with sinkscope.mask_to_self(model, 3), pytest.raises(sinkscope.InputError, match="use_cache=False"):
+        generated()
+    generated()

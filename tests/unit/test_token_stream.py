@@ -185,12 +185,28 @@ def test_few_documents_still_leave_one_to_hold_out(tmp_path):
         path.write_text(text)
         return list(tokenize_module._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
 
-    assert splits("one<|endoftext|>two") == [("train", "one"), ("validation", "two")]
+    assert splits("one" * 20 + "<|endoftext|>two") == [("train", "one" * 20), ("validation", "two")]
+    assert splits("one<|endoftext|>two") == [("train", "one"), ("train", "two")], "half of it would be too much"
     lines = [f"line {number}\n" for number in range(100)]
     (train, first), (validation, second) = splits("".join(lines))
     assert (train, validation) == ("train", "validation")
     assert first + second == "".join(lines).rstrip("\n")
     assert first.endswith("\n"), "cut at a line end"
+
+
+def test_no_more_than_twice_the_share_is_held_out(tmp_path):
+    """Documents that are drawn, one of them as long as all others together."""
+
+    def drawn(texts):
+        return [text for text in texts if tokenize_module._draw(text) < 0.1 * 2**64]
+
+    (long, *_), few = drawn("x" * number for number in range(9000, 9100)), drawn(map(str, range(2000)))[:20]
+    path = tmp_path / "text.txt"
+    path.write_text("<|endoftext|>".join([long, *few, *(f"plain {number} " * 20 for number in range(20))]))
+    pairs = list(tokenize_module._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
+    sizes = {split: sum(len(text) for own, text in pairs if own == split) for split in ("train", "validation")}
+    assert 0 < sizes["validation"] <= 0.2 * sum(sizes.values())
+    assert len(pairs) == 41
 
 
 def test_validation_can_be_given(text_file, tmp_path):

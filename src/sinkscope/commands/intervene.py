@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from sinkscope.commands.options import (
     ModelOptions,
     Output,
     PromptOptions,
+    command_text,
     run_environment,
     write_request,
 )
@@ -74,4 +76,8 @@ def intervene_command(
         attention = result.after.recording.attention_path
         folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
         result.write(folder)
+        if importlib.util.find_spec("plotly") is not None:
+            from sinkscope.report.intervened import write_intervened_page
+
+            write_intervened_page(result, command_text(), folder.path / "report.html")
     output.show(path, lambda: terminal.show_intervened(result, path))

@@ -35,11 +35,13 @@ def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
     Example: sinkscope tokenize --data books/ --out tokens --vocab-size 8192
     """
     asked.check()
-    from sinkscope.pretrain.tokenize import tokenize
+    from sinkscope.pretrain.tokenize import counted, tokenize
 
     shards = tokenize(asked, output.out, overwrite=output.overwrite, progress=_say)
-    counts = [f"{shards.num_tokens(split):,} {split} tokens" for split in ("train", "validation")]
-    print(f"{', '.join(counts)}, vocabulary {shards.vocab_size}: {output.out}")
+    sizes = {split: shards.num_tokens(split) for split in ("train", "validation")}
+    counts = [f"{counted(size)} {split} tokens" for split, size in sizes.items()]
+    share = sizes["validation"] / sum(sizes.values())
+    print(f"{', '.join(counts)} ({share:.2%} held out), vocabulary {shards.vocab_size}: {output.out}")
 
 
 @dataclass(frozen=True, kw_only=True)

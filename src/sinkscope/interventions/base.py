@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,8 @@ class Intervention(contextlib.AbstractContextManager):
             stack.callback(_active.reset, token)
             if self.by_sequence:
                 stack.enter_context(going_by_sequence(self.name))
+            if self.place.positions is not None:
+                stack.callback(self.anatomy.decoder.register_forward_pre_hook(_refuse_cache, with_kwargs=True).remove)
             self.opening(stack)
             _calibrate()
             self._opened.append(stack.pop_all())
@@ -143,6 +145,17 @@ class Intervention(contextlib.AbstractContextManager):
         result = self._opened.pop().__exit__(*exception)
         _calibrate()
         return result
+
+
+def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A pass that goes on from a cache begins at another position than 0: its tokens would be taken for others."""
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise InputError(
+            expected="passes over the whole text, since an intervention acts on positions",
+            found=f"a cache of {cache.get_seq_length()} tokens",
+            next_step="Give use_cache=False to generate()",
+        )
 
 
 def _calibrate() -> None:

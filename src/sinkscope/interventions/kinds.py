@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.arguments import whole_numbers
+from sinkscope.arguments import unit_of_text, whole_numbers
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,10 +168,7 @@ def _position_factor(text: str) -> tuple:
 
 
 def _unit(text: str) -> tuple:
-    layer, *expert, neuron = (int(part) for part in text.split(":"))
-    if len(expert) > 1:
-        raise ValueError("more than a layer, an expert and a neuron")
-    return ((layer, expert[0] if expert else None, neuron),)
+    return (unit_of_text(text),)
 
 
 def _unit_places(text: str) -> tuple:

@@ -31,7 +31,7 @@ from sinkscope.interventions.base import (
     indices,
     unless_suspended,
 )
-from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Unit, UnitLike, anatomy_of, as_unit, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -48,13 +48,13 @@ class NeuronEdit(Intervention):
         self,
         model: Model,
         name: str,
-        units: Iterable[Unit],
+        units: Iterable[UnitLike],
         *,
         positions: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         self.name = name
-        units = [Unit(*unit) for unit in units]
+        units = [as_unit(unit) for unit in units]
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         super().__init__(
             model,
@@ -134,7 +134,7 @@ class AblateNeurons(NeuronEdit):
     def __init__(
         self,
         model: Model,
-        units: Iterable[Unit],
+        units: Iterable[UnitLike],
         mode: str,
         calibration: TokenBatch | None,
         **where: Unpack[TokenPlace],
@@ -174,7 +174,7 @@ class TransplantNeurons(NeuronEdit):
     def __init__(
         self,
         model: Model,
-        units: Iterable[Unit],
+        units: Iterable[UnitLike],
         source: int,
         target: int,
         *,
@@ -198,7 +198,7 @@ class ClampNeurons(NeuronEdit):
     holds_a_batch = True
 
     def __init__(
-        self, model: Model, units: Iterable[Unit], untouched: ConditionReading, **where: Unpack[TokenPlace]
+        self, model: Model, units: Iterable[UnitLike], untouched: ConditionReading, **where: Unpack[TokenPlace]
     ) -> None:
         super().__init__(model, "clamp", units, **where)
         self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
@@ -221,13 +221,19 @@ class DensifyNeurons(Intervention):
     name = "densify_neurons"
 
     def __init__(
-        self, model: Model, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+        self,
+        model: Model,
+        units: Iterable[UnitLike],
+        mode: Mode = "spread",
+        *,
+        avoid: Sequence[int] = (),
+        seed: int = 0,
     ) -> None:
         if mode not in get_args(Mode):
             raise InputError(
                 expected="a mode of spread, move or turn", found=repr(mode), next_step="Choose one of them"
             )
-        units = [Unit(*unit) for unit in units]
+        units = [as_unit(unit) for unit in units]
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
         super().__init__(model, place)
@@ -294,7 +300,7 @@ def _turned(vectors_En: Tensor, generator: torch.Generator) -> Tensor:
 
 def ablate_neurons(
     model: Model,
-    units: Iterable[Unit],
+    units: Iterable[UnitLike],
     mode: Literal["zero", "mean", "resample"] = "zero",
     *,
     calibration: TokenBatch | None = None,
@@ -305,7 +311,7 @@ def ablate_neurons(
 
 
 def densify_neurons(
-    model: Model, units: Iterable[Unit], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+    model: Model, units: Iterable[UnitLike], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
 ) -> DensifyNeurons:
     """Each unit's output vector with its norm spread over all dimensions, moved to another one, or turned, all else as
     it was."""
@@ -314,7 +320,7 @@ def densify_neurons(
 
 def transplant_neurons(
     model: Model,
-    units: Iterable[Unit],
+    units: Iterable[UnitLike],
     source: int,
     target: int,
     *,
@@ -326,7 +332,7 @@ def transplant_neurons(
 
 def matched_units(
     anatomy: Anatomy,
-    units: Iterable[Unit],
+    units: Iterable[UnitLike],
     excluded: Sequence[Unit],
     *,
     seed: int,
@@ -337,7 +343,7 @@ def matched_units(
     `sizes` are the units' by group; left out, they are the norms of output vectors.
     """
     generator = torch.Generator().manual_seed(seed)
-    units = [Unit(*unit) for unit in units]
+    units = [as_unit(unit) for unit in units]
     drawn: list[Unit] = []
     for unit in units:
         if sizes is None:

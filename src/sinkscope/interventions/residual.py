@@ -32,7 +32,7 @@ from sinkscope.interventions.base import (
     unless_suspended,
 )
 from sinkscope.interventions.neurons import ClampNeurons
-from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of
+from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_unit
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch, given_batch
 
@@ -191,7 +191,7 @@ def clamp(
     model: Model,
     untouched: TokenBatch | Tensor | ConditionReading,
     *,
-    neurons: Sequence[Unit] = (),
+    neurons: Sequence[UnitLike] = (),
     dimensions: Sequence[int] = (),
     norms: bool = False,
     **where: Unpack[TokenPlace],
@@ -200,7 +200,7 @@ def clamp(
 
     `untouched` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
     """
-    neurons = [Unit(*unit) for unit in neurons]
+    neurons = [as_unit(unit) for unit in neurons]
     if not (neurons or dimensions or norms):
         raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
     if not isinstance(untouched, ConditionReading):

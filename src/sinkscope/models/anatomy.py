@@ -6,14 +6,16 @@ that is missing raises an error that names the row to add.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sinkscope.arguments import unit_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
@@ -35,6 +37,39 @@ class Unit(NamedTuple):
 
     def __str__(self) -> str:
         return ":".join(str(part) for part in self if part is not None)
+
+
+class Placed(Protocol):
+    """What has the place of a unit, such as a super neuron of a trace."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def expert(self) -> int | None: ...
+    @property
+    def neuron(self) -> int: ...
+
+
+UnitLike = Unit | Placed | tuple[int, int] | tuple[int, int | None, int] | str
+"""A unit as users name it: (5, 148), (5, 2, 148) with an expert, "5:148", or a super neuron of a trace."""
+
+
+def as_unit(given: UnitLike) -> Unit:
+    """The unit that is named; refuses what names none."""
+    try:
+        if isinstance(given, str):
+            return Unit(*unit_of_text(given))
+        if isinstance(given, tuple):
+            layer, *expert, neuron = given
+            (expert,) = expert or (None,)
+            return Unit(int(layer), None if expert is None else int(expert), int(neuron))
+        return Unit(given.layer, given.expert, given.neuron)
+    except (ValueError, TypeError, AttributeError):
+        raise InputError(
+            expected="a unit as (layer, neuron), (layer, expert, neuron), '5:148' or a super neuron of a trace",
+            found=reprlib.repr(given),
+            next_step="Name it in one of these ways, such as '5:148'",
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
 """Text to token shards: trains a byte-level BPE on the training documents and encodes every document with it.
 
-Validation is held out by document. Which documents are held out depends on their text alone: a document that occurs
-twice is never on both sides, and the tokenizer is never trained on one that is held out.
+Validation is held out by document, never more than twice the share asked for. Which documents are held out depends on
+the texts and not on their order: one that occurs twice is never on both sides, and the tokenizer is never trained on
+one that is held out.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,16 @@ BPE_TRAINING_CHARACTERS = 1 << 26
 """Characters of the training documents that the BPE is trained on: merges hardly change beyond that."""
 BATCH_CHARACTERS = 1 << 22
 """Characters encoded in one call, which the tokenizer spreads over the cores."""
+MOST_HELD_OUT = 2
+"""Times the share asked for: no more than this is held out."""
+MOST_CHARACTERS_PER_TOKEN = 32
+"""With a bound on tokens, no more text than this a token is looked at for what to hold out."""
 Progress = Callable[[str], None]
+
+
+def counted(number: int) -> str:
+    """A count: whole below a million, then in millions."""
+    return f"{number:,}" if number < 10**6 else f"{number / 1e6:,.1f} M"
 
 
 def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Progress) -> TokenShards:
@@ -51,7 +62,7 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
             for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
                 writer.add(split, [*ids, end])  # type: ignore[list-item]
-            progress(f"{writer.num_tokens['train'] / 1e6:.1f} M training tokens")
+            progress(f"{counted(writer.num_tokens['train'])} training tokens")
             if config.max_tokens is not None and writer.num_tokens["train"] >= config.max_tokens:
                 break
         for split in SPLITS:
@@ -104,36 +115,54 @@ def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
         for text in documents(config.data):
             yield "train", text
         return
-    # The last document waits: it is held out if no other was.
+    total, held_out = _chosen(config)
+    # The last document waits: of it something is held out if nothing else was.
     waiting: str | None = None
-    num_train = num_validation = 0
     for text in documents(config.data):
-        if _held_out(text, config.validation_share):
-            num_validation += 1
+        if _draw(text) in held_out:
             yield "validation", text
             continue
         if waiting is not None:
-            num_train += 1
             yield "train", waiting
         waiting = text
     if waiting is None:
         return
-    if num_validation:
+    if held_out:
         yield "train", waiting
-    elif num_train:
+        return
+    if len(waiting) <= MOST_HELD_OUT * config.validation_share * total:
         yield "validation", waiting
-    else:
-        # A single document is cut at the end of a line; the alternative would be to refuse it.
-        cut = waiting.rfind("\n", 0, int(len(waiting) * (1 - config.validation_share))) + 1
-        if cut:
-            yield "train", waiting[:cut]
-            yield "validation", waiting[cut:]
-        else:
-            yield "train", waiting
+        return
+    cut = waiting.rfind("\n", 0, len(waiting) - int(config.validation_share * total)) + 1
+    is_little = len(waiting) - cut <= MOST_HELD_OUT * config.validation_share * total
+    yield "train", waiting[:cut] if is_little else waiting
+    if is_little:
+        yield "validation", waiting[cut:]
 
 
-def _held_out(text: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < share * 2**64
+def _chosen(config: TokenizeConfig) -> tuple[int, set[int]]:
+    """(characters of all documents, the draws of those to hold out).
+
+    A document is drawn by its text alone, and left to training where it would take the held-out text over the bound.
+    """
+    total, sizes = 0, Counter[int]()
+    for text in documents(config.data):
+        total += len(text)
+        if (draw := _draw(text)) < config.validation_share * 2**64:
+            sizes[draw] += len(text)
+        if config.max_tokens is not None and total > MOST_CHARACTERS_PER_TOKEN * config.max_tokens:
+            break
+    held_out, size = set(), 0
+    for draw in sorted(sizes):
+        if size + sizes[draw] <= MOST_HELD_OUT * config.validation_share * total:
+            held_out.add(draw)
+            size += sizes[draw]
+    return total, held_out
+
+
+def _draw(text: str) -> int:
+    """A number below 2^64 that follows from the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _batches(split_documents: Iterator[tuple[Split, str]]) -> Iterator[list[tuple[Split, str]]]:

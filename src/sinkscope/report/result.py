@@ -17,12 +17,14 @@ from sinkscope.report.audit import write_audit_page
 from sinkscope.report.bias import write_bias_page
 from sinkscope.report.comparison import write_training_page
 from sinkscope.report.fingerprint import write_fingerprint_page
+from sinkscope.report.intervened import write_intervened_page
 from sinkscope.report.picture import can_draw
 from sinkscope.report.picture import chain_figure as chain_figure
 from sinkscope.report.study import write_study_page
 from sinkscope.report.text import isolated
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import check_page
+from sinkscope.studies.intervene import Intervened
 from sinkscope.studies.study import Study
 
 MOST_ROWS = 40
@@ -57,6 +59,8 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
         write_fingerprint_page(result, "", out)
     elif isinstance(result, Audit):
         write_audit_page(result.tables, result.summary, "", out)
+    elif isinstance(result, Intervened):
+        write_intervened_page(result, "", out)
     else:
         write_page = write_bias_page if isinstance(result, Bias) else write_study_page
         with tempfile.TemporaryDirectory() as folder:

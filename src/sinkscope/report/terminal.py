@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from sinkscope.report.text import number, printed
+from sinkscope.report.text import number, printed, say
 
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
+SECONDS_BETWEEN_LINES = 30.0
 NUM_SHOWN = 8
 """Rows of a list that are shown; the tables hold all of them."""
 
@@ -50,7 +53,14 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """One bar for each of several tasks; yields a function that starts a task's bar and returns what moves it."""
+    """One bar for each of several tasks; yields a function that starts a task's bar and returns what moves it.
+
+    Where there is no terminal for bars, a line every 30 seconds says what is done and left of the newest task.
+    """
+    if not Console(stderr=True).is_terminal:
+        with _lines() as begin_lines:
+            yield begin_lines
+        return
     with _bar() as bar:
 
         def begin(what: str) -> Callable[[int, int], None]:
@@ -58,6 +68,46 @@ def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
             return lambda done, total: bar.update(task, completed=done, total=total)
 
         yield begin
+
+
+@contextlib.contextmanager
+def _lines() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    newest: tuple[str, int, int | None, float] | None = None  # what, done, total, begun at
+    ended = threading.Event()
+
+    def print_lines() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LINES):
+            if newest is not None:
+                say(progress_line(*newest), error=True)
+
+    def begin(what: str) -> Callable[[int, int], None]:
+        nonlocal newest
+        begun_at = time.monotonic()
+        newest = what, 0, None, begun_at
+
+        def move(done: int, total: int) -> None:
+            nonlocal newest
+            newest = what, done, total, begun_at
+
+        return move
+
+    # A thread, since one step of the work may take longer than the time between two lines.
+    printer = threading.Thread(target=print_lines, daemon=True)
+    printer.start()
+    try:
+        yield begin
+    finally:
+        ended.set()
+        printer.join()
+
+
+def progress_line(what: str, done: int, total: int | None, begun_at: float) -> str:
+    """What is done, what is left, and about how long that will take."""
+    elapsed_s = time.monotonic() - begun_at
+    text = f"{what}: {done} of {'?' if total is None else total} done after {elapsed_s:.0f} s"
+    if total is None or not done:
+        return text
+    return f"{text}, {total - done} left, about {elapsed_s / done * (total - done):.0f} s"
 
 
 def _bar() -> Progress:
@@ -147,17 +197,17 @@ def show_study(study: Study, path: Path) -> None:
 def show_intervened(result: Intervened, path: Path) -> None:
     """Every observable at the positions acted on and at the sinks, before, after and under the control."""
     console = Console()
-    sinks = [sink.position for arm in (result.before, result.after) for sink in arm.findings.sinks[:3]]
     rows = [
         (quantity, str(position), *(f"{value:.4g}" for value in values))
-        for quantity, position, values in result.at(sorted({*result.positions, *sinks}))
+        for quantity, position, *values in zip(*result.tables["means"].values(), strict=True)
     ]
     columns = ("quantity", "position", "before", "after", "control")
     _table(console, "means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):
         _say(console, f"{arm.capitalize()}: {getattr(result, arm).story}")
     _say(console, f"The control: {result.control_is}. Calibrated on {result.calibrated_on}.")
-    _say(console, f"Written to {path}")
+    page = path / "report.html"
+    _say(console, f"Written to {page if page.is_file() else path}")
 
 
 def show_bias(result: Bias, path: Path) -> None:

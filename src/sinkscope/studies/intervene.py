@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sinkscope.arguments import check_sizes
 from sinkscope.capture.recorder import evaluation_mode
@@ -15,32 +16,34 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
 from sinkscope.interventions.base import together
 from sinkscope.interventions.kinds import Request, Setting
+from sinkscope.interventions.kinds import requests as read_requests
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import prompt_batch
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
 
-OBSERVABLES = Schema(
-    "observables",
-    (
-        Column("quantity", "str", "What was measured; as in the table positions of a trace"),
-        Column("layer", "int", "Layer, counted from 0"),
-        Column("position", "int", "Position, counted from 0"),
-        Column("before", "float", "In the untouched model", nullable=True),
-        Column("after", "float", "Under the interventions", nullable=True),
-        Column("control", "float", "Under their control", nullable=True),
-    ),
-)
 ARMS = ("before", "after", "control")
+_QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
+_POSITION = Column("position", "int", "Position, counted from 0")
+_VALUES = (
+    Column("before", "float", "In the untouched model", nullable=True),
+    Column("after", "float", "Under the interventions", nullable=True),
+    Column("control", "float", "Under their control", nullable=True),
+)
+OBSERVABLES = Schema("observables", (_QUANTITY, Column("layer", "int", "Layer, counted from 0"), _POSITION, *_VALUES))
+MEANS = Schema("means", (_QUANTITY, _POSITION, *_VALUES))
+"""Means over layers."""
 
 
-@dataclass(frozen=True)
-class Intervened:
+@dataclass(frozen=True, repr=False)
+class Intervened(Result):
     """Three traces of one batch."""
 
+    headline = ("means", "quantity", "position", *ARMS)
+    schemas = (OBSERVABLES, MEANS)
     before: Trace
     after: Trace
     control: Trace
@@ -63,19 +66,17 @@ class Intervened:
             for recording in (getattr(self, arm).recording for arm in ARMS)
         ]
 
-    def at(self, positions: Sequence[int]) -> list[tuple[str, int, list[float]]]:
-        """(quantity, position, means over layers before, after and under the control)."""
-        return [
-            (quantity, position, [float(arm[quantity][:, position].double().nanmean()) for arm in self.observables])
-            for quantity in self.observables[0]
-            if not quantity.startswith("largest_")
-            for position in positions
-        ]
+    @cached_property
+    def shown(self) -> list[int]:
+        """The positions acted on, and the first sinks before and after."""
+        sinks = [sink.position for arm in (self.before, self.after) for sink in arm.findings.sinks[:3]]
+        return sorted({*self.positions, *sinks})
 
     @cached_property
-    def table(self) -> Mapping:
-        """Every observable by layer and position, in all three."""
+    def tables(self) -> dict[str, Mapping[str, list]]:
+        """`observables`: all of them by layer and position, in all three. `means`: over layers, at a few positions."""
         columns: dict[str, list] = {column.name: [] for column in OBSERVABLES.columns}
+        means: dict[str, list] = {column.name: [] for column in MEANS.columns}
         values = self.observables
         for quantity in values[0]:
             num_layers, num_positions = values[0][quantity].shape
@@ -84,7 +85,16 @@ class Intervened:
             columns["position"] += list(range(num_positions)) * num_layers
             for arm, value in zip(ARMS, values, strict=True):
                 columns[arm] += value[quantity].double().flatten().tolist()
-        return columns
+            if not quantity.startswith("largest_"):
+                means["quantity"] += [quantity] * len(self.shown)
+                means["position"] += self.shown
+                for arm, value in zip(ARMS, values, strict=True):
+                    means[arm] += value[quantity][:, self.shown].double().nanmean(0).tolist()
+        return {OBSERVABLES.name: columns, MEANS.name: means}
+
+    @property
+    def story(self) -> str:
+        return f"Before: {self.before.story} After: {self.after.story} Under the control: {self.control.story}"
 
     @property
     def summary(self) -> dict:
@@ -98,14 +108,10 @@ class Intervened:
             "sink_rate_by_position": rates,
         }
 
-    def write(self, folder: RunFolder) -> None:
-        folder.write_json("summary.json", self.summary)
-        folder.write_table(OBSERVABLES, self.table)
-
 
 def intervene(
-    model: LoadedModel | str,
-    requests: Sequence[Request],
+    model: LoadedModel | PreTrainedModel | str,
+    requests: Sequence[Request] | Mapping[str, Sequence[str]],
     *,
     prompt: str | Sequence[str] | None = None,
     tokens: str = "random",
@@ -116,10 +122,13 @@ def intervene(
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under what stands in for them as a control.
 
-    The batch is `prompt`, one text or several of one length, or drawn as `token_batch` does. What interventions must
-    know of the model comes from 64 other sequences of that length: with `prompt`, from those that `tokens` names.
+    What is asked for is written as on the command line, such as {"mask_to_self": ["10"], "ablate": ["5:148"]}; KINDS
+    lists the kinds. The batch is `prompt`, one text or several of one length, or drawn as `token_batch` does. What
+    interventions must know of the model comes from 64 other sequences of that length: with `prompt`, from those that
+    `tokens` names.
     """
     loaded = load(model)
+    requests = read_requests(requests) if isinstance(requests, Mapping) else requests
     if prompt is None:
         check_sizes(length=length, num_sequences=num_sequences)
         sizes = [num_sequences, MIN_CALIBRATION]

@@ -1,0 +1,69 @@
+"""Lines where there is no terminal; and hints of errors, typed."""
+
+import re
+import shlex
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sinkscope.cli import command_line, in_options
+from sinkscope.report import terminal
+
+ROOT = Path(__file__).parents[2]
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+
+
+def test_lines_say_what_is_done_and_left(monkeypatch):
+    printed, seen = [], threading.Event()
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr(terminal, "say", lambda text, error: (printed.append(text), seen.set()))
+    with terminal.progress("conditions") as progress:  # pytest's standard error is no terminal
+        progress(3, 12)
+        assert seen.wait(10)
+    assert "of 12 done" in printed[-1] or "of ? done" in printed[-1]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: 100.0)
+    assert terminal.progress_line("traces", 3, 12, 40.0) == "traces: 3 of 12 done after 60 s, 9 left, about 180 s"
+    assert terminal.progress_line("traces", 0, None, 70.0) == "traces: 0 of ? done after 30 s"
+
+
+def hints() -> list[tuple[str, str]]:
+    """Every parameter with a value that an error names, as Python writes it; those that are filled in are left out."""
+    return sorted({(name, value) for name, value in re.findall(r"`([a-z_]+)=([^`{}]+)`", SOURCE)})
+
+
+def refuses_hint(name: str, value: str) -> list[str]:
+    """Commands that have the parameter as an option and cannot read the hint as it is printed for them."""
+    wrong = []
+    for command, parsed in command_line().commands.items():
+        for option in parsed.params:
+            typed = shlex.split(in_options(f"`{name}={value}`", [option]))
+            if option.name != name or not typed[0].startswith("--"):
+                continue
+            context = parsed.make_context(command, [], resilient_parsing=True)
+            try:
+                options, rest, _ = parsed.make_parser(context).parse_args(typed)
+                option.process_value(context, options[name])
+                wrong += rest
+            except Exception as error:  # what click raises has no common base of ours
+                wrong.append(f"{command} {typed}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "value"), hints())
+def test_every_hint_can_be_typed(name, value):
+    assert refuses_hint(name, value) == []
+
+
+def test_control_a_hint_that_cannot_be_typed_is_found():
+    assert len(hints()) > 5
+    assert refuses_hint("length", "'many'")
+
+
+def test_commands_and_extras_that_errors_name_exist():
+    named = set(re.findall(r"(?:[Ww]ith|Run:?|'|others:|it:) ?sinkscope ([a-z]+)", SOURCE))
+    assert named
+    assert named <= set(command_line().commands), named
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"sinkscope\[(\w+)\]", SOURCE)) <= set(extras)
