@@ -153,13 +153,13 @@ def test_a_trial_holds_only_above_its_control():
     def damage(change, low, high):
         return Damage(change=change, low=low, high=high, by_text=())
 
-    def trial(won, control):
+    def trial(won, margin):
         others = {"damage": damage(1.0, 0.9, 1.1), "left": damage(0.0, 0.0, 0.0), "what": "", "control_is": ""}
-        return Trial(remedy="x", scheme="window", won=won, control=control, **others)
+        return Trial(remedy="x", scheme="window", won=won, control=damage(0.1, 0.0, 0.2), margin=margin, **others)
 
-    assert trial(damage(0.5, 0.4, 0.6), damage(0.1, 0.0, 0.2)).holds
-    assert not trial(damage(0.5, 0.4, 0.6), damage(0.4, 0.3, 0.5)).holds
-    assert not trial(damage(0.1, -0.1, 0.3), damage(-0.3, -0.4, -0.2)).holds
+    assert trial(damage(0.5, 0.4, 0.6), damage(0.4, 0.3, 0.5)).holds
+    assert not trial(damage(0.5, 0.4, 0.6), damage(0.1, -0.1, 0.3)).holds
+    assert not trial(damage(0.1, -0.1, 0.3), damage(0.4, 0.3, 0.5)).holds
 
 
 def test_as_many_random_tokens_are_none_of_the_sinks():

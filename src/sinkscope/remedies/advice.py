@@ -80,8 +80,6 @@ class Remedy:
     control: Callable[[Setting, Scheme], np.ndarray]
     what: Callable[[Setting, Scheme], str]
     control_is: str
-    for_sinks: bool = True
-    """Whether it has nothing to act on where no token is a sink."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +92,16 @@ class Trial:
     left: Damage
     won: Damage
     control: Damage
+    """What the control wins back."""
+    margin: Damage
+    """What the remedy wins back beyond its control, text by text."""
     what: str
     control_is: str
 
     @property
     def holds(self) -> bool:
-        """Whether it wins back something, and more than its control, by intervals that do not touch."""
-        return self.won.low > max(0.0, self.control.high)
+        """Whether it wins back something, and more than its control on the same texts."""
+        return min(self.won.low, self.margin.low) > 0
 
     @property
     def share(self) -> float:
@@ -118,6 +119,7 @@ def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed
         left=damage(with_remedy, setting.plain, scheme),
         won=damage(harmed, with_remedy, scheme),
         control=damage(harmed, with_control, scheme),
+        margin=damage(with_control, with_remedy, scheme),
         what=remedy.what(setting, scheme),
         control_is=remedy.control_is,
     )
@@ -177,7 +179,6 @@ REMEDIES: tuple[Remedy, ...] = (
         control=lambda setting, scheme: _exempt(setting, scheme, _random_modules(setting, scheme)),
         what=lambda setting, scheme: ", ".join(setting.exempted(scheme)),
         control_is="as many random modules",
-        for_sinks=False,
     ),
     Remedy(
         name="rotate",
@@ -186,7 +187,6 @@ REMEDIES: tuple[Remedy, ...] = (
         control=_as_they_were,
         what=lambda setting, scheme: "the residual stream in a random orthogonal basis, norm gains folded in",
         control_is="norm gains folded in, the basis as it was",
-        for_sinks=False,
     ),
 )
 

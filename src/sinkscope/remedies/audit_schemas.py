@@ -60,7 +60,7 @@ TRIALS = Schema(
         *_interval("left", "Damage that is left with it"),
         *_interval("won", "What it wins back"),
         *_interval("control", "What its control wins back"),
-        Column("holds", "bool", "Whether it wins back something, and more than its control"),
+        Column("holds", "bool", "Whether it wins back something, and more than its control on the same texts"),
         Column("what", "str", "The tokens, modules or basis in words"),
         Column("control_is", "str", "The control in words"),
     ),

@@ -15,7 +15,7 @@ from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial
 from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
 from sinkscope.remedies.damage import Damage
 from sinkscope.remedies.recipe import write_recipe
-from sinkscope.remedies.schemes import layers_of
+from sinkscope.remedies.schemes import layers_of, scheme_in_words
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.statistics import rank_correlation
@@ -170,7 +170,7 @@ def _story(audit: Audit) -> str:
     """What breaks, and the most useful thing to do."""
     harms = sorted(audit.at("model"), key=lambda cell: -cell.measured.change)
     broken = [cell for cell in harms if cell.measured.low > 0 and cell.measured.change >= NEGLIGIBLE]
-    worst = "; ".join(f"{cell.scheme} costs {cell.measured.change:.3f}" for cell in broken[:3])
+    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
     if not broken:
         return f"{audit.loaded.name}: nothing needed. No scheme costs more than {NEGLIGIBLE:g} nats a token."
     if not audit.has_sinks:
@@ -184,7 +184,8 @@ def _story(audit: Audit) -> str:
         if trial.scheme not in seen and len(seen) < 3:
             seen.add(trial.scheme)
             won = f"{trial.won.change:.3f} of {trial.damage.change:.3f}"
-            lines.append(f"{trial.scheme}: {trial.remedy} wins back {won} (its control {trial.control.change:.3f}).")
+            words = f"{trial.remedy} wins back {won} (its control {trial.control.change:.3f})"
+            lines.append(f"For {scheme_in_words(trial.scheme)}: {words}.")
     if not audit.advice:
         lines.append("No remedy wins back more than its control.")
     return " ".join(lines)

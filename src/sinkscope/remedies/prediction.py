@@ -149,7 +149,7 @@ class _Watched(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, note: Callable[..., None], *kept: Tensor) -> Tensor:
         ctx.note = note
         ctx.save_for_backward(*kept)
-        return x.view_as(x)
+        return x.clone()  # not a view: some models add to it in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

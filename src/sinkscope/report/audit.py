@@ -22,8 +22,8 @@ METHOD = (
     "texts. Schemes are emulated: symmetric, rounded to nearest, in every linear layer but the output head. The "
     "prediction is half the squared product of the noise that a scheme makes in a module's output with the gradient at "
     "it, on targets that the model draws itself, summed over tokens and modules: one forward and one backward pass "
-    "over other texts. A remedy holds where what it wins back lies above zero and above its control, by intervals that "
-    "do not touch."
+    "over other texts. A remedy is worth doing where the interval of what it wins back lies above zero, and "
+    "that of what it wins back beyond its control on the same texts too."
 )
 LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
 NUM_TOKENS = 20
@@ -137,7 +137,7 @@ def _remedies(remedies: Table) -> Figure | None:
         ("remedies",),
         traces,
         {
-            "xaxis": categories(list(shown.values()), tickangle=0),
+            "xaxis": categories(list(shown.values())),
             "yaxis": axis("nats a token"),
             **levels(level(0, "untouched")),
         },
@@ -227,7 +227,9 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
         "Predicted and measured damage",
         f"{len(rows)} cells: each scheme in each third of the layers, in nats a token. Rank correlation "
         f"{summary['rank_correlation']:.2f}; of the measurements on one half of the texts with those on the other half "
-        f"{summary['repeatability']:.2f}. {hidden} cells without measured damage are in the table alone.",
+        f"{summary['repeatability']:.2f}."
+        + f" {hidden} cells without measured damage are in the table alone."
+        * (hidden > 0),
         ("damages",),
         [trace for trace in traces if trace],
         {"xaxis": log_axis("predicted", x), "yaxis": log_axis("measured", [row["measured"] for row in shown])},
