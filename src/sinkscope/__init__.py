@@ -16,6 +16,7 @@ What there is to call:
     fingerprint(models)           which models began with the same weights
     compare_training(runs)        training runs over variants and seeds, side by side
     sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
+    remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
     anatomy_of(model)             where a model keeps its modules
 
 Each of trace, study, intervene, audit, bias, fingerprint and compare_training gives a result with .story, .summary,
@@ -87,6 +88,12 @@ _HOMES = {
     "SinkTokens": "sinkscope.remedies.sink_tokens",
     "sink_neurons": "sinkscope.remedies.sink_tokens",
     "SinkNeurons": "sinkscope.remedies.sink_neurons",
+    "sink_prefix": "sinkscope.remedies.prefix",
+    "SinkPrefix": "sinkscope.remedies.prefix",
+    "unplug": "sinkscope.remedies.unplug",
+    "rotate": "sinkscope.models.rotation",
+    "remedy": "sinkscope.remedies.remedy",
+    "Remedied": "sinkscope.remedies.remedy",
     "SinkWatch": "sinkscope.remedies.sink_neurons",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
@@ -127,6 +134,7 @@ if TYPE_CHECKING:
     from sinkscope.models.insert_head_norm import remove_head_norm as remove_head_norm
     from sinkscope.models.loading import LoadedModel as LoadedModel
     from sinkscope.models.loading import load as load
+    from sinkscope.models.rotation import rotate as rotate
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
     from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
@@ -138,11 +146,16 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
     from sinkscope.remedies.audit import audit as audit
     from sinkscope.remedies.audited import Audit as Audit
+    from sinkscope.remedies.prefix import SinkPrefix as SinkPrefix
+    from sinkscope.remedies.prefix import sink_prefix as sink_prefix
+    from sinkscope.remedies.remedy import Remedied as Remedied
+    from sinkscope.remedies.remedy import remedy as remedy
     from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
     from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch
     from sinkscope.remedies.sink_tokens import SinkTokens as SinkTokens
     from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
     from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
+    from sinkscope.remedies.unplug import unplug as unplug
     from sinkscope.results.result import Result as Result
     from sinkscope.studies.intervene import Intervened as Intervened
     from sinkscope.studies.intervene import intervene as intervene

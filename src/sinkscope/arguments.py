@@ -163,6 +163,16 @@ def check_audit(*, length: int, num_sequences: int, seed: int) -> None:
     check_seed(seed)
 
 
+def check_remedies(*, rotate: bool, prefix: bool, unplug: bool) -> None:
+    """Refuses no remedy at all."""
+    if not (rotate or prefix or unplug):
+        raise InputError(
+            expected="a remedy: `rotate=True`, `prefix=True` or `unplug=True`",
+            found="none",
+            next_step="Give one of them, or several",
+        )
+
+
 def check_keys(keys: list[int] | None, length: int) -> None:
     """Refuses chosen key positions outside the sequence."""
     wrong = [key for key in keys or () if not 0 <= key < length]

@@ -24,6 +24,7 @@ from sinkscope.commands.fingerprint import fingerprint_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
 from sinkscope.commands.pretrain import pretrain_command, tokenize_command
+from sinkscope.commands.remedy import remedy_command
 from sinkscope.commands.study import study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
@@ -66,6 +67,7 @@ app.command("compare")(options.command(compare_command))
 app.command("audit")(options.command(audit_command))
 app.command("bias")(options.command(bias_command))
 app.command("fingerprint")(options.command(fingerprint_command))
+app.command("remedy")(options.command(remedy_command))
 app.command("models")(options.command(models_command))
 
 

@@ -55,7 +55,7 @@ def audit(
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     loaded = load(model, **options)
-    batch = _texts(loaded, text, length, num_sequences, seed)
+    batch = texts_to_measure(loaded, text, length, num_sequences, seed)
     setting = _setting(loaded, batch, seed)
     cells, trials, refused = _measured(setting, progress or (lambda done, total: None))
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
@@ -64,7 +64,7 @@ def audit(
     )
 
 
-def _texts(loaded: LoadedModel, text: Any, length: int, num_sequences: int, seed: int) -> TokenBatch:
+def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences: int, seed: int) -> TokenBatch:
     """The calibration texts, and the held-out ones."""
     count = CALIBRATION + num_sequences
     if isinstance(text, str | Path):

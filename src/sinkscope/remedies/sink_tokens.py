@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.remedies.damage import BATCH_TOKENS
 from sinkscope.remedies.sink_neurons import SinkNeurons, SinkWatch, calibrated
 
 
@@ -55,11 +57,13 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
     loaded = load(model)
     batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
     if neurons is not None:
-        fired = _fired(loaded, batch, neurons)
+        fired = fired_tokens(loaded, batch.ids, neurons)
         return SinkTokens(mask=fired, fired=fired, rate=None, received=None, neurons=neurons)
     mask, rate, received = _by_attention(loaded, batch)
     neurons = calibrated(loaded, batch, mask)
-    return SinkTokens(mask=mask, fired=_fired(loaded, batch, neurons), rate=rate, received=received, neurons=neurons)
+    return SinkTokens(
+        mask=mask, fired=fired_tokens(loaded, batch.ids, neurons), rate=rate, received=received, neurons=neurons
+    )
 
 
 def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
@@ -77,8 +81,11 @@ def _by_attention(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tenso
     return mask_BT, rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
 
 
-def _fired(loaded: LoadedModel, batch: TokenBatch, neurons: SinkNeurons) -> Tensor:
-    anatomy = anatomy_of(loaded.model)
-    with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
-        anatomy.decoder(input_ids=batch.ids.to(input_device(anatomy)), use_cache=False)
-    return watch.mask
+def fired_tokens(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> Tensor:
+    """[B, T] at which tokens one of the neurons fires, a few texts at a time."""
+    anatomy, fired = anatomy_of(loaded.model), []
+    for ids in ids_BT.split(max(1, BATCH_TOKENS // ids_BT.shape[1])):
+        with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
+            anatomy.decoder(input_ids=ids.to(input_device(anatomy)), use_cache=False)
+        fired.append(watch.mask)
+    return torch.cat(fired)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sinkscope.origins.fingerprint import Fingerprint
     from sinkscope.origins.initial_bias import Bias
     from sinkscope.remedies.audited import Audit
+    from sinkscope.remedies.remedy import Remedied
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
@@ -327,6 +328,20 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
     _table(console, f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
     _say(console, result.story, style="bold")
     _say(console, result.caveat)
+    _say(console, f"Written to {path}")
+
+
+def show_remedied(result: Remedied, path: Path) -> None:
+    """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
+    console = Console()
+    rows = [
+        (row["model"], row["scheme"], f"{row['loss']:.4f}", f"{row['change']:+.4f}", _ends(row["low"], row["high"]))
+        for row in result.summary["losses"]
+    ]
+    columns = ("model", "scheme", "loss", "change", "95 %")
+    _table(console, "loss in nats a token, and its change from the original in 16 bits", columns, rows, limit=len(rows))
+    for verdict in result.verdicts:
+        _say(console, verdict)
     _say(console, f"Written to {path}")
 
 

@@ -44,19 +44,20 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> Path:
         """The path of `name` (with its suffix), holding `value` as strict JSON: NaN is null, infinity an error."""
         text = json.dumps(_plain(value, name), ensure_ascii=False, indent=2, allow_nan=False)
-        return self._write_text(name, text + "\n")
+        return self.write_text(name, text + "\n")
 
     def write_yaml(self, name: str, value: Any) -> Path:
         """The path of `name` (with its suffix), holding `value` as YAML in the key order given."""
         import yaml
 
-        return self._write_text(name, yaml.safe_dump(_plain(value, name), sort_keys=False, allow_unicode=True))
+        return self.write_text(name, yaml.safe_dump(_plain(value, name), sort_keys=False, allow_unicode=True))
 
     def write_table(self, schema: tables.Schema, data: Mapping[str, Sequence | np.ndarray]) -> Path:
         """The path of the table, named after its schema."""
         return tables.write_table(schema, data, self.path / schema.name)
 
-    def _write_text(self, name: str, text: str) -> Path:
+    def write_text(self, name: str, text: str) -> Path:
+        """The path of `name` (with its suffix), holding `text`."""
         path = self.path / name
         with whole_file(path) as partial:
             partial.write_text(text, encoding="utf-8", newline="\n")

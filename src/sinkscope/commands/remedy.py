@@ -1,0 +1,49 @@
+"""sinkscope remedy: a model that 8 bits harm less, with what was done and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from sinkscope.arguments import check_remedies
+from sinkscope.commands.audit import AuditOptions
+from sinkscope.commands.options import ModelOptions, Output, run_environment, write_request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemedyOptions:
+    """What is done to a model."""
+
+    rotate: Annotated[bool, typer.Option("--rotate", help="Turn the residual stream, norm gains folded in.")] = False
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Write the cache that the model's own sink tokens leave.")
+    ] = False
+    unplug: Annotated[bool, typer.Option("--unplug", help="Take the super neurons out of the weights.")] = False
+
+    def __post_init__(self) -> None:
+        check_remedies(**asdict(self))
+
+
+def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
+    """Write a model that 8-bit activations harm less, with the loss before and after in its card.
+
+    The folder loads in plain transformers. Remedies can be combined; each is also measured alone, beside a control.
+
+    Example: sinkscope remedy HuggingFaceTB/SmolLM2-135M --prefix --text book.txt --out smollm2-prefix
+    """
+    path = output.path(source.model)
+    from sinkscope.remedies.card import write_remedied
+    from sinkscope.remedies.remedy import remedy
+    from sinkscope.report import terminal
+    from sinkscope.results.run_folder import run_folder
+
+    loaded = source.load()
+    with terminal.progress("models measured") as progress:
+        result = remedy(loaded, **asdict(texts), **asdict(asked), progress=progress)
+    with terminal.working("writing the model"), run_folder(path, output.overwrite) as folder:
+        write_request(folder, source, texts, asked)
+        folder.write_json("environment.json", run_environment(loaded))
+        write_remedied(result, folder)
+    output.show(path, lambda: terminal.show_remedied(result, path))

@@ -1,0 +1,143 @@
+"""sink_prefix(model, ids): the cache that a model's own sink tokens leave, to be put before any text.
+
+A text that is read after it finds its sinks there, and none of its own tokens becomes one: no activation is large, and
+one static scale fits all. Which tokens these are is found, by where the super neurons fire. One token is enough where
+the first position alone is a sink. Others need words before them, so heads of texts that end with such a token are
+tried too.
+Axes: B texts, T positions, P tokens of the prefix, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.token_batches import TokenBatch, context_length, given_batch, token_batch
+from sinkscope.remedies.sink_neurons import SinkNeurons
+from sinkscope.remedies.sink_tokens import fired_tokens, sink_neurons
+
+MOST_TOKENS = 32
+"""Longest prefix that is tried."""
+MOST_TRIED = 8
+"""Heads of texts that are tried, the shortest first."""
+CLEARLY_FEWER = 0.1
+"""A longer prefix must spare this share of the firing tokens more than a shorter one."""
+
+LOADER = """\
+from safetensors.torch import load_file
+from transformers import DynamicCache
+cache, kept = DynamicCache(config=model.config), load_file("prefix.safetensors")
+for layer in range(len(kept) // 2):
+    cache.update(*(kept[f"{part}.{layer}"].expand(len(ids), -1, -1, -1) for part in ("key", "value")), layer)
+"""
+"""How the cache of a batch `ids` is filled from the file that `SinkPrefix.save` writes."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class SinkPrefix:
+    """Tokens, and the cache that they leave. Without tokens: the model has no sinks, and nothing is needed."""
+
+    ids: tuple[int, ...]
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """[1, K, P, D] keys and values, by layer."""
+    fired: tuple[float, float]
+    """Tokens of a text at which super neurons fire: without the prefix, and after it."""
+    config: Any
+
+    def cache(self, num_sequences: int = 1) -> Any:
+        """A new cache for so many texts; give it as past_key_values."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.config)
+        for layer, (key, value) in enumerate(self.layers):
+            cache.update(key.expand(num_sequences, -1, -1, -1), value.expand(num_sequences, -1, -1, -1), layer)
+        return cache
+
+    def save(self, path: Path) -> None:
+        """A safetensors file with `key.0`, `value.0` and so on; LOADER reads it."""
+        tensors = {f"key.{layer}": key.contiguous() for layer, (key, _) in enumerate(self.layers)}
+        tensors |= {f"value.{layer}": value.contiguous() for layer, (_, value) in enumerate(self.layers)}
+        save_file(tensors, path, metadata={"token_ids": " ".join(map(str, self.ids))})
+
+    def __repr__(self) -> str:
+        before, after = self.fired
+        return f"SinkPrefix({len(self.ids)} tokens; super neurons fire at {before:.1f} -> {after:.1f} tokens a text)"
+
+
+def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
+    """The prefix of a model, found on some texts; `neurons` are those that tell its sinks, if they are known."""
+    loaded = load(model)
+    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
+    context = context_length(loaded.model)
+    most = MOST_TOKENS if context is None else min(MOST_TOKENS, context - batch.length)
+    if most < 1:
+        raise InputError(
+            expected=f"texts that leave room for a prefix in the model's context of {context}",
+            found=f"`length={batch.length}`",
+            next_step=f"Give `length={batch.length - MOST_TOKENS}`",
+        )
+    neurons = neurons or sink_neurons(loaded, batch)
+    fired_BT = fired_tokens(loaded, batch.ids, neurons)
+    before = float(fired_BT.sum(1).double().mean())
+    counts: dict[tuple[int, ...], float] = {(): before}
+    for head, text in _heads(batch.ids, fired_BT, most):
+        others_BT = batch.ids[[number for number in range(len(batch.ids)) if number != text]]
+        others_BT = others_BT[:, int(batch.bos) :]  # a text that follows a prefix has no BOS of its own
+        after_BT = torch.cat([torch.tensor(head).expand(len(others_BT), -1), others_BT], 1)
+        counts[head] = float(fired_tokens(loaded, after_BT, neurons)[:, len(head) :].sum(1).double().mean())
+    enough = min(counts.values()) + CLEARLY_FEWER * before
+    ids = min((head for head, count in counts.items() if count <= enough), key=len)
+    layers = cache_of(loaded, ids) if ids else ()
+    return SinkPrefix(ids=ids, layers=layers, fired=(before, counts[ids]), config=loaded.model.config)
+
+
+def _heads(ids_BT: Tensor, fired_BT: Tensor, most: int) -> list[tuple[tuple[int, ...], int | None]]:
+    """What is tried as a prefix, and the text that it is from: the token that fires most often, and heads of texts."""
+    if not bool(fired_BT.any()):
+        return []
+    foremost = Counter(ids_BT[fired_BT].tolist()).most_common(1)[0][0]
+    places = sorted((place, text) for text, place in fired_BT.nonzero().tolist() if 0 < place < most)
+    heads = [(tuple(ids_BT[text, : place + 1].tolist()), text) for place, text in places[:MOST_TRIED]]
+    return [((foremost,), None), *heads]
+
+
+def other_prefix(loaded: LoadedModel, prefix: SinkPrefix, *, seed: int = 0) -> SinkPrefix:
+    """The control: as many random tokens from inside a text, where none of them is a sink."""
+    size = len(prefix.ids)
+    ids = token_batch(loaded, length=max(2, 2 * size), num_sequences=1, seed=seed).ids[0].tolist()
+    layers = tuple((key[:, :, -size:], value[:, :, -size:]) for key, value in cache_of(loaded, ids))
+    return SinkPrefix(ids=tuple(ids[-size:]), layers=layers, fired=prefix.fired, config=prefix.config)
+
+
+def cache_of(loaded: LoadedModel, ids: Sequence[int]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """[1, K, P, D] the keys and values that some tokens leave, by layer."""
+    from transformers import DynamicCache
+
+    model: Any = loaded.model
+    cache = DynamicCache(config=model.config)
+    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        raise InputError(
+            expected="a model whose layers see all earlier tokens, for a prefix",
+            found="layers with a sliding window, which soon forget it",
+            next_step="Leave `prefix` out, or choose another model",
+        )
+    with torch.no_grad(), evaluation_mode(model):
+        model(torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device), past_key_values=cache)
+    if not cache.get_seq_length() == len(ids):
+        raise InputError(
+            expected="a model that keeps keys and values in a cache, for a prefix",
+            found=f"{type(model).__name__}, which does not",
+            next_step="Leave `prefix` out, or choose another model",
+        )
+    kept: Any = cache.layers
+    return tuple((layer.keys.detach(), layer.values.detach()) for layer in kept)

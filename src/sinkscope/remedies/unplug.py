@@ -1,0 +1,50 @@
+"""unplug(model, units): a copy of a model without some feed-forward units, by default the super neurons of its sinks.
+
+What a unit writes into the residual stream is its output vector in the down projection; there it becomes zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from sinkscope.capture.trace import trace
+from sinkscope.models.anatomy import Unit, anatomy_of, checked_units
+from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.token_batches import TokenBatch
+
+
+@torch.no_grad()
+def unplug(model: Any, units: Iterable[Unit]) -> Any:
+    """A copy of the model in which these units write nothing; it saves and loads as a plain model of its family."""
+    unplugged = copy.deepcopy(bare_model(model))
+    anatomy = anatomy_of(unplugged)
+    for (layer, expert), neurons in checked_units(anatomy, units).items():
+        anatomy.layers[layer].group_weight(expert)[:, list(neurons)] = 0
+    return unplugged
+
+
+def super_neurons(loaded: LoadedModel, batch: TokenBatch) -> tuple[Unit, ...]:
+    """The units that write the massive dimensions of a model's sinks, strongest first; none without sinks."""
+    found = trace(loaded, batch, effective_rank=False).findings
+    if not found.sinks:
+        return ()
+    writing = [neuron for neuron in found.super_neurons if neuron.role == "writes"]
+    return tuple(dict.fromkeys(Unit(neuron.layer, neuron.expert, neuron.neuron) for neuron in writing))
+
+
+def other_units(model: Any, units: Sequence[Unit], *, seed: int = 0) -> tuple[Unit, ...]:
+    """The control: for each unit another one, drawn from the same layer and expert."""
+    anatomy, generator = anatomy_of(bare_model(model)), torch.Generator().manual_seed(seed)
+    others: list[Unit] = []
+    for unit in units:
+        free = [
+            Unit(unit.layer, unit.expert, neuron)
+            for neuron in range(anatomy.layers[unit.layer].group_weight(unit.expert).shape[1])
+            if Unit(unit.layer, unit.expert, neuron) not in {*units, *others}
+        ]
+        others.append(free[int(torch.randint(len(free), (), generator=generator))])
+    return tuple(others)

@@ -1,0 +1,156 @@
+"""Remedies: what each does to the weights or the cache, and what is said where there is nothing to do."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from planted_models import planted_chain, random_tokens
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+import sinkscope
+from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.remedies.card import write_remedied
+from sinkscope.remedies.damage import losses
+from sinkscope.remedies.prefix import LOADER, cache_of, other_prefix
+from sinkscope.remedies.remedy import Measured, Remedied
+from sinkscope.remedies.unplug import other_units
+from sinkscope.results.run_folder import run_folder
+
+
+@pytest.fixture(scope="module")
+def chain():
+    model, facts = planted_chain(0)
+    return model, random_tokens(facts, num_sequences=12, length=48)
+
+
+@pytest.fixture(scope="module")
+def remedied(chain):
+    return sinkscope.remedy(chain[0], chain[1], prefix=True, unplug=True)
+
+
+def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
+    model, ids = chain
+    found = sinkscope.sink_prefix(model, ids[:8])
+    assert len(found.ids) == 1
+    assert found.fired[0] == 1
+    assert found.fired[1] < 0.5
+    after = torch.cat([torch.tensor(found.ids).expand(4, -1), ids[8:]], 1)
+    assert int(sinkscope.sink_tokens(model, after).mask[:, 1:].sum()) < 2
+    assert int(sinkscope.sink_tokens(model, ids[8:]).mask.sum()) == 4
+    # The cache stands for the tokens.
+    by_cache, by_tokens = losses(model, ids[8:], prefix=found.cache), losses(model, after)[:, 1:]
+    assert np.allclose(by_cache, by_tokens, atol=1e-4)
+    # Control: after a token that is no sink, the text has a sink of its own, as it has without.
+    other = other_prefix(sinkscope.load(model), found)
+    assert other.layers[0][0].shape == found.layers[0][0].shape
+    assert not np.allclose(losses(model, ids[8:], prefix=other.cache), by_cache, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_unplugging_is_ablation_in_the_weights(family):
+    model = tiny_model(family)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    last = anatomy_of(model).layers[-1]
+    units = [Unit(last.index, expert, 3) for expert, _ in last.down_weights()][-2:]
+    with torch.no_grad():
+        before = model(ids).logits
+        with sinkscope.ablate_neurons(model, units):
+            ablated = model(ids).logits
+        assert torch.allclose(sinkscope.unplug(model, units)(ids).logits, ablated, atol=1e-3)
+        assert torch.equal(model(ids).logits, before)  # a copy was changed
+        assert not torch.allclose(ablated, before, atol=1e-3)
+
+
+def test_other_units_are_of_the_same_layer_and_none_of_the_given():
+    units = [Unit(1, None, neuron) for neuron in range(40)]
+    others = other_units(tiny_model("llama"), units)
+    assert len(set(others)) == 40
+    assert not set(others) & set(units)
+    assert {unit.layer for unit in others} == {1}
+
+
+def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remedied):
+    names = [(reading.name, reading.is_control) for reading in remedied.readings]
+    assert names == [
+        ("original", False),
+        ("unplug", False),
+        ("random units unplugged", True),
+        ("prefix", False),
+        ("random prefix", True),
+        ("all together", False),
+    ]
+    assert len(remedied.summary["losses"]) == 3 * len(names)
+
+
+def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_cache(chain, remedied, tmp_path):
+    ids = chain[1]
+    with run_folder(tmp_path / "out") as folder:
+        write_remedied(remedied, folder)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    space = {"model": again, "ids": ids[8:]}
+    assert len(LOADER.splitlines()) == 5
+    exec(LOADER.replace("prefix.safetensors", str(tmp_path / "out" / "prefix.safetensors")), space)
+    with torch.no_grad():
+        loaded = again(ids[8:], past_key_values=space["cache"]).logits
+        expected = remedied.loaded.model(ids[8:], past_key_values=remedied.prefix.cache(4)).logits
+    assert torch.allclose(loaded, expected, atol=1e-4)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert LOADER in card
+    assert "| random prefix (control) |" in card
+    assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
+
+
+def test_shares_of_hand_worked_losses(remedied):
+    def reading(name, plain, static, dynamic):
+        schemes = ("16 bits", "activations-8-static", "activations-8-dynamic")
+        values = {scheme: np.full((4, 3), loss) for scheme, loss in zip(schemes, (plain, static, dynamic), strict=True)}
+        return Measured(name=name, is_control=False, losses=values)
+
+    def result(*readings):
+        return Remedied(loaded=remedied.loaded, prefix=None, units=(), readings=readings, num_tokens=(4, 4))
+
+    good, bad = reading("good", 2.0, 2.1, 2.0), reading("bad", 2.2, 3.0, 2.4)
+    found = result(reading("original", 2.0, 3.0, 2.005), good, bad)
+    # Dynamic scales cost next to nothing here: there is no share of it to win back.
+    assert found.shares(good) == pytest.approx({"activations-8-static": 0.9})
+    assert found.shares(bad) == pytest.approx({"activations-8-static": 0.0})
+    assert found.verdicts[0].startswith("good: helps, wins back 90% of activations-8-static")
+    assert found.verdicts[1].startswith("bad: does not help")
+    assert found.cost(bad) == pytest.approx(0.1)
+    unharmed = result(reading("original", 2.0, 2.0, 2.0), good)
+    assert "not needed" in unharmed.verdicts[0]
+
+
+def test_a_model_without_sinks_is_told_that_there_is_nothing_to_do():
+    model = tiny_model("llama", scale=1.0)
+    ids = torch.randint(97, (10, 24), generator=torch.Generator().manual_seed(0))
+    result = sinkscope.remedy(model, ids, prefix=True, unplug=True)
+    assert result.verdicts == [
+        "unplug: nothing to do, no super neuron writes a sink",
+        "prefix: nothing to do, no token is a sink",
+    ]
+    assert result.prefix is None
+
+
+def test_what_cannot_be_done_is_refused():
+    with pytest.raises(sinkscope.InputError, match="a remedy"):
+        sinkscope.remedy(tiny_model("llama"), torch.zeros(10, 24, dtype=torch.long))
+    with pytest.raises(sinkscope.InputError, match="sliding window"):
+        cache_of(sinkscope.load(tiny_model("gemma3")), [1])
+    ids = torch.randint(97, (10, 24), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(sinkscope.InputError, match="norm with gains"):
+        sinkscope.remedy(tiny_model("gemma3"), ids, rotate=True)
+
+
+def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tmp_path, monkeypatch):
+    def differs(*args, **kwargs):
+        model = AutoModelForCausalLM.from_config(remedied.loaded.model.config)
+        return model.to(remedied.loaded.model.dtype)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", differs)
+    with pytest.raises(sinkscope.InputError, match="loaded again"), run_folder(tmp_path / "out") as folder:
+        write_remedied(remedied, folder)
+    assert list(Path(tmp_path).iterdir()) == []
