@@ -28,7 +28,7 @@ def chain():
 
 @pytest.fixture(scope="module")
 def remedied(chain):
-    return sinkscope.remedy(chain[0], chain[1], prefix=True, unplug=True)
+    return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True)
 
 
 def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
@@ -76,8 +76,7 @@ def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remed
     names = [(reading.name, reading.is_control) for reading in remedied.readings]
     assert names == [
         ("original", False),
-        ("unplug", False),
-        ("random units unplugged", True),
+        ("rotate", False),
         ("prefix", False),
         ("random prefix", True),
         ("all together", False),
