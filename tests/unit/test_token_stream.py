@@ -186,7 +186,9 @@ def test_few_documents_still_leave_one_to_hold_out(tmp_path):
         return list(tokenize_module._split_documents(TokenizeConfig(data=(str(path),), validation_share=0.1)))
 
     assert splits("one" * 20 + "<|endoftext|>two") == [("train", "one" * 20), ("validation", "two")]
-    assert splits("one<|endoftext|>two") == [("train", "one"), ("train", "two")], "half of it would be too much"
+    assert splits("one<|endoftext|>two") == [("train", "one"), ("train", "two")], "a tenth of six letters is none"
+    words = [("train", "one"), ("train", "two " * 9), ("validation", "three")]
+    assert splits("one<|endoftext|>" + "two " * 9 + "three") == words, "cut at the end of a word"
     lines = [f"line {number}\n" for number in range(100)]
     (train, first), (validation, second) = splits("".join(lines))
     assert (train, validation) == ("train", "validation")

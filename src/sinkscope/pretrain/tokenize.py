@@ -130,13 +130,16 @@ def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
     if held_out:
         yield "train", waiting
         return
-    if len(waiting) <= MOST_HELD_OUT * config.validation_share * total:
+    most = int(MOST_HELD_OUT * config.validation_share * total)
+    if len(waiting) <= most:
         yield "validation", waiting
         return
-    cut = waiting.rfind("\n", 0, len(waiting) - int(config.validation_share * total)) + 1
-    is_little = len(waiting) - cut <= MOST_HELD_OUT * config.validation_share * total
-    yield "train", waiting[:cut] if is_little else waiting
-    if is_little:
+    # It is cut at the end of a line, else of a word, else anywhere; the alternative would be to refuse it.
+    end = len(waiting) - int(config.validation_share * total)
+    cuts = [waiting.rfind("\n", 0, end) + 1, waiting.rfind(" ", 0, end) + 1, end]
+    cut = next(place for place in cuts if len(waiting) - place <= most)
+    yield "train", waiting[:cut]
+    if cut < len(waiting):
         yield "validation", waiting[cut:]
 
 
