@@ -230,3 +230,24 @@ def test_what_cannot_be_emulated_is_refused(model, ids_NT):
     with pytest.raises(InputError, match="expected finite losses under cache-8"):
         scheme_losses(broken, SCHEMES["cache-8"], ids_NT)
     assert largest_over(torch.zeros(1, 2, 3), -1).tolist() == [[[0.0], [0.0]]]
+
+
+def test_torchao_makes_as_much_noise_where_it_is_installed(ids_NT):
+    """Its 8 bits reach from -128 to 127, ours to 127 on both sides: other roundings, noise of the same size."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model, real = tiny_model("llama", scale=3.0), tiny_model("llama", scale=3.0)
+    names = linear_layers(real)
+    quantization.quantize_(real, quantization.Int8WeightOnlyConfig(), filter_fn=lambda part, name: name in names)
+    noise = []
+    for name, layer in linear_layers(model).items():
+        weight_OI = layer.weight.detach()
+        theirs = real.get_submodule(name).weight.detach().dequantize()  # type: ignore[operator]
+        ours = rounded_weight(SCHEMES["weights-8-channel"], weight_OI)
+        noise.append([float((rounded_OI - weight_OI).square().sum()) for rounded_OI in (theirs, ours)])
+    theirs, ours = np.sum(noise, 0)
+    assert theirs == pytest.approx(ours, rel=0.05)
+    plain = logits(model, ids_NT)
+    with SCHEMES["weights-8-channel"].on(model):
+        emulated = (logits(model, ids_NT) - plain).square().mean().sqrt()
+    found = (logits(real, ids_NT) - plain).square().mean().sqrt()
+    assert float(found) == pytest.approx(float(emulated), rel=0.3)

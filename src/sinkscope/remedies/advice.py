@@ -17,9 +17,11 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
+from sinkscope.models.loading import load
 from sinkscope.models.rotation import rotate
 from sinkscope.remedies.damage import Damage, damage, input_ranges, losses, scheme_losses
 from sinkscope.remedies.prediction import Prediction
+from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
 from sinkscope.remedies.schemes import Scheme
 
 NEGLIGIBLE = 0.01
@@ -59,6 +61,19 @@ class Setting:
         """As many random positions as there are sinks, of the held-out and the calibration texts: the control."""
         generator = torch.Generator().manual_seed(self.seed)
         return _as_many(self.is_sink, generator), _as_many(self.calibration_sinks, generator)
+
+    @cached_property
+    def prefixes(self) -> tuple[SinkPrefix, SinkPrefix]:
+        """The model's own sink tokens as a cache, found on the calibration texts, and the control."""
+        loaded = load(self.model)
+        prefix = sink_prefix(loaded, self.calibration)
+        if not prefix.ids:
+            raise InputError(
+                expected="tokens that keep the super neurons of a text silent, for a prefix",
+                found="none that do",
+                next_step="Try another of the remedies",
+            )
+        return prefix, other_prefix(loaded, prefix, seed=self.seed)
 
     def exempted(self, scheme: Scheme) -> list[str]:
         """The modules that the prediction blames most."""
@@ -153,6 +168,13 @@ def _as_they_were(setting: Setting, scheme: Scheme) -> np.ndarray:
     return _turned(setting, scheme, torch.eye(width, dtype=torch.float64))
 
 
+def _after(setting: Setting, scheme: Scheme, prefix: SinkPrefix) -> np.ndarray:
+    ranges = None
+    if scheme.shared_by == "calibration":
+        ranges = input_ranges(setting.model, setting.calibration, prefix=prefix.cache)
+    return setting.losses(scheme, ranges=ranges, prefix=prefix.cache)
+
+
 def _as_many(mask_NT: Tensor, generator: torch.Generator) -> Tensor:
     """In each row as many random places as are marked, among the others that could be a sink."""
     free_NT = ~mask_NT & eligible_positions(mask_NT.shape[1])
@@ -179,6 +201,14 @@ REMEDIES: tuple[Remedy, ...] = (
         control=lambda setting, scheme: _exempt(setting, scheme, _random_modules(setting, scheme)),
         what=lambda setting, scheme: ", ".join(setting.exempted(scheme)),
         control_is="as many random modules",
+    ),
+    Remedy(
+        name="prefix",
+        what_for=lambda scheme: scheme.shared_by in ("text", "calibration"),
+        losses=lambda setting, scheme: _after(setting, scheme, setting.prefixes[0]),
+        control=lambda setting, scheme: _after(setting, scheme, setting.prefixes[1]),
+        what=lambda setting, scheme: f"the cache of tokens {list(setting.prefixes[0].ids)} before every text",
+        control_is="the cache of as many tokens that are no sinks",
     ),
     Remedy(
         name="rotate",
