@@ -80,6 +80,16 @@ def test_the_prediction_is_the_divergence_that_a_small_noise_makes(tiny):
     assert prediction.damages[last, "weights-8-channel"] < 0.01 * divergence, "the control: other noise"
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "falcon", "gemma2"])
+def test_every_kind_of_module_is_predicted(family):
+    """Conv1D, flattened texts, fused projections whose output is changed in place, soft-capping and windows."""
+    model, ids_NT = tiny_model(family, scale=3.0), torch.arange(40)[None]
+    found = predict(model, ids_NT, ranges=input_ranges(model, ids_NT), is_sink=torch.zeros_like(ids_NT).bool())
+    for scheme in SCHEMES.values():
+        assert found.damage(scheme, scheme.modules(model)) > 0
+        assert all(np.isfinite(found.damages[name, scheme.name]) for name in scheme.modules(model))
+
+
 def test_a_reading_by_hand():
     x_BTE, reading = torch.tensor([[[3.0, -1.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]]), Reading()
     is_sink_BT = torch.tensor([[True, False], [False, False]])
