@@ -96,9 +96,9 @@ def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
         after_BT = torch.cat([torch.tensor(head).expand(len(others_BT), -1), others_BT], 1)
         counts[head] = float(fired_tokens(loaded, after_BT, neurons)[:, len(head) :].sum(1).double().mean())
     enough = min(counts.values()) + CLEARLY_FEWER * before
-    ids = min((head for head, count in counts.items() if count <= enough), key=len)
-    layers = cache_of(loaded, ids) if ids else ()
-    return SinkPrefix(ids=ids, layers=layers, fired=(before, counts[ids]), config=loaded.model.config)
+    chosen = min((head for head, count in counts.items() if count <= enough), key=len)
+    layers = cache_of(loaded, chosen) if chosen else ()
+    return SinkPrefix(ids=chosen, layers=layers, fired=(before, counts[chosen]), config=loaded.model.config)
 
 
 def _heads(ids_BT: Tensor, fired_BT: Tensor, most: int) -> list[tuple[tuple[int, ...], int | None]]:
