@@ -114,7 +114,7 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
 
 
 def _measured(setting: Setting, progress: Progress) -> tuple[list[Cell], list[Trial], dict[str, str]]:
-    """Every cell and every remedy; remedies only where a scheme does harm and, if they are for sinks, where any are."""
+    """Every cell; and every remedy where a scheme does harm, if any token is a sink."""
     total = len(SCHEMES) * (2 + len(GROUPS)) + NUM_BLAMED
     done = 0
 
