@@ -29,7 +29,8 @@ transplant_neurons; set_dimensions, clamp.
     with sinkscope.mask_to_self(model, 10):
         sinkscope.trace(model, batch)
 
-For training: SinkProbe, a callback of the Hugging Face Trainer; HeadRMSNorm, insert_head_norm and remove_head_norm.
+For training: probe(model, batch) in any loop; SinkProbe, a callback of the Hugging Face Trainer; HeadRMSNorm,
+insert_head_norm and remove_head_norm.
 """
 
 from importlib import import_module
@@ -78,6 +79,7 @@ _HOMES = {
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
     "SinkProbe": "sinkscope.pretrain.probes",
+    "probe": "sinkscope.pretrain.probes",
     "audit": "sinkscope.remedies.audit",
     "Audit": "sinkscope.remedies.audited",
     "bias": "sinkscope.origins.initial_bias",
@@ -144,6 +146,7 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
+    from sinkscope.pretrain.probes import probe as probe
     from sinkscope.remedies.audit import audit as audit
     from sinkscope.remedies.audited import Audit as Audit
     from sinkscope.remedies.prefix import SinkPrefix as SinkPrefix

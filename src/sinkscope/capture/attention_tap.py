@@ -70,28 +70,31 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]
     """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(sole_reader(anatomy.decoder))
-        config = anatomy.decoder.config
-        before = config._attn_implementation
-        if before != NAME:
-            _before[id(config)] = before
-        stack.callback(setattr, config, "_attn_implementation", before)
+        door = anatomy.family.attention_door
+        config = None if door == "causal_sdpa" else anatomy.decoder.config
+        if config is not None:
+            before = config._attn_implementation
+            if before != NAME:
+                _before[id(config)] = before
+            stack.callback(setattr, config, "_attn_implementation", before)
         layer_of = {id(layer.attention): layer.index for layer in anatomy.layers}
         stack.callback(_active.reset, _active.set(_ActiveTap(layer_of, on_attention)))
-        if anatomy.family.attention_door == "registry":
+        if config is not None and door == "registry":
             # What set_attn_implementation does, without its walk over all modules: each attention asks the
             # configuration for the name at every call.
             config._attn_implementation = NAME
         else:
-            # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
-            config._attn_implementation = "sdpa"
             for layer in anatomy.layers:
                 enter = in_this_thread(lambda module, args, index=layer.index: enter_layer(index))
                 stack.callback(layer.attention.register_forward_pre_hook(enter).remove)
             marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
             stack.enter_context(_SdpaCalls(anatomy, marker))
-            # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-            by_marker = in_this_thread(_mask_by_marker(marker))
-            stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+            if config is not None:
+                # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
+                config._attn_implementation = "sdpa"
+                # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+                by_marker = in_this_thread(_mask_by_marker(marker))
+                stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
         yield
 
 
@@ -229,7 +232,7 @@ class _SdpaCalls(TorchFunctionMode):
     def __init__(self, anatomy: Anatomy, marker: Tensor) -> None:
         super().__init__()
         self.attentions = [layer.attention for layer in anatomy.layers]
-        self.marker = marker
+        self.marker, self.by_flag = marker, anatomy.family.attention_door == "causal_sdpa"
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -238,7 +241,11 @@ class _SdpaCalls(TorchFunctionMode):
         tap = _tap()
         query, key, value = args[:3]
         mask = kwargs.get("attn_mask")
-        if mask is None or mask.shape != self.marker.shape or tap.current_layer is None:
+        if self.by_flag:
+            is_plain = len(args) == 3 and kwargs.keys() <= {"is_causal", "scale"} and kwargs.get("is_causal") is True
+        else:
+            is_plain = mask is not None and mask.shape == self.marker.shape
+        if not is_plain or tap.current_layer is None:
             raise InputError(
                 expected="a plain causal call of scaled_dot_product_attention",
                 found="a mask tensor (padding or a bias)",

@@ -100,10 +100,7 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
         args, kwargs = _at_positions(call, positions_Q, length)
         enter_layer(layer.index)
         # Straight to forward: hooks that others put on the module are not meant for these few rows.
-        if args:
-            layer.attention.forward(state_BQE, *args, **kwargs)
-        else:
-            layer.attention.forward(hidden_states=state_BQE, **kwargs)
+        layer.attention.forward(state_BQE, *args, **kwargs)
         return made[layer.index]
 
     # An active intervention has acted on these rows already, and must not act again.

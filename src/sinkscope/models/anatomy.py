@@ -241,7 +241,28 @@ def describe(family: Family, model: AnyModule) -> Anatomy:
             found=reason,
             next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
         )
-    decoder = model.get_decoder()
+    return described(
+        family,
+        model.get_decoder(),
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None),
+        width=config.hidden_size,
+        context=getattr(config, "max_position_embeddings", None),
+        parallel=family.parallel(config),
+    )
+
+
+def described(
+    family: Family,
+    decoder: AnyModule,
+    *,
+    num_heads: int,
+    width: int,
+    num_key_value_heads: int | None = None,
+    context: int | None = None,
+    parallel: bool = False,
+) -> Anatomy:
+    """The anatomy of any decoder read through a row: for a model of your own, to be its `sinkscope_anatomy`."""
     layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
     if not layers:
         raise InputError(
@@ -251,11 +272,11 @@ def describe(family: Family, model: AnyModule) -> Anatomy:
         family=family,
         decoder=decoder,
         layers=layers,
-        num_heads=config.num_attention_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        width=config.hidden_size,
-        context=getattr(config, "max_position_embeddings", None),
-        parallel=family.parallel(config),
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads or num_heads,
+        width=width,
+        context=context,
+        parallel=parallel,
     )
 
 

@@ -32,7 +32,7 @@ class Family:
     """Where a layer may keep its activation function as a module; a layer has those that are there."""
     attention_door: str = "registry"
     """How queries and keys are reached: the attention registry, or the model's own call of
-    scaled_dot_product_attention."""
+    scaled_dot_product_attention with a mask that it is given (sdpa_call) or with is_causal=True (causal_sdpa)."""
     notes: str = ""
     parallel: Callable[[Any], bool] = field(default=lambda config: False)
     """Whether attention and feed-forward read the same input and are added together."""

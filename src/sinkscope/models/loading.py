@@ -266,7 +266,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
     check_weights(model)
-    if next(model.parameters()).dtype == torch.float64:
+    if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer

@@ -7,7 +7,8 @@ So each link can be followed before it is strong, and the links can be ordered b
 
     trainer = Trainer(model, args, train_dataset=..., callbacks=[sinkscope.SinkProbe(every=100)])
 
-Its rows go to probes.jsonl in the output folder, the numbers of the whole model also to the trainer's log history.
+Its rows go to probes.jsonl in the output folder, the numbers of the whole model also to the trainer's log history, as
+sinkscope/sink_rate and so on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.metrics import JsonLines, read_rows
 
@@ -46,6 +48,10 @@ QUANTITIES = {
 """What each quantity means; all are per layer."""
 
 
+PREFIX = "sinkscope/"
+"""Of what a probe adds to a trainer's log history."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """One probe: numbers for the whole model and for each layer."""
@@ -57,8 +63,12 @@ class Probe:
         return {"whole": self.whole, "layers": self.layers}
 
 
-def probe(model: PreTrainedModel, batch: TokenBatch, *, effective_rank: bool = True) -> Probe:
-    """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights."""
+def probe(model: PreTrainedModel, batch: Tokens, *, effective_rank: bool = True) -> Probe:
+    """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights.
+
+    For any training loop: `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean.
+    The model's mode, its gradients and the random state are left as they were.
+    """
     loaded = loaded_model(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
     with evaluation_mode(model):
@@ -193,5 +203,5 @@ class SinkProbe(TrainerCallback):
         row = {"step": state.global_step, "tokens": tokens, "batch": self.batch.kind, **result.row()}
         self.rows.append(row)
         self._file.write(row)
-        numbers = {name: value for name, value in result.whole.items() if value is not None}
+        numbers = {f"{PREFIX}{name}": value for name, value in result.whole.items() if value is not None}
         state.log_history.append({"step": state.global_step, **numbers})
