@@ -267,7 +267,7 @@ def test_sink_probe_in_the_hugging_face_trainer(tmp_path):
     assert losses == plain, "probing changes nothing"
     assert [row["step"] for row in probe.rows] == [0, 2, 4]
     assert read_rows(tmp_path / "out" / "probes.jsonl") == probe.rows
-    assert [entry["step"] for entry in history if "sink_rate" in entry] == [0, 2, 4]
+    assert [entry["step"] for entry in history if "sinkscope/sink_rate" in entry] == [0, 2, 4]
     assert set(probe.rows[0]["layers"]) == set(QUANTITIES)
     assert probe.rows[0]["layers"] != probe.rows[2]["layers"]
     with pytest.raises(package.InputError, match="at least 1 step"):

@@ -22,7 +22,17 @@ from sinkscope.studies.study_schemas import STUDY_TABLES
 KILLS = 2
 SMALL = ("--num-sequences", 16, "--length", 32)
 FILES = {"config.yaml", "environment.json", "summary.json", "calibration.safetensors", "chain.png", "report.html"}
-TRACE_TABLES = ("sinks", "positions", "neurons", "dimensions", "heads", "layers", "distances")
+TRACE_TABLES = (
+    "sinks",
+    "positions",
+    "neurons",
+    "dimensions",
+    "heads",
+    "layers",
+    "distances",
+    "tokens",
+    "sequence_sinks",
+)
 
 
 EXCLUDED = ("unmixed_value_matters", "energy_is_what_matters", "energy_suffices", "channel_sparsity_necessary")
