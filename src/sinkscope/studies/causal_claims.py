@@ -180,8 +180,7 @@ CAUSAL_CLAIMS = (
     Claim(
         id="mean_suffices",
         link=CAUSAL,
-        statement="With the mean of its aggregation over sequences in the place of its own, the sink keeps half of its "
-        "rate",
+        statement="With the mean of its aggregation over sequences alone, the sink keeps half of its rate",
         bars=(Bar("at least", 0.5, second_over_first),),
         numbers=_mean_suffices,
         control_is="left with that mean taken out",
