@@ -35,7 +35,10 @@ TRACE_TABLES = (
 )
 
 
-EXCLUDED = ("unmixed_value_matters", "energy_is_what_matters", "energy_suffices", "channel_sparsity_necessary")
+EXCLUDED = (
+    *("unmixed_value_matters", "energy_is_what_matters", "energy_suffices", "mean_suffices"),
+    "channel_sparsity_necessary",
+)
 """What the planted chain, which runs on variance and on the direction that keys read, is not about."""
 
 
