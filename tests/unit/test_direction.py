@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planted_models import decoy, planted_chain, random_tokens
+from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 
 from sinkscope.capture.trace import trace
@@ -11,13 +11,11 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import densify_neurons
 from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, dom_ratio_turned
 from sinkscope.models.anatomy import Unit, anatomy_of
-from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import what_it_is
 from sinkscope.studies.claims import _gone
 from sinkscope.studies.controls import read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.plan import Plan
-from sinkscope.studies.study import study
 
 IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))
 
@@ -183,14 +181,3 @@ def test_what_is_gone_by_hand():
     assert _gone(np.array([[4.0, -1.0], [1.0, -0.5]])) == pytest.approx((3 + 0.5) / 5)
     assert _gone(np.array([[4.0, -1.0], [4.0, -1.0]])) == 0
     assert _gone(np.array([[4.0], [8.0]])) == -1
-
-
-@pytest.mark.parametrize(
-    ("kind", "verdict"), [("sink_from_norm", "does not hold"), ("special_token", "not applicable")]
-)
-def test_a_sink_that_no_shared_direction_locks(kind, verdict):
-    """Keys that avoid what the norm makes small at the sink read no direction that its states share; and where every
-    state is the same, its direction is all there is."""
-    model, facts = decoy(kind, 0)
-    judged = study(load(model), bos=facts.bos, num_sequences=16, length=32).judgements
-    assert {judgement.id: judgement.verdict for judgement in judged}["lock"] == verdict

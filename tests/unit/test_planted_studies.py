@@ -166,7 +166,8 @@ VARIANCE_DOES_IT = dict.fromkeys(
 # Heads have their sink in the very layer where disparity is born: later tokens carry the first one's value there.
 SINK_AT_BIRTH = {"variance_discrepancy": FAILS}
 LINKS: dict[str, dict[str, str]] = {
-    "sink_from_norm": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "directional_collapse": FAILS},
+    # Keys that avoid what the norm makes small at the sink read no direction that its states share.
+    "sink_from_norm": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "directional_collapse": FAILS, "lock": FAILS},
     "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY},
     "disparity_without_sink": {**dict.fromkeys(CLAIMS, EMPTY), "sink": FAILS},
     "large_neuron": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY},
@@ -177,7 +178,7 @@ LINKS: dict[str, dict[str, str]] = {
         **NO_DISPARITY,
         **dict.fromkeys(("unmixing_creates_sink", "amplification_creates_sink", "dose_response"), FAILS),
         # Every sequence has the same token there: what compares sequences says nothing about it.
-        **dict.fromkeys(("variance_discrepancy", "equalising_removes_sink", "directional_collapse"), EMPTY),
+        **dict.fromkeys(("variance_discrepancy", "equalising_removes_sink", "directional_collapse", "lock"), EMPTY),
     },
     "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, "super_neurons": FAILS},
 }
