@@ -20,13 +20,14 @@ from sinkscope.arguments import check_audit
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import TokenBatch, given_batch, token_batch
+from sinkscope.models.prompts import as_batch
+from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.damage import Damage, damage, input_ranges
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
-from sinkscope.remedies.sink_tokens import sink_tokens
+from sinkscope.remedies.sink_tokens import attention_sinks
 
 CALIBRATION = 8
 """Texts, before the held-out ones, that sinks, ranges and the prediction come from."""
@@ -70,7 +71,7 @@ def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences:
     if isinstance(text, str | Path):
         return token_batch(loaded, f"text:{text}", length=length, num_sequences=count)
     if text is not None:
-        batch = text if isinstance(text, TokenBatch) else given_batch(text, model=loaded.model)
+        batch = as_batch(loaded, text)
         if batch.num_sequences <= CALIBRATION + 1:
             raise InputError(
                 expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
@@ -97,7 +98,7 @@ def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences:
 
 def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
     model = loaded.model
-    is_sink = sink_tokens(loaded, batch).mask
+    is_sink, *_ = attention_sinks(loaded, batch)
     calibration, ids = batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]
     ranges = input_ranges(model, calibration)
     return Setting(

@@ -22,7 +22,8 @@ from torch import Tensor
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import TokenBatch, context_length, given_batch, token_batch
+from sinkscope.models.prompts import as_batch
+from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
 from sinkscope.remedies.sink_neurons import SinkNeurons
 from sinkscope.remedies.sink_tokens import fired_tokens, sink_neurons
 
@@ -77,7 +78,7 @@ class SinkPrefix:
 def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
     """The prefix of a model, found on some texts; `neurons` are those that tell its sinks, if they are known."""
     loaded = load(model)
-    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
+    batch = as_batch(loaded, ids)
     context = context_length(loaded.model)
     most = MOST_TOKENS if context is None else min(MOST_TOKENS, context - batch.length)
     if most < 1:

@@ -20,7 +20,8 @@ from sinkscope.capture.recorder import evaluation_mode, input_device, record, wi
 from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.models.prompts import as_batch
+from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.damage import BATCH_TOKENS
 from sinkscope.remedies.sink_neurons import SinkNeurons, SinkWatch, calibrated
 
@@ -55,11 +56,11 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
     Without, it comes from attention, and `fired` from the neurons that agree best with it on these texts.
     """
     loaded = load(model)
-    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
+    batch = as_batch(loaded, ids)
     if neurons is not None:
         fired = fired_tokens(loaded, batch.ids, neurons)
         return SinkTokens(mask=fired, fired=fired, rate=None, received=None, neurons=neurons)
-    mask, rate, received = _by_attention(loaded, batch)
+    mask, rate, received = attention_sinks(loaded, batch)
     neurons = calibrated(loaded, batch, mask)
     return SinkTokens(
         mask=mask, fired=fired_tokens(loaded, batch.ids, neurons), rate=rate, received=received, neurons=neurons
@@ -69,11 +70,11 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
 def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
     """The super neurons that tell the sinks of a model, and their thresholds, found on some texts."""
     loaded = load(model)
-    batch = ids if isinstance(ids, TokenBatch) else given_batch(ids, model=loaded.model)
-    return calibrated(loaded, batch, _by_attention(loaded, batch)[0])
+    batch = as_batch(loaded, ids)
+    return calibrated(loaded, batch, attention_sinks(loaded, batch)[0])
 
 
-def _by_attention(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T] each: sink or not, share of layers and heads, attention received."""
     recording = record(loaded, batch, [SINK_HEADS, RECEIVED_BY_SEQUENCE])
     rate_BT = recording.sequence_sink_rate

@@ -191,8 +191,7 @@ def show_study(study: Study, path: Path) -> None:
         rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
     _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
     _say(console, study.verdict)
-    page = path / "report.html"
-    _say(console, f"Written to {page if page.is_file() else path}")
+    _say_where(console, path)
 
 
 def show_intervened(result: Intervened, path: Path) -> None:
@@ -207,8 +206,7 @@ def show_intervened(result: Intervened, path: Path) -> None:
     for arm in ("before", "after", "control"):
         _say(console, f"{arm.capitalize()}: {getattr(result, arm).story}")
     _say(console, f"The control: {result.control_is}. Calibrated on {result.calibrated_on}.")
-    page = path / "report.html"
-    _say(console, f"Written to {page if page.is_file() else path}")
+    _say_where(console, path)
 
 
 def show_bias(result: Bias, path: Path) -> None:
@@ -247,8 +245,7 @@ def show_bias(result: Bias, path: Path) -> None:
         if "refused" in entry:
             _say(console, f"{name}: {entry['refused']}")
     _say(console, result.story)
-    page = path / "report.html"
-    _say(console, f"Written to {page if page.is_file() else path}")
+    _say_where(console, path)
 
 
 def show_audit(result: Audit, path: Path) -> None:
@@ -288,6 +285,11 @@ def show_audit(result: Audit, path: Path) -> None:
         f"{result.rank_correlation:.2f}; of two halves of the texts: {result.repeatability:.2f}",
     )
     _say(console, result.story, style="bold")
+    _say_where(console, path)
+
+
+def _say_where(console: Console, path: Path) -> None:
+    """The page of a run, or its folder where no page could be drawn."""
     page = path / "report.html"
     _say(console, f"Written to {page if page.is_file() else path}")
 
