@@ -14,13 +14,14 @@ What there is to call:
     audit(model, text)            what breaks in fewer bits or with a smaller cache, where, and what to do
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights
-    compare_training(runs)        training runs over variants and seeds, side by side
+    train(data, out)              a training run: a small decoder from scratch, the chain measured meanwhile
+    compare_training(runs)        training runs over variants and seeds, side by side; also one run alone
     sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
     remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
     anatomy_of(model)             where a model keeps its modules
 
 Each of trace, study, intervene, audit, bias, fingerprint and compare_training gives a result with .story, .summary,
-.tables, .table(name) for pyarrow and pandas, .save(folder) and .report(file); a trace and a study also have .plot().
+.tables, .table(name) for pyarrow and pandas, .plot(), .save(folder) and .report(file).
 
 Interventions are context managers: mask_to_self, edit_mask; amplify_variance, scale_norm, shift_mean, swap_deviation,
 random_direction, equalise_variance; match_variance, match_energy, match_moments; ablate_neurons, densify_neurons,
@@ -78,6 +79,7 @@ _HOMES = {
     "HeadRMSNorm": "sinkscope.attention.head_norm",
     "insert_head_norm": "sinkscope.models.insert_head_norm",
     "remove_head_norm": "sinkscope.models.insert_head_norm",
+    "train": "sinkscope.pretrain.train",
     "SinkProbe": "sinkscope.pretrain.probes",
     "probe": "sinkscope.pretrain.probes",
     "audit": "sinkscope.remedies.audit",
@@ -147,6 +149,7 @@ if TYPE_CHECKING:
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
     from sinkscope.pretrain.probes import probe as probe
+    from sinkscope.pretrain.train import train as train
     from sinkscope.remedies.audit import audit as audit
     from sinkscope.remedies.audited import Audit as Audit
     from sinkscope.remedies.prefix import SinkPrefix as SinkPrefix

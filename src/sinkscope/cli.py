@@ -20,12 +20,12 @@ from sinkscope.commands import options
 from sinkscope.commands.audit import audit_command
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
-from sinkscope.commands.explore import explore_command
 from sinkscope.commands.fingerprint import fingerprint_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
 from sinkscope.commands.pretrain import pretrain_command, tokenize_command
 from sinkscope.commands.remedy import remedy_command
+from sinkscope.commands.report import report_command
 from sinkscope.commands.study import study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
@@ -62,10 +62,10 @@ def _options(
 app.command("study")(options.command(study_command))
 app.command("trace")(options.command(trace_command))
 app.command("intervene")(options.command(intervene_command))
-app.command("explore")(options.command(explore_command))
 app.command("tokenize")(options.command(tokenize_command))
 app.command("pretrain")(options.command(pretrain_command))
 app.command("compare")(options.command(compare_command))
+app.command("report")(options.command(report_command))
 app.command("audit")(options.command(audit_command))
 app.command("bias")(options.command(bias_command))
 app.command("fingerprint")(options.command(fingerprint_command))

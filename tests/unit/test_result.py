@@ -34,8 +34,6 @@ def test_every_result_has_this_shape():
         assert kind.__repr__ is sinkscope.Result.__repr__, "a dataclass would write its own, of any length"
         assert kind.headline[0]
         assert all(hasattr(kind, part) for part in ("story", "summary"))
-    assert hasattr(sinkscope.Trace, "plot")
-    assert hasattr(sinkscope.Study, "plot")
 
 
 def test_a_repr_is_a_few_lines(traced):
@@ -59,6 +57,26 @@ def test_a_notebook_shows_the_story_the_table_and_the_chain(traced):
     assert "40 of 50 rows" in hostile
     assert "<script>" not in hostile
     assert "<b>bold" not in hostile
+
+
+def test_every_figure_of_the_page_is_drawn(traced):
+    with pytest.raises(sinkscope.InputError, match="names of figures: ") as refused:
+        traced.plot("no such figure")
+    names = refused.value.expected.removeprefix("names of figures: ").split(", ")
+    drawn = traced.plot(*names)
+    titles = [axes.get_title() for axes in drawn.axes if axes.get_title()]
+    assert {"Neuron activations", "Attention received", "Sink rate by head"} <= set(titles)
+    assert len(titles) == len(names) > 10
+    (image,) = traced.plot("heads-sink-rate").axes[0].images
+    rates = [row for row in traced.table("heads").to_pylist() if row["position"] == traced.findings.strongest[0]]
+    assert image.get_array().ravel().tolist() == pytest.approx([row["sink_rate"] for row in rates], abs=1e-3)
+
+
+def test_one_sequence_is_drawn_as_one(traced):
+    alone = sinkscope.trace(tiny_model("llama"), [[5, 6, 7, 8] * 5]).plot().axes[0]
+    assert alone.get_title() == "1. Energy by position (one sequence)"
+    assert len(alone.lines[0].get_ydata()) == 20
+    assert traced.plot().axes[0].get_title() == "1. Value variance by position"
 
 
 def test_a_table_is_one_of_arrow_and_of_pandas(traced):

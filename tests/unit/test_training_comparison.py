@@ -21,6 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.births import LINKS, births
 from sinkscope.pretrain.comparison import compare_training, reach
 from sinkscope.report.comparison import compare
+from sinkscope.report.result import write_page_of_run
 from sinkscope.report.training_figures import median_birth
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
@@ -274,9 +275,28 @@ def test_damaged_runs_are_refused(write, case):
         compare_training(runs)
 
 
+def test_one_run_has_a_story_a_page_and_figures(write, tmp_path):
+    alone = compare_training([write(speed=-1.0)])  # its loss rises: nothing to compare, and no reason to refuse
+    assert alone.story.startswith("softmax, seed 0: validation loss 7.0000 after 1,024,000 tokens; sink rate 30.0 %")
+    assert "sink in a layer at 716,800 tokens" in alone.story
+    page = alone.report(tmp_path / "run.html").read_text()
+    assert "Training of softmax-0-0" in page
+    assert "probes.jsonl" in page
+    assert write_page_of_run(str(alone.runs[0].path), tmp_path / "again.html") == alone.story
+    drawn = compare_training([write(), write("gate", sink=False)]).plot()
+    assert [axes.get_title() for axes in drawn.axes] == [
+        *("Validation loss against training tokens", "Sink rate", "Dimension disparity")
+    ]
+    assert drawn._repr_png_().startswith(b"\x89PNG")
+    births = alone.plot("births-text").axes[0]
+    assert [text.get_text() for text in births.get_yticklabels()] == [link.name for link in LINKS]
+    with pytest.raises(InputError, match="names of figures: loss-tokens"):
+        alone.plot("no such figure")
+
+
 def test_other_refusals(write, tmp_path):
-    with pytest.raises(InputError, match="at least 2 training runs"):
-        compare_training([write()])
+    with pytest.raises(InputError, match="a training run or several"):
+        compare_training([])
     with pytest.raises(InputError, match="a second training run to compare"):
         compare([str(write()), "gpt2"], tmp_path / "page.html", run_of=lambda name: pytest.fail("studied first"))
     with pytest.raises(InputError, match="no such folder"):

@@ -18,12 +18,11 @@ from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tab
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch
-from sinkscope.results.result import Result, view
+from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
 
@@ -86,10 +85,6 @@ class Trace(Result):
                 kept = [column for column in declared.columns if column.name in self.tables[schema.name]]
                 found.append(replace(declared, columns=tuple(kept)))
         return tuple(found)
-
-    def plot(self) -> Figure:
-        """The chain from left to right as a matplotlib figure. Needs the extra `report`."""
-        return view().chain_figure(self.tables, self.summary)
 
     def write(self, folder: RunFolder) -> None:
         if self.has_findings:

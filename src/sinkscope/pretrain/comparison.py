@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from sinkscope.errors import InputError
+from sinkscope.models.names import is_reference, reference_run
 from sinkscope.pretrain.births import births
 from sinkscope.pretrain.comparison_story import comparison_story
 from sinkscope.pretrain.runs import (
@@ -30,6 +31,7 @@ from sinkscope.pretrain.runs import (
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema, rows_where
 from sinkscope.statistics import mean_interval
+from sinkscope.user_paths import user_path
 
 Row = dict[str, Any]
 PROBED = ("sink_rate", "dom_ratio", "effective_rank")
@@ -160,12 +162,16 @@ class TrainingComparison(Result):
 
 
 def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
-    """The tables of complete training runs, which must have seen the same data in batches of the same size."""
-    if len(folders) < 2:
-        raise InputError(
-            expected="at least 2 training runs", found=f"{len(folders)}", next_step="Give more run folders"
-        )
-    runs = [read_finished_run(Path(folder)) for folder in folders]
+    """The tables of complete training runs, which must have seen the same data in batches of the same size.
+
+    A run is a folder, or a model that comes with the package. One run alone has the same tables.
+    """
+    if not folders:
+        raise InputError(expected="a training run or several", found="none", next_step="Give run folders")
+    runs = [
+        read_finished_run(reference_run(str(folder)) if is_reference(str(folder)) else user_path(folder))
+        for folder in folders
+    ]
     check_comparable(runs)
     groups = replicas(runs)
     baseline = next(iter(groups))
@@ -211,7 +217,8 @@ def _chosen(row: Row, schema: Any) -> Row:
 
 def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
     baseline = next(iter(groups.values()))
-    references = {run.seed: (run.validation_loss, _own_reach(run)) for run in baseline}
+    alone = len(baseline) == len(groups) == 1
+    references = {run.seed: (run.validation_loss, _own_reach(run, alone=alone)) for run in baseline}
     losses, reaches = zip(*references.values(), strict=True)
     mean = Reach(fmean(found.tokens for found in reaches), fmean(found.seconds for found in reaches), "")
     rows = []
@@ -239,10 +246,10 @@ def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
     return rows
 
 
-def _own_reach(run: FinishedRun) -> Reach:
+def _own_reach(run: FinishedRun, *, alone: bool) -> Reach:
     """Where a run of the baseline first reached its final loss; refuses one whose loss did not fall."""
     found = reach(run.evaluations, run.validation_loss)
-    if found.bound:
+    if found.bound and not alone:
         first = run.evaluations[0]
         raise InputError(
             expected=f"a baseline whose validation loss falls, in {run.path}",

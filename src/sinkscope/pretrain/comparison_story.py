@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sinkscope.results.tables import rows_where
 
 Row = dict[str, Any]
+AT_THE_END = {"sink_rate": "sink rate", "dom_ratio": "DomRatio", "effective_rank": "effective rank"}
 
 
 def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) -> str:
@@ -20,8 +21,10 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
     assert loss is not None
     final = f"{baseline}'s final validation loss of {loss['mean']:.4f}"
     ratios = [row for row in rows_where(tables["variants"], quantity="tokens_ratio") if row["variant"] != baseline]
+    num_runs = len(tables["training_runs"]["run"])
+    if num_runs == 1:
+        return _of_one_run(tables, of)
     if not ratios:
-        num_runs = len(tables["training_runs"]["run"])
         return f"{num_runs} runs of {baseline}, and no other variant to compare them with: {final}."
     reached = [row for row in ratios if row["mean"] is not None and row["bound"] != ">"]
     if not reached:
@@ -36,14 +39,27 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
         text += f", and with {_percent(seconds)} of its seconds{_seeds(seconds)}"
     found = [
         f"{name} {_mean(own)} against {_mean(base)}"
-        for quantity, name in (
-            ("sink_rate", "sink rate"),
-            ("dom_ratio", "DomRatio"),
-            ("effective_rank", "effective rank"),
-        )
+        for quantity, name in AT_THE_END.items()
         if (own := of(best["variant"], quantity)) is not None and (base := of(baseline, quantity)) is not None
     ]
     return f"{text}. At the end: {', '.join(found)}." if found else f"{text}."
+
+
+def _of_one_run(tables: Mapping[str, Mapping[str, list]], of: Callable[[str, str], Row | None]) -> str:
+    """What a run reached, how its sink ended, and which links were born on held-out text."""
+    (run,) = rows_where(tables["training_runs"])
+    text = f"{run['variant']}, seed {run['seed']}: validation loss {run['validation_loss']:.4f} after "
+    text += f"{run['tokens']:,} tokens"
+    found = [f"{name} {_mean(row)}" for key, name in AT_THE_END.items() if (row := of(run["variant"], key)) is not None]
+    text += f"; {', '.join(found)}." if found else "."
+    births = rows_where(tables["births"], batch="text")
+    born = sorted((row for row in births if row["tokens"] is not None), key=lambda row: row["tokens"])
+    if born:
+        listed = [f"{row['link']} at {row['tokens']:,} tokens" for row in born]
+        text += f" Born on held-out text: {', '.join(listed)}."
+    if missing := [row["link"] for row in births if row["tokens"] is None]:
+        text += f" Not born: {', '.join(missing)}."
+    return text
 
 
 def _percent(row: Row) -> str:

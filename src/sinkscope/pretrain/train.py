@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig
+from sinkscope.pretrain.config import PretrainConfig, resolve
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -20,7 +21,7 @@ from sinkscope.pretrain.metrics import (
     read_first_rows,
     tracker,
 )
-from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.parallel import Processes, processes
 from sinkscope.pretrain.runs import decoder_config_of_run, saved_configuration, shards_of_run
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
@@ -72,6 +73,34 @@ def pretrain(
             say(_opening(run, config, shards, compile))
             with explained(out, only=DISK_FULL):
                 return run.train()
+
+
+def train(
+    data: Path | str | Sequence[Path | str],
+    out: Path | str,
+    *,
+    variant: str | None = None,
+    config: str = "tiny",
+    validation: Sequence[Path | str] = (),
+    device: str = "auto",
+    overwrite: bool = False,
+    say: Say | None = None,
+    **training: int | float | str | bool,
+) -> Path:
+    """The folder of a training run, trained to its end: `sinkscope pretrain` for Python.
+
+    `data` is text, or folders of it, or token shards; `config` a preset (tiny, 30m, 152m, 1b) or a YAML file;
+    `training` changes its entries, such as `steps=100`. `say` is called with each line of progress. A run that was
+    stopped goes on.
+    """
+    sources = [data] if isinstance(data, str | Path) else data
+    resolved = resolve(
+        config, variant=variant, data=[*map(str, sources)], validation=[*map(str, validation)], training=training
+    )
+    out = user_path(out)
+    with processes("auto", device) as group:
+        pretrain(resolved, out, group, overwrite=overwrite, say=say or (lambda text: None))
+    return out
 
 
 def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:

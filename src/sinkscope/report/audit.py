@@ -38,8 +38,10 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
         f"{summary['family']}, {summary['num_layers']} layers; {tokens['count']} held-out texts of {tokens['length']} "
         f"tokens, loss {summary['loss']:.3f}"
     )
-    scatter, remedies, maps = _scatter(tables["damages"], summary), _remedies(tables["remedies"]), _maps(tables)
-    figures = [scatter, *([remedies] if remedies else []), *maps]
+    figures = audit_figures(tables, summary)
+    by_id = {figure.id: figure for figure in figures}
+    remedies, scatter = by_id.get("remedies"), by_id["scatter"]
+    maps = [figure for figure in figures if figure not in (remedies, scatter)]
     body = [
         header(title, circumstances),
         '<main id="main">',
@@ -55,6 +57,12 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
         f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(command)}</code></pre></main>',
     ]
     write_page(destination, title, "".join(body), figures)
+
+
+def audit_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> list[Figure]:
+    """The figures of the page: what is left of the damage, prediction against measurement, maps of modules."""
+    remedies = _remedies(tables["remedies"])
+    return [*([remedies] if remedies else []), _scatter(tables["damages"], summary), *_maps(tables)]
 
 
 class _Files:

@@ -29,7 +29,7 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
     inputs = result.signatures[0].inputs
     title = "Origins of " + ", ".join(signature.name for signature in result.signatures[:4])
     circumstances = f"{inputs.num_sequences} sequences of {inputs.length} ids below {inputs.vocabulary}"
-    figure = _map(result)
+    figure = pairs_map(result)
     columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
     rows = [
         (
@@ -63,7 +63,8 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _map(result: Fingerprint) -> Figure:
+def pairs_map(result: Fingerprint) -> Figure:
+    """The effect of every pair."""
     names = [signature.name for signature in result.signatures]
     values = np.full((len(names), len(names)), np.nan)
     for pair in result.pairs:

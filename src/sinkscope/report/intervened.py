@@ -17,15 +17,7 @@ MOST_POSITIONS = 256
 
 def write_intervened_page(result: Intervened, command: str, destination: Path) -> None:
     """Writes the page of a result."""
-    recording = result.before.recording
-    length = recording.batch.length
-    judged = min(max(length - LATER_QUERIES, 1), MOST_POSITIONS)
-    cut = "" if judged == length else f" The first {judged} of {length} positions; the last ones have few queries."
-    figures = [
-        _curves(result, "sink_rate", "Sink rate by position", f"Mean over layers.{cut}", judged),
-        _curves(result, "received", "Attention received by position", f"Mean over layers and heads.{cut}", judged),
-        *(_by_layer(result, position) for position in result.shown[:4]),
-    ]
+    recording, figures = result.before.recording, intervened_figures(result)
     title = f"Interventions on {recording.model_name}"
     told = "".join(
         f"<section><h3>{name}</h3><p>{isolated(getattr(result, arm).story)}</p></section>"
@@ -35,7 +27,7 @@ def write_intervened_page(result: Intervened, command: str, destination: Path) -
     listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
     drawn = "".join(html.figure(figure, None) for figure in figures)
     body = [
-        header(title, f"{recording.batch.num_sequences} sequences of {length} tokens"),
+        header(title, f"{recording.batch.num_sequences} sequences of {recording.batch.length} tokens"),
         f'<main id="main"><div class="runs">{told}</div>',
         f"<p>The control: {escaped(result.control_is)}. Calibrated on {escaped(result.calibrated_on)}.</p>",
         f'<div class="figures">{drawn}</div>',
@@ -43,6 +35,18 @@ def write_intervened_page(result: Intervened, command: str, destination: Path) -
         f"<h2>Method</h2><p><code>{isolated(command)}</code></p></main>",
     ]
     write_page(destination, title, "".join(body), figures)
+
+
+def intervened_figures(result: Intervened) -> list[Figure]:
+    """Curves by position and by layer, before, after and under the control."""
+    length = result.before.recording.batch.length
+    judged = min(max(length - LATER_QUERIES, 1), MOST_POSITIONS)
+    cut = "" if judged == length else f" The first {judged} of {length} positions; the last ones have few queries."
+    return [
+        _curves(result, "sink_rate", "Sink rate by position", f"Mean over layers.{cut}", judged),
+        _curves(result, "received", "Attention received by position", f"Mean over layers and heads.{cut}", judged),
+        *(_by_layer(result, position) for position in result.shown[:4]),
+    ]
 
 
 def _curves(result: Intervened, quantity: str, title: str, caption: str, num_positions: int) -> Figure:

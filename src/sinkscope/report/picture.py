@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_POSITIONS_SHOWN = 64
+NOTEBOOK_DPI = 80
 LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 
 
@@ -23,20 +26,30 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+@cache
+def drawing_class() -> type[Figure]:
+    """matplotlib's figure, which a notebook shows also where no backend of matplotlib was chosen."""
+    if not can_draw():
+        raise InputError(
+            expected="matplotlib, to draw", found="no such package", next_step='Run: pip install "sinkscope[report]"'
+        )
+    from matplotlib.figure import Figure
+
+    class Drawing(Figure):
+        def _repr_png_(self) -> bytes:
+            image = io.BytesIO()
+            self.savefig(image, format="png", dpi=NOTEBOOK_DPI)
+            return image.getvalue()
+
+    return Drawing
+
+
 def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     """The sink chain from left to right as one picture: variance, neurons, output vectors, dimensions, attention.
 
     Needs matplotlib (the extra `report`). Line styles and markers differ, so that it can be read without colour.
     """
-    if not can_draw():
-        raise InputError(
-            expected="matplotlib, to draw the chain",
-            found="no such package",
-            next_step='Run: pip install "sinkscope[report]"',
-        )
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(20, 4.2), layout="constrained")
+    figure = drawing_class()(figsize=(20, 4.2), layout="constrained")
     panels = figure.subplots(1, 5)
     positions = {name: np.asarray(values) for name, values in tables["positions"].items()}
     layers = {name: _floats(values) for name, values in tables["layers"].items()}
@@ -60,13 +73,15 @@ def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, show
 
 
 def _variance(panel, positions, birth: int, shown: int) -> None:
-    panel.set_title("Value variance by position")
+    # One sequence has no variance across sequences: its energy is shown.
+    has_variance = np.isfinite(_floats(positions["value_variance"])).any()
+    column = "value_variance" if has_variance else "second_moment"
+    panel.set_title("Value variance by position" if has_variance else "Energy by position (one sequence)")
     for layer in range(min(birth, 2) + 1):
-        line = panel.plot(
-            _layer_rows(positions, layer, "value_variance", shown), marker=".", ms=3, label=f"layer {layer}"
-        )
-        law = _layer_rows(positions, layer, "averaging_law", shown)
-        panel.plot(law, linestyle="--", color=line[0].get_color(), label=f"averaging law, layer {layer}")
+        line = panel.plot(_layer_rows(positions, layer, column, shown), marker=".", ms=3, label=f"layer {layer}")
+        if has_variance:
+            law = _layer_rows(positions, layer, "averaging_law", shown)
+            panel.plot(law, linestyle="--", color=line[0].get_color(), label=f"averaging law, layer {layer}")
     panel.set(xlabel="position", yscale="log")
     panel.legend(fontsize=7)
 

@@ -5,31 +5,50 @@ from __future__ import annotations
 import base64
 import io
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sinkscope.capture.trace import Trace
+from sinkscope.errors import InputError
+from sinkscope.models.names import is_reference, reference_run
 from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.origins.initial_bias import Bias
 from sinkscope.pretrain.comparison import TrainingComparison
 from sinkscope.remedies.audited import Audit
 from sinkscope.report import html
-from sinkscope.report.audit import write_audit_page
-from sinkscope.report.bias import write_bias_page
+from sinkscope.report.audit import audit_figures, write_audit_page
+from sinkscope.report.bias import bias_section, write_bias_page
 from sinkscope.report.comparison import write_training_page
-from sinkscope.report.fingerprint import write_fingerprint_page
-from sinkscope.report.intervened import write_intervened_page
-from sinkscope.report.picture import can_draw
-from sinkscope.report.picture import chain_figure as chain_figure
-from sinkscope.report.study import write_study_page
+from sinkscope.report.drawn import drawing
+from sinkscope.report.figure import Figure
+from sinkscope.report.fingerprint import pairs_map, write_fingerprint_page
+from sinkscope.report.intervened import intervened_figures, write_intervened_page
+from sinkscope.report.picture import can_draw, chain_figure
+from sinkscope.report.run import read_run
+from sinkscope.report.study import study_page_figures, write_study_page
 from sinkscope.report.text import isolated
+from sinkscope.report.training import write_run_page
+from sinkscope.report.training_figures import birth_figures, training_figures
 from sinkscope.results.result import Result
-from sinkscope.results.run_folder import check_page
+from sinkscope.results.run_folder import check_page, is_training_run
 from sinkscope.studies.intervene import Intervened
 from sinkscope.studies.study import Study
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 MOST_ROWS = 40
 """Rows that a notebook shows."""
-NOTEBOOK_DPI = 50
+SMALL_DPI = 50
+"""Of the picture beside a story."""
+MAIN = {
+    TrainingComparison: ("loss-tokens", "sink-rate", "dom-ratio"),
+    Audit: ("remedies", "scatter"),
+    Intervened: ("sink-rate", "received"),
+}
+"""The figures that say most, of a kind whose first figure does not."""
 
 
 def in_notebook(result: Result) -> str:
@@ -41,19 +60,55 @@ def in_notebook(result: Result) -> str:
         cut = f", {len(rows)} of {len(table[columns[0]])} rows" if len(rows) < len(table[columns[0]]) else ""
         shown = html.table([column.replace("_", " ") for column in columns], rows)
         parts.append(f"<p>{name.replace('_', ' ')}{cut}</p>{shown}" if rows else "")
-    chain = result.trace if isinstance(result, Study) else result
-    if isinstance(chain, Trace) and chain.has_findings and can_draw():
+    chain = _chain_of(result)
+    if chain is not None and chain.has_findings and can_draw():
         image = io.BytesIO()
-        chain.plot().savefig(image, format="png", dpi=NOTEBOOK_DPI)
+        chain.plot().savefig(image, format="png", dpi=SMALL_DPI)
         data = base64.b64encode(image.getvalue()).decode()
         parts.append(f'<img alt="The chain from left to right" src="data:image/png;base64,{data}">')
     return "".join(parts)
 
 
+def plot(result: Result, names: Sequence[str]) -> Drawing:
+    """Figures of the result's page by name, drawn by matplotlib; without names the chain, or those that say most."""
+    chain = _chain_of(result)
+    if not names and chain is not None:
+        return chain_figure(chain.tables, chain.summary)
+    found = {figure.id: figure for figure in _figures(result)}
+    if unknown := [name for name in names if name not in found]:
+        raise InputError(
+            expected=f"names of figures: {', '.join(found)}", found=repr(unknown[0]), next_step="Choose some of them"
+        )
+    main = [name for name in MAIN.get(type(result), ()) if name in found]
+    return drawing([found[name] for name in names or main or list(found)[:1]])
+
+
+def _chain_of(result: Result) -> Trace | None:
+    chain = result.trace if isinstance(result, Study) else result
+    return chain if isinstance(chain, Trace) else None
+
+
+def _figures(result: Result) -> list[Figure]:
+    """What the result's page draws."""
+    if isinstance(result, TrainingComparison):
+        return training_figures(result) + birth_figures(result)
+    if isinstance(result, Fingerprint):
+        return [pairs_map(result)]
+    if isinstance(result, Audit):
+        return audit_figures(result.tables, result.summary)
+    if isinstance(result, Intervened):
+        return intervened_figures(result)
+    with tempfile.TemporaryDirectory() as folder:
+        run = read_run(result.save(Path(folder) / "run"))
+    return bias_section(run)[1] if run.kind == "bias" else study_page_figures(run)
+
+
 def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     """Writes the page of a result, from its tables alone."""
     check_page(out, overwrite)
-    if isinstance(result, TrainingComparison):
+    if isinstance(result, TrainingComparison) and len(result.runs) == 1:
+        write_run_page(result.runs[0].path, out)
+    elif isinstance(result, TrainingComparison):
         write_training_page(result, out, overwrite=overwrite)
     elif isinstance(result, Fingerprint):
         write_fingerprint_page(result, "", out)
@@ -65,3 +120,13 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
         write_page = write_bias_page if isinstance(result, Bias) else write_study_page
         with tempfile.TemporaryDirectory() as folder:
             write_page(result.save(Path(folder) / "run"), out)
+
+
+def write_page_of_run(name: str, out: Path) -> str:
+    """Writes the page of the run in a folder, and returns its answer. reference:NAME stands for its training run."""
+    folder = reference_run(name) if is_reference(name) else user_path(name)
+    if is_training_run(folder):
+        return write_run_page(folder, out)
+    run = read_run(folder)
+    (write_bias_page if run.kind == "bias" else write_study_page)(folder, out)
+    return run.answer

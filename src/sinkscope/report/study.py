@@ -130,6 +130,12 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
     write_page(destination, f"Attention sink of {run.model}", "".join(parts), every)
 
 
+def study_page_figures(run: Run) -> list[Figure]:
+    """All figures of the page of a study or of a trace."""
+    studied = study_figures(run).values() if run.kind == "study" else ()
+    return [*chain_panels(run), *(figure for own in studied for figure in own), *maps(run), *layer_curves(run)]
+
+
 def circumstances(run: Run) -> str:
     """The family, its size, and the tokens that it ran on."""
     tokens, summary = run.summary["tokens"], run.summary

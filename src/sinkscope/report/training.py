@@ -1,12 +1,13 @@
-"""The section on training runs of a comparison page: the answer, the variants, the figures, the method."""
+"""Training runs: the section of a comparison page, and the page of one run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sinkscope.pretrain.births import LINKS
-from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
+from sinkscope.pretrain.comparison import RATIOS, TrainingComparison, compare_training
 from sinkscope.report import html
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
@@ -34,6 +35,36 @@ class TablesBeside:
         return f"{self.folder}/{table}.parquet"
 
 
+class _FilesOfARun:
+    """The logs of a run, which the tables of its page are made from."""
+
+    def file_name(self, table: str) -> str:
+        return "metrics.jsonl" if table == "losses" else "probes.jsonl"
+
+
+def write_run_page(folder: Path | str, destination: Path) -> str:
+    """Writes the page of one training run from the files in its folder, and returns its story."""
+    comparison, files = compare_training([folder]), _FilesOfARun()
+    (run,) = comparison.runs
+    courses, births = training_figures(comparison), birth_figures(comparison)
+    title = f"Training of {run.name}"
+    notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
+    training = run.config["training"]
+    circumstances = f"{run.variant}, seed {run.seed}; {training['steps']:,} steps"
+    parts = [
+        html.header(title, circumstances),
+        f'<main id="main"><p class="answer">{isolated(comparison.story)}</p>',
+        f'<ul class="caption">{notes}</ul>' if notes else "",
+        _drawn(courses, files),
+        f"<h2>Birth of the links</h2>{_drawn(births, files)}{_births(comparison)}" if births else "",
+        f'<h2 id="method">Method</h2>{_birth_rules()}<h3>Model</h3>{html.facts(run.config["model"].items())}',
+        f"<h3>Training</h3>{html.facts(training.items())}<h3>Environment</h3>{html.facts(run.environment.items())}",
+        "</main>",
+    ]
+    html.write_page(destination, title, "".join(parts), courses + births)
+    return comparison.story
+
+
 def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
     """The HTML of the section, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
@@ -50,7 +81,7 @@ def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tupl
     return "".join(parts), courses + births
 
 
-def _drawn(figures: list[Figure], tables: TablesBeside) -> str:
+def _drawn(figures: list[Figure], tables: html.Files) -> str:
     return f'<div class="figures">{"".join(html.figure(figure, tables) for figure in figures)}</div>'
 
 
@@ -157,17 +188,22 @@ def _runs(comparison: TrainingComparison) -> str:
 
 
 def _method(comparison: TrainingComparison, tables: TablesBeside) -> str:
-    rules = "".join(
-        f"<li>{escaped(link.name)}: {escaped(link.observable)}, at least {link.threshold:g}</li>" for link in LINKS
-    )
     return (
         "<h2>Method</h2><p>Runs that differ only in their seed are replicas of a variant. Validation losses are not "
         "smoothed; between two evaluations they are interpolated on a straight line in tokens. A run reaches "
         f"{isolated(comparison.baseline)}'s final loss (that of the same seed) where its line first falls to it. "
         "Ratios are taken seed by seed. Their mean is geometric; their interval is Student's t of the logarithms. "
         "Seconds include evaluation, probes and compilation. Sink rate, DomRatio and effective rank are means over "
-        "layers at the last probe of held-out text.</p>"
+        f"layers at the last probe of held-out text.</p>{_birth_rules()}"
+        f'<p class="caption">All tables: <code>{escaped(tables.folder)}/</code></p>'
+    )
+
+
+def _birth_rules() -> str:
+    rules = "".join(
+        f"<li>{escaped(link.name)}: {escaped(link.observable)}, at least {link.threshold:g}</li>" for link in LINKS
+    )
+    return (
         "<p>A link is born at the first probe at which its observable, in the layer where it is largest, reaches its "
         f"threshold and stays there to the end of the run:</p><ul>{rules}</ul>"
-        f'<p class="caption">All tables: <code>{escaped(tables.folder)}/</code></p>'
     )

@@ -16,6 +16,7 @@ from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     import pyarrow
+    from matplotlib.figure import Figure
 
     from sinkscope.results.run_folder import RunFolder
 
@@ -75,6 +76,13 @@ class Result:
         path = user_path(out)
         view().write_report(self, path, overwrite=overwrite)
         return path
+
+    def plot(self, *names: str) -> Figure:
+        """Figures of the page, by name, as one of matplotlib; without names, the chain or those that say most.
+
+        Needs the extra `report`. A name that is not there is refused with those that are.
+        """
+        return view().plot(self, names)
 
     def __repr__(self) -> str:
         story = self.story if len(self.story) <= MOST_SHOWN else f"{self.story[:MOST_SHOWN]} ..."

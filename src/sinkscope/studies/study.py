@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -42,9 +41,6 @@ from sinkscope.studies.minimal_set import find_minimal_set
 from sinkscope.studies.plan import Plan, make_plan
 from sinkscope.studies.study_schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NUM_CHOOSING = 32
 NO_SINK = "there is no sink to explain"
@@ -133,10 +129,6 @@ class Study(Result):
     @property
     def story(self) -> str:
         return self.verdict
-
-    def plot(self) -> Figure:
-        """The chain of the untouched model as a matplotlib figure. Needs the extra `report`."""
-        return self.trace.plot()
 
     def write(self, folder: RunFolder) -> None:
         """Writes the summary, every table and the calibration means into an open run folder."""
