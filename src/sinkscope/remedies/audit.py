@@ -8,7 +8,7 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def audit(
     model: Any = None,
     text: str | Path | Tensor | TokenBatch | None = None,
     *,
+    schemes: Sequence[str] | None = None,
     length: int = 128,
     num_sequences: int = 16,
     seed: int = 0,
@@ -51,14 +52,15 @@ def audit(
 ) -> Audit:
     """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
 
-    `text` is a file, or token ids [texts, positions]; without one the model writes its own. Further options go to
-    `load`.
+    `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
+    are measured, all ten without it. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
+    measured = _schemes(schemes)
     loaded = load(model, **options)
     batch = texts_to_measure(loaded, text, length, num_sequences, seed)
     setting = _setting(loaded, batch, seed)
-    cells, trials, refused = _measured(setting, progress or (lambda done, total: None))
+    cells, trials, refused = _measured(setting, measured, progress or (lambda done, total: None))
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
     return Audit(
         loaded=loaded, batch=held_out, setting=setting, cells=tuple(cells), trials=tuple(trials), refused=refused
@@ -114,9 +116,19 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
     )
 
 
-def _measured(setting: Setting, progress: Progress) -> tuple[list[Cell], list[Trial], dict[str, str]]:
+def _schemes(names: Sequence[str] | None) -> list[Scheme]:
+    if unknown := [name for name in names or () if name not in SCHEMES]:
+        raise InputError(
+            expected=f"`schemes` among {', '.join(SCHEMES)}", found=repr(unknown[0]), next_step="Choose some of them"
+        )
+    return [SCHEMES[name] for name in names or SCHEMES]
+
+
+def _measured(
+    setting: Setting, schemes: list[Scheme], progress: Progress
+) -> tuple[list[Cell], list[Trial], dict[str, str]]:
     """Every cell; and every remedy where a scheme does harm, if any token is a sink."""
-    total = len(SCHEMES) * (2 + len(GROUPS)) + NUM_BLAMED
+    total = len(schemes) * (2 + len(GROUPS)) + NUM_BLAMED
     done = 0
 
     def step() -> None:
@@ -126,7 +138,7 @@ def _measured(setting: Setting, progress: Progress) -> tuple[list[Cell], list[Tr
 
     cells: list[Cell] = []
     harmed: dict[str, np.ndarray] = {}
-    for scheme in SCHEMES.values():
+    for scheme in schemes:
         harmed[scheme.name] = setting.losses(scheme)
         step()
         modules = scheme.modules(setting.model)
@@ -137,7 +149,7 @@ def _measured(setting: Setting, progress: Progress) -> tuple[list[Cell], list[Tr
         for group, part in layer_groups(setting.model, modules).items():
             cells.append(_cell(setting, "group", group, scheme, part, setting.damage(scheme, modules=part)))
             step()
-    for module, scheme in _blamed(setting):
+    for module, scheme in _blamed(setting, schemes):
         found = setting.damage(scheme, modules=[module])
         cells.append(_cell(setting, "module", module, scheme, [module], found))
         step()
@@ -182,10 +194,13 @@ def layer_groups(model: Any, modules: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _blamed(setting: Setting) -> Iterator[tuple[str, Scheme]]:
+def _blamed(setting: Setting, schemes: list[Scheme]) -> Iterator[tuple[str, Scheme]]:
     """The modules with the largest predicted damage, each with the scheme that makes it."""
     worst: dict[str, tuple[float, str]] = {}
+    names = {scheme.name for scheme in schemes}
     for (module, scheme), predicted in setting.prediction.damages.items():
+        if scheme not in names:
+            continue
         worst[module] = max(worst.get(module, (0.0, scheme)), (predicted, scheme))
     for module in sorted(worst, key=lambda name: -worst[name][0])[:NUM_BLAMED]:
         yield module, SCHEMES[worst[module][1]]

@@ -10,7 +10,7 @@ from sinkscope.results.tables import Column, Schema
 _MODULE = Column("module", "str", "Name of the module, as named_modules() gives it")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _KIND = Column("kind", "str", "Name of the module within its layer")
-_SCHEME = Column("scheme", "str", "What is made cheaper; docs/remedies.md defines each")
+_SCHEME = Column("scheme", "str", "What is made cheaper; docs/audit.md defines each")
 
 
 def _interval(name: str, meaning: str) -> tuple[Column, Column, Column]:
