@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: study test proof lint check-code check-format check-types real-weights clean
+.PHONY: study test proof lint check-code check-format check-types real-weights docs clean
 
 study: $(INSTALLED)
 	$(BIN)/sinkscope study reference:softmax --out runs/softmax --overwrite
@@ -32,6 +32,14 @@ check-types: $(INSTALLED)
 real-weights: $(INSTALLED)
 	$(BIN)/python -m pytest -m real_weights -rs tests/real_weights
 
+# The site in build/site: it runs the tutorials, and opens from disk without a network.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
+	touch $@
+
 # The stamp is touched last, so an install that was interrupted starts again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,5 +49,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Removes the default environment only: VENV may name one that serves other projects. Results in runs/ stay.
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
-	rm -f $(INSTALLED)
+	rm -f $(INSTALLED) $(VENV)/.docs
 	find src tests experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
