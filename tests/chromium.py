@@ -20,6 +20,8 @@ SWITCHES = (
     "--disable-background-networking",
     "--remote-debugging-pipe",
 )
+KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "ArrowLeft": (37, ""), "ArrowRight": (39, "")}
+"""Keys that the browser itself acts on: (code, what they type)."""
 
 
 class Chromium:
@@ -72,13 +74,13 @@ class Chromium:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
-        """Shows a page of ours in a window of this size, and returns when its figures are drawn."""
+    def open(self, page: Path | str, *, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
+        """Shows a page of ours, a file or an address, in a window of this size, and returns when it is drawn."""
         self.errors.clear()
         self.requests.clear()
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.resize(width, height)
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         deadline = time.monotonic() + 60
         while self.evaluate("document.documentElement?.dataset.drawn") is None:
             assert time.monotonic() < deadline, f"the figures of {page} were not drawn: {self.errors}"
@@ -88,8 +90,9 @@ class Chromium:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def press(self, key: str) -> None:
+        code, text = KEYS.get(key, (0, key if len(key) == 1 else ""))
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 else "")
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))

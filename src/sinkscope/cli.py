@@ -20,6 +20,7 @@ from sinkscope.commands import options
 from sinkscope.commands.audit import audit_command
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
+from sinkscope.commands.explore import explore_command
 from sinkscope.commands.fingerprint import fingerprint_command
 from sinkscope.commands.intervene import intervene_command
 from sinkscope.commands.models import models_command
@@ -62,6 +63,7 @@ def _options(
 app.command("study")(options.command(study_command))
 app.command("trace")(options.command(trace_command))
 app.command("intervene")(options.command(intervene_command))
+app.command("explore")(options.command(explore_command))
 app.command("tokenize")(options.command(tokenize_command))
 app.command("pretrain")(options.command(pretrain_command))
 app.command("compare")(options.command(compare_command))

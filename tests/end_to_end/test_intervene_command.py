@@ -60,6 +60,7 @@ OPTIONS: dict[tuple[str, str], tuple[int, bool]] = {
     ("--densify", "1:7"): (0, True),
     ("--transplant", "1:7@0:10"): (10, True),
     ("--zero-dimension", "5@10"): (10, False),
+    ("--transplant-dimension", "5@0:10"): (10, False),
 }
 
 

@@ -58,6 +58,8 @@ WITHOUT_TORCH = {
     ("trace", "--device", "cpu", "--device-map", "auto"): "either --device or --device-map",
     ("trace", "--out", "taken"): "--overwrite",
     ("trace", "--json", "--length", "1"): "--length of at least 2",
+    ("explore", "--port", "70000"): "Lower --port",
+    ("explore", "--prompt", "a b", "--prompt", "c d", "--prompt", "e f"): "one --prompt, or two side by side",
     ("audit", "--length", "63"): "--length of at least 64",
     ("audit", "--num-sequences", "1"): "Raise --num-sequences",
     ("audit", "--text", "nowhere.txt"): "nowhere.txt",
@@ -220,7 +222,16 @@ def test_help_has_an_example_and_loads_nothing_heavy(tmp_path):
     )
     assert all(code == 0 and "Example: sinkscope" in out for code, out, _, _ in json.loads(done.stdout))
     loaded = {name.split(".")[0] for name in json.loads(done.stderr)}
-    assert not loaded & {"transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "jaxtyping", "plotly"}
+    assert not loaded & {
+        "transformers",
+        "numpy",
+        "pyarrow",
+        "safetensors",
+        "tokenizers",
+        "jaxtyping",
+        "plotly",
+        "starlette",
+    }
     assert "typer" in loaded, "control: what is loaded is seen"
 
 

@@ -31,10 +31,11 @@ LAYERS = {
     "origins": 5,
     "remedies": 5,
     "report": 6,
-    "commands": 7,
-    "cli": 7,
-    "__main__": 7,
-    "": 7,
+    "explore": 7,
+    "commands": 8,
+    "cli": 8,
+    "__main__": 8,
+    "": 8,
 }
 # Layer 0 stands on nothing: beside errors, which anyone may import, these are its only inner imports.
 WITHIN_LAYER_0 = {

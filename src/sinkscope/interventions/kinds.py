@@ -182,6 +182,12 @@ def _unit_position(text: str) -> tuple:
     return *_unit(unit), int(position)
 
 
+def _dimension_places(text: str) -> tuple:
+    dimension, places = text.split("@")
+    source, target = places.split(":")
+    return int(dimension), int(source), int(target)
+
+
 def _dimension_position(text: str) -> tuple:
     dimension, position = text.split("@")
     return int(dimension), int(position)
@@ -277,6 +283,15 @@ def _zero_dimension(setting, values, where):
     return [set_dimensions(setting.loaded, [dimension], positions=at, **where) for dimension, at in values]
 
 
+def _transplant_dimension(setting, values, where):
+    from sinkscope.interventions.residual import set_dimensions
+
+    return [
+        set_dimensions(setting.loaded, [dimension], "transplant", source=source, positions=target, **where)
+        for dimension, source, target in values
+    ]
+
+
 def _clamp(what: str) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.residual import clamp
@@ -370,6 +385,15 @@ KINDS: dict[str, Kind] = {
         does=" of the residual stream, set to zero",
         read=_dimension_position,
         make=_zero_dimension,
+        acts_at=_last,
+        takes=("layers",),
+    ),
+    "transplant_dimension": Kind(
+        form="DIMENSION@SOURCE:TARGET",
+        example="447@0:10",
+        does=" of the residual stream, its values written at the target too",
+        read=_dimension_places,
+        make=_transplant_dimension,
         acts_at=_last,
         takes=("layers",),
     ),

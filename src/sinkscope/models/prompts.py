@@ -14,7 +14,14 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, bos_id
-from sinkscope.models.token_batches import TokenBatch, check_ids, given_batch, tokenizer_adds_bos, tokenizer_of
+from sinkscope.models.token_batches import (
+    TokenBatch,
+    check_ids,
+    context_length,
+    given_batch,
+    tokenizer_adds_bos,
+    tokenizer_of,
+)
 
 Tokens = TokenBatch | Tensor | str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 """What a model can be given to read: a batch, a text, texts, ids, or what a tokenizer returned."""
@@ -45,6 +52,12 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
                 expected="a text of at least 2 tokens",
                 found=f"{len(whole[-1])} in {text[:40]!r}",
                 next_step="Give a longer text; random tokens are token_batch(model)",
+            )
+        if (most := context_length(loaded.model)) is not None and len(whole[-1]) > most:
+            raise InputError(
+                expected=f"a text of at most {most} tokens, the model's context",
+                found=f"{len(whole[-1])} in {text[:40]!r}",
+                next_step="Give a shorter text",
             )
         check_ids(loaded.model, whole[-1])
     lengths = {len(ids) for ids in whole}

@@ -6,8 +6,8 @@ that are drawn as maps are checked for their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +68,7 @@ FEW_ROWS = 100_000
 LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
 ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
 """Tables with the same rows for each layer, layer after layer, and the column that numbers these rows."""
-OF_TEXTS = (TOKENS, SEQUENCE_SINKS)
+OF_TEXTS = (TOKENS.name, SEQUENCE_SINKS.name)
 """Tables of each sequence's own tokens, which may be longer than what is read by position."""
 PARTS = {"embeddings", "attention", "feed_forward"}
 NEVER_EMPTY = {"bias", "contraction", "contraction_positions"}
@@ -133,8 +133,9 @@ def is_run(folder: Path) -> bool:
     return (folder / "summary.json").is_file() or is_training_run(folder)
 
 
-def read_run(folder: Path) -> Run:
-    """The study, trace or bias in a folder; anything else, or tables of another version, is refused."""
+def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None) -> Run:
+    """The study, trace or bias in a folder; anything else, or tables of another version, is refused. `columns`, by
+    table: only these are read, since those of a long text fill gigabytes."""
     if (trains := is_training_run(folder)) or not is_run(folder):
         found = "no such folder" if not folder.is_dir() else "neither summary.json nor a training run"
         raise InputError(
@@ -162,14 +163,20 @@ def read_run(folder: Path) -> Run:
     sizes = {"num_layers": summary["num_layers"], **{name: summary["tokens"][name] for name in ("length", "count")}}
     checked(summary, BIASED if kind == "bias" else TRACED, folder / "summary.json", sizes)
     schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+    if columns is not None:
+        schemas = [
+            replace(schema, columns=tuple(column for column in schema.columns if column.name in columns[schema.name]))
+            for schema in schemas
+            if schema.name in columns
+        ]
     ranges = {name: allowed.ends(sizes) for name, allowed in NUMBERED.items()}
     longest = sizes | {"length": max([sizes["length"], *(summary["tokens"].get("whole") or ())])}
     of_texts = {name: allowed.ends(longest) for name, allowed in NUMBERED.items()}
     tables = {
-        schema.name: read_table(folder / schema.name, schema, of_texts if schema in OF_TEXTS else ranges)
+        schema.name: read_table(folder / schema.name, schema, of_texts if schema.name in OF_TEXTS else ranges)
         for schema in schemas
         # A page can do without what each sequence's own tokens receive.
-        if schema not in OF_TEXTS or _has_table(folder, schema.name)
+        if schema.name not in OF_TEXTS or _has_table(folder, schema.name)
     }
     for name, table in tables.items():
         _check_table(name, table, sizes, folder / f"{name}.parquet")

@@ -109,6 +109,77 @@ class Intervened(Result):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Untouched:
+    """A batch that interventions are to act on, and what they are made with. The untouched model reads it once, however
+    many of them are tried."""
+
+    loaded: LoadedModel
+    batch: TokenBatch
+    calibration: TokenBatch
+    """Other sequences, as long, on which interventions are calibrated."""
+    observables: Sequence[str] | None = None
+    """What a trace records; all of the chain where nothing is named."""
+
+    @cached_property
+    def before(self) -> Trace:
+        return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
+
+    @cached_property
+    def setting(self) -> Setting:
+        plan = make_plan(self.before.findings)
+        return Setting(
+            loaded=self.loaded,
+            anatomy=anatomy_of(self.loaded.model),
+            batch=self.batch,
+            calibration=self.calibration,
+            last_layer=plan.last_layer,
+            excluded=plan.candidates,
+        )
+
+    def under(self, requests: Sequence[Request], *, control: bool = False) -> Trace:
+        """A trace under these interventions or, as a control, under what stands in for them."""
+        if wrong := [position for position in _positions(requests) if not 0 <= position < self.batch.length]:
+            is_prompt = self.batch.kind == "text" and self.batch.source is None
+            raise InputError(
+                expected=f"positions from 0 to {self.batch.length - 1}",
+                found=", ".join(map(str, wrong)),
+                next_step=f"Choose others, or a {'longer `prompt`' if is_prompt else 'greater `length`'}",
+            )
+        setting = self.setting
+        with evaluation_mode(self.loaded.model):
+            interventions = [each for request in requests for each in request.make(setting, control=control)]
+        with together(interventions):
+            return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
+
+
+def read_prompt(
+    loaded: LoadedModel,
+    prompt: str | Sequence[str],
+    tokens: str = "random",
+    *,
+    bos: bool | None = None,
+    seed: int = 0,
+    observables: Sequence[str] | None = None,
+) -> Untouched:
+    """A text, or several of one length, to intervene on."""
+    batch = _one_length(prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos))
+    sizes = {"length": batch.length, "num_sequences": MIN_CALIBRATION}
+    calibration = token_batch(loaded, tokens, bos=batch.bos, seed=seed, **sizes)
+    return Untouched(loaded=loaded, batch=batch, calibration=calibration, observables=observables)
+
+
+def drawn_batch(
+    loaded: LoadedModel, tokens: str, *, bos: bool | None, length: int, num_sequences: int, seed: int
+) -> Untouched:
+    """A batch as `token_batch` draws it, to intervene on."""
+    check_sizes(length=length, num_sequences=num_sequences)
+    sizes = [num_sequences, MIN_CALIBRATION]
+    drawn = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
+    batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split(sizes))
+    return Untouched(loaded=loaded, batch=batch, calibration=calibration)
+
+
 def intervene(
     model: LoadedModel | PreTrainedModel | str,
     requests: Sequence[Request] | Mapping[str, Sequence[str]],
@@ -127,46 +198,27 @@ def intervene(
     interventions must know of the model comes from 64 other sequences of that length: with `prompt`, from those that
     `tokens` names.
     """
-    loaded = load(model)
     requests = read_requests(requests) if isinstance(requests, Mapping) else requests
     if prompt is None:
-        check_sizes(length=length, num_sequences=num_sequences)
-        sizes = [num_sequences, MIN_CALIBRATION]
-        drawn = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
-        batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split(sizes))
+        given = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     else:
-        batch = _one_length(prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos))
-        length = batch.length
-        calibration = token_batch(
-            loaded, tokens, bos=batch.bos, length=length, num_sequences=MIN_CALIBRATION, seed=seed
-        )
-    positions = sorted({position for request in requests for position in request.positions()})
-    if wrong := [position for position in positions if not 0 <= position < length]:
-        raise InputError(
-            expected=f"positions from 0 to {length - 1}",
-            found=", ".join(map(str, wrong)),
-            next_step="Choose others, or a longer `prompt`" if prompt else "Choose others, or a greater `length`",
-        )
-    before = trace(loaded, batch, effective_rank=False)
-    plan = make_plan(before.findings)
-    setting = Setting(
-        loaded=loaded,
-        anatomy=anatomy_of(loaded.model),
-        batch=batch,
-        calibration=calibration,
-        last_layer=plan.last_layer,
-        excluded=plan.candidates,
-    )
-    arms = []
-    for control in (False, True):
-        with evaluation_mode(loaded.model):
-            interventions = [each for request in requests for each in request.make(setting, control=control)]
-        with together(interventions):
-            arms.append(trace(loaded, batch, effective_rank=False))
+        given = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
+    after, control = (given.under(requests, control=is_control) for is_control in (False, True))
     controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in requests))
+    calibration = given.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
-    calibrated_on = f"{MIN_CALIBRATION} other sequences of {length} {kind}"
-    return Intervened(before, *arms, positions=tuple(positions), control_is=controls, calibrated_on=calibrated_on)
+    return Intervened(
+        given.before,
+        after,
+        control,
+        positions=_positions(requests),
+        control_is=controls,
+        calibrated_on=f"{MIN_CALIBRATION} other sequences of {calibration.length} {kind}",
+    )
+
+
+def _positions(requests: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(sorted({position for request in requests for position in request.positions()}))
 
 
 def _one_length(batch: TokenBatch) -> TokenBatch:

@@ -1,0 +1,210 @@
+"""What the live page shows of one text: a reading, from a trace or the tables of a finished one, and a window of it
+as the object that the browser draws.
+
+Axes: L layers, H heads, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkscope.capture.findings import NEEDED
+from sinkscope.capture.trace import Trace
+from sinkscope.errors import InputError
+from sinkscope.report.run import read_run
+from sinkscope.report.text import token_text, visible
+
+QUANTITIES = {
+    "attention_received": "Attention received, mean over heads",
+    "dom_ratio": "DomRatio: max |h| / mean |h| of the residual",
+    "largest_write": "Largest write of any unit, |activation| x output norm",
+    "mixing": "Mixing, sum a^2: 1 where a token attends to one key alone",
+    "second_moment": "E[o^2] of the value aggregation",
+}
+"""What is shown by layer and position; the chain has a panel for each."""
+CHAIN = ("mixing", "second_moment", "largest_write", "dom_ratio", "attention_received")
+"""The panels from cause to effect."""
+OBSERVABLES = sorted(NEEDED | {"received_by_sequence", "mixing", "second_moment"})
+"""What a redraw records."""
+WINDOW = 256
+"""Positions that are drawn at once."""
+MOST_LISTED = 24
+"""Units or dimensions in a list."""
+MOVERS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
+MASSIVE = ("position", "layer", "dimension", "value", "ratio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A text and what a model did on it."""
+
+    story: str
+    strongest: int
+    """Position of the strongest key."""
+    tokens: Sequence[str] | None
+    """None where there are several sequences."""
+    received_T: np.ndarray
+    sink_rate_T: np.ndarray
+    by_position: Mapping[str, np.ndarray]
+    """[L, T] by quantity."""
+    heads: Callable[[int], np.ndarray | None]
+    """[L, H] attention that a position receives; None where that was not kept."""
+    units: Sequence[Mapping[str, Any]]
+    dimensions: Sequence[Mapping[str, Any]]
+
+    @property
+    def length(self) -> int:
+        return len(self.received_T)
+
+
+def of_trace(trace: Trace) -> Reading:
+    """The reading of one text."""
+    recording, findings = trace.recording, trace.findings
+    received_LHT = recording["received"].double().numpy()
+    sink_rate_T = recording.sink_rate.double().numpy()
+    return Reading(
+        story=trace.story,
+        strongest=findings.strongest[0],
+        tokens=[trace.token_text(token) for token in recording.batch.ids[0].tolist()],
+        received_T=received_LHT.mean((0, 1)),
+        sink_rate_T=sink_rate_T,
+        by_position={
+            "attention_received": received_LHT.mean(1),
+            **{name: recording[name].double().numpy() for name in QUANTITIES if name != "attention_received"},
+        },
+        heads=lambda position: received_LHT[:, :, position],
+        units=[{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons],
+        dimensions=_strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive]),
+    )
+
+
+def of_run(folder: Path) -> Reading:
+    """The reading of a finished trace, from its tables. Of several sequences it shows means by position."""
+    wanted = ("layer", "position", "sink_rate", *QUANTITIES)
+    run = read_run(
+        folder,
+        columns={
+            "positions": wanted,
+            "heads": ("layer", "head", "position", "attention_received"),
+            "neurons": MOVERS,
+            "dimensions": MASSIVE,
+            "tokens": ("sequence", "position", "text"),
+        },
+    )
+    if run.kind == "bias":
+        raise InputError(
+            expected=f"a trace or a study in {folder}", found="a run of sinkscope bias", next_step="Open its own page"
+        )
+    num_layers = run.summary["num_layers"]
+    by_position = {
+        name: np.array(run.tables["positions"][name], dtype=float).reshape(num_layers, -1) for name in wanted[2:]
+    }
+
+    def heads(position: int) -> np.ndarray | None:
+        rows = run.rows("heads", position=position)
+        return np.array([row["attention_received"] for row in rows]).reshape(num_layers, -1) if rows else None
+
+    tokens = run.tables.get("tokens", {}).get("text")
+    return Reading(
+        story=run.answer,
+        strongest=run.strongest,
+        tokens=tokens if run.summary["tokens"]["count"] == 1 else None,
+        received_T=by_position["attention_received"].mean(0),
+        sink_rate_T=by_position.pop("sink_rate").mean(0),
+        by_position=by_position,
+        heads=heads,
+        units=run.rows("neurons"),
+        dimensions=_strongest_layers(run.rows("dimensions")),
+    )
+
+
+def _strongest_layers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each dimension at each position, the layer in which it stands out most; largest first."""
+    most: dict[tuple[int, int], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: -row["ratio"]):
+        most.setdefault((row["position"], row["dimension"]), row)
+    return list(most.values())
+
+
+def window(now: Reading, before: Reading | None, start: int, position: int | None, quantity: str) -> dict[str, Any]:
+    """Up to WINDOW positions from `start` on, as the browser draws them. `before`: the untouched run to compare with,
+    where something was changed. `position`: the token that is opened, the strongest key if none is."""
+    start = min(start, max(0, now.length - 1)) // WINDOW * WINDOW
+    opened = now.strongest if position is None or position >= now.length else position
+    shown = slice(start, start + WINDOW)
+
+    def both(values: Callable[[Reading], Any]) -> dict[str, Any]:
+        return {"now": _listed(values(now)), "before": None if before is None else _listed(values(before))}
+
+    found = before or now
+    return {
+        "story": now.story,
+        "story_before": before.story if before else None,
+        "start": start,
+        "length": now.length,
+        "window": WINDOW,
+        "opened": opened,
+        "opened_text": shown_token(now, opened),
+        "strongest": now.strongest,
+        "tokens": [shown_token(now, at) for at in range(now.length)[shown]],
+        "received": both(lambda reading: reading.received_T[shown]),
+        "sink_rate": both(lambda reading: reading.sink_rate_T[shown]),
+        "chain": [
+            {
+                "quantity": name,
+                "meaning": QUANTITIES[name],
+                **both(lambda reading, name=name: reading.by_position[name][:, opened]),
+                "elsewhere": _listed(_elsewhere(now.by_position[name], opened)),
+            }
+            for name in CHAIN
+        ],
+        "heads": both(lambda reading: reading.heads(opened)),
+        "map": {
+            "quantity": quantity,
+            "meaning": QUANTITIES[quantity],
+            **both(lambda reading: reading.by_position[quantity][:, shown]),
+        },
+        # Those of the untouched run stay listed when an intervention silences them, or they could not be put back.
+        **{
+            name: _with_presence(rows(found), rows(now), keys)
+            for name, rows, keys in (
+                ("units", lambda reading: reading.units, ("position", "layer", "expert", "neuron")),
+                ("dimensions", lambda reading: reading.dimensions, ("position", "dimension")),
+            )
+        },
+    }
+
+
+def shown_token(reading: Reading, position: int) -> str:
+    """A token with its spaces and control characters shown; empty where there are several sequences."""
+    return "" if reading.tokens is None else visible(token_text(reading.tokens[position]))
+
+
+def _with_presence(before: Sequence[Mapping], now: Sequence[Mapping], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries found before, then those that are new, each with whether it is found now."""
+
+    def name(row: Mapping) -> tuple:
+        return tuple(row[key] for key in keys)
+
+    old, new = ({name(row): row for row in rows} for rows in (before, now))
+    rows = [*before, *(row for row in now if name(row) not in old)]
+    return [{**row, "found": name(row) in new, "is_new": name(row) not in old} for row in rows[:MOST_LISTED]]
+
+
+def _elsewhere(values_LT: np.ndarray, position: int) -> np.ndarray:
+    """[L] mean over the other positions."""
+    others = np.delete(values_LT, position, axis=1)
+    counted = np.isfinite(others)
+    return np.where(counted, others, 0).sum(1) / np.maximum(counted.sum(1), 1)
+
+
+def _listed(values: np.ndarray | None) -> Any:
+    """Numbers for JSON with five digits, more than a page can show; what is not finite is null."""
+    if values is None or values.ndim > 1:
+        return None if values is None else [_listed(row) for row in values]
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,152 @@
+"""What a tab can look at: a model that reads prompts, or a finished trace.
+
+A tab keeps its own state (prompt, interventions, what is opened) and sends all of it with each request, so tabs cannot
+mix and nothing is lost when one is closed. Here stay the models and the last few readings.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from sinkscope.arguments import check_choice
+from sinkscope.errors import InputError
+from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
+from sinkscope.interventions.kinds import requests
+from sinkscope.models.loading import LoadedModel
+from sinkscope.studies.intervene import Untouched, read_prompt
+
+MOST_CHARACTERS = 20_000
+"""Of a prompt."""
+MOST_TOKENS = 2048
+"""Of a prompt: what a CPU reads while someone waits. Longer texts are for `sinkscope trace`."""
+MOST_EDITS = 16
+KEPT = 16
+"""Readings that are kept: going back and forth costs nothing."""
+Edits = tuple[tuple[str, str], ...]
+"""Interventions as (kind, what of it), such as ("mask_to_self", "10"), in the order in which they were added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The state of a tab."""
+
+    source: int
+    prompt: str
+    edits: Edits
+    position: int | None
+    start: int
+    quantity: str
+
+    @classmethod
+    def of(cls, value: Any, num_sources: int) -> Asked:
+        """From parsed JSON; refuses what is no state."""
+        if not isinstance(value, dict):
+            raise _refused("an object", value)
+        names = ("source", "prompt", "edits", "position", "start", "quantity")
+        source, prompt, edits, position, start, quantity = (cast(Any, value.get(name)) for name in names)
+        if not _is_index(source) or source >= num_sources:
+            raise _refused(f"`source` from 0 to {num_sources - 1}", source)
+        if not isinstance(prompt, str) or len(prompt) > MOST_CHARACTERS:
+            raise _refused(f"`prompt`, a text of at most {MOST_CHARACTERS:,} characters", prompt)
+        if not isinstance(edits, list) or len(edits) > MOST_EDITS or not all(map(_is_edit, edits)):
+            raise _refused(f"`edits`, at most {MOST_EDITS} pairs such as ['mask_to_self', '10']", edits)
+        for name, index in (("position", 0 if position is None else position), ("start", start)):
+            if not _is_index(index):
+                raise _refused(f"`{name}`, a whole number from 0 on", index)
+        if not isinstance(quantity, str):
+            raise _refused("`quantity`, a text", quantity)
+        check_choice("quantity", quantity, QUANTITIES)
+        pairs = tuple((kind, text) for kind, text in edits)
+        return cls(source=source, prompt=prompt, edits=pairs, position=position, start=start, quantity=quantity)
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_edit(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) and len(x) <= 200 for x in value)
+
+
+def _refused(expected: str, found: Any) -> InputError:
+    return InputError(expected=expected, found=repr(found)[:80], next_step="Reload the page")
+
+
+class LiveModel:
+    """A model that reads prompts, under interventions. For one thread: a model is read by one at a time."""
+
+    is_live = True
+
+    def __init__(self, loaded: LoadedModel, python: str, *, bos: bool | None = None) -> None:
+        """`python`: what loads the model, as a person would type it."""
+        self.loaded, self.name, self._python, self._bos = loaded, loaded.name, python, bos
+        self._untouched = lru_cache(KEPT)(self._read_prompt)
+        self._reading = lru_cache(KEPT)(self._read)
+
+    def view(self, asked: Asked) -> dict[str, Any]:
+        """What the page draws."""
+        before = self._reading(asked.prompt, ())
+        now = self._reading(asked.prompt, asked.edits)
+        return {
+            **window(now, before if asked.edits else None, asked.start, asked.position, asked.quantity),
+            "python": self.python(asked.prompt, asked.edits),
+        }
+
+    def python(self, prompt: str, edits: Edits) -> str:
+        """Lines that give the same numbers."""
+        lines = ["import sinkscope", f"model = {self._python}"]
+        bos = "" if self._bos is None else f", bos={self._bos}"
+        if edits:
+            lines.append(f"found = sinkscope.intervene(model, {_by_kind(edits)!r}, prompt={prompt!r}{bos}).after")
+        elif bos:
+            lines.insert(1, "from sinkscope.models.prompts import prompt_batch")
+            lines.append(f"found = sinkscope.trace(model, prompt_batch(model, [{prompt!r}]{bos}))")
+        else:
+            lines.append(f"found = sinkscope.trace(model, {prompt!r})")
+        return "\n".join(lines)
+
+    def _read_prompt(self, prompt: str) -> Untouched:
+        given = read_prompt(self.loaded, prompt, bos=self._bos, observables=OBSERVABLES)
+        if given.batch.length > MOST_TOKENS:
+            raise InputError(
+                expected=f"a prompt of at most {MOST_TOKENS:,} tokens",
+                found=f"{given.batch.length:,}",
+                next_step="Give a shorter one, or trace it and open the run: sinkscope explore RUN",
+            )
+        return given
+
+    def _read(self, prompt: str, edits: Edits) -> Reading:
+        given = self._untouched(prompt)
+        return of_trace(given.under(requests(_by_kind(edits))) if edits else given.before)
+
+
+class FinishedTrace:
+    """A trace that was written before, however long."""
+
+    is_live = False
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._reading = folder.name, of_run(folder)
+
+    def view(self, asked: Asked) -> dict[str, Any]:
+        """What the page draws."""
+        if asked.edits:
+            raise InputError(
+                expected="a model, to intervene on", found="a finished trace", next_step="Explore the model itself"
+            )
+        return {**window(self._reading, None, asked.start, asked.position, asked.quantity), "python": None}
+
+
+Source = LiveModel | FinishedTrace
+
+
+def _by_kind(edits: Edits) -> dict[str, list[str]]:
+    """As `intervene` takes them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for kind, text in edits:
+        found[kind].append(text)
+    return dict(found)

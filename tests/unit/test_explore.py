@@ -1,0 +1,195 @@
+"""The live page's server: what it computes is what the library computes, and it answers nobody but its own page."""
+
+import asyncio
+import socket
+import time
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+import sinkscope
+from sinkscope.errors import InputError
+from sinkscope.explore import readings
+from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
+from sinkscope.explore.sources import FinishedTrace, LiveModel
+
+PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
+OTHER = "Once upon a time there was a king, who had a daughter that was very beautiful and good."
+ADDRESS = "http://127.0.0.1:8800"
+STATE = {"source": 0, "prompt": PROMPT, "edits": [], "position": None, "start": 0, "quantity": "attention_received"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LiveModel(sinkscope.load("reference:softmax"), "sinkscope.load('reference:softmax')")
+
+
+@pytest.fixture(scope="module")
+def page(model):
+    """Sends requests as the page would; `view` is what a state gives."""
+    client = TestClient(app_of(model), base_url=ADDRESS, headers={"Origin": ADDRESS})
+    client.view = lambda **changed: client.post("/secret/view", json=STATE | changed)
+    return client
+
+
+def app_of(*sources):
+    return application(sources, prompts=[PROMPT], token="secret", port=8800)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [],
+        [["mask_to_self", "10"], ["zero_dimension", "5@10"], ["mask_to_self", "7"]],
+        [["amplify", "4:4"], ["transplant_dimension", "5@0:4"]],
+    ],
+    ids=["untouched", "two masks and a dimension", "calibrated"],
+)
+def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
+    view = page.view(edits=edits).json()
+    typed = {}
+    exec(view["python"], typed)
+    found = typed["found"].recording
+    received_T = found["received"].double().mean((0, 1))
+    assert view["received"]["now"] == pytest.approx(received_T.tolist(), rel=1e-4)
+    assert view["heads"]["now"] == [
+        pytest.approx(row, rel=1e-4) for row in found["received"][:, :, view["opened"]].tolist()
+    ]
+    assert view["story"] == typed["found"].story
+    if edits:
+        untouched = sinkscope.trace("reference:softmax", PROMPT).recording["received"].double().mean((0, 1))
+        assert view["received"]["before"] == pytest.approx(untouched.tolist(), rel=1e-4)
+        assert view["received"]["now"] != pytest.approx(untouched.tolist(), rel=1e-3), "control: it acts"
+
+
+def test_the_lines_say_whether_a_bos_token_comes_first(model):
+    with_bos = LiveModel(model.loaded, "given", bos=True)
+    typed = {"given": model.loaded}
+    exec(with_bos.python(PROMPT, ()), typed)
+    assert typed["found"].recording.batch.bos
+    assert "bos=True" in with_bos.python(PROMPT, (("mask_to_self", "3"),))
+    assert "bos" not in model.python(PROMPT, (("mask_to_self", "3"),))
+
+
+def test_tabs_do_not_mix(page):
+    masked = dict(edits=[["mask_to_self", "10"]], position=3)
+    first, other = page.view(**masked).json(), page.view(prompt=OTHER).json()
+    assert page.view(**masked).json() == first
+    assert page.view(prompt=OTHER).json() == other
+    assert first["received"] != other["received"]
+
+
+def test_what_is_silenced_stays_listed(page):
+    unit = page.view().json()["units"][0]
+    assert unit["found"]
+    now = page.view(edits=[["ablate", f"{unit['layer']}:{unit['neuron']}"]]).json()["units"]
+    assert now[0] == unit | {"found": False}
+
+
+WRONG = {
+    "no JSON": (b"{", "JSON"),
+    "not a number": (b'{"source": NaN}', "`source`"),
+    "deep": (b"[" * 100_000, "JSON"),
+    "a list": (b"[]", "an object"),
+    "long": (b" " * (MOST_BYTES + 1), "bytes"),
+    "another source": ({"source": 1}, "`source` from 0 to 0"),
+    "a yes for a number": ({"source": True}, "`source`"),
+    "a number for a prompt": ({"prompt": 3}, "`prompt`"),
+    "a long prompt": ({"prompt": "a " * 20_000}, "at most 20,000 characters"),
+    "more than the context": ({"prompt": "a b c d " * 60}, "the model's context"),
+    "an empty prompt": ({"prompt": ""}, "at least 2 tokens"),
+    "edits that are no pairs": ({"edits": [["mask_to_self"]]}, "`edits`"),
+    "too many edits": ({"edits": [["mask_to_self", "1"]] * 17}, "`edits`"),
+    "an unknown kind": ({"edits": [["format", "c:"]]}, "kinds of interventions"),
+    "an unreadable edit": ({"edits": [["amplify", "ten"]]}, "POSITION:FACTOR"),
+    "a position outside": ({"edits": [["mask_to_self", "99"]]}, "positions from 0 to"),
+    "one place twice": ({"edits": [["mask_to_self", "3"]] * 2}, "different things or places"),
+    "a negative start": ({"start": -1}, "`start`"),
+    "another quantity": ({"quantity": "__class__"}, "`quantity` as one of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_is_told_what_was_expected(page, name):
+    sent, message = WRONG[name]
+    answer = page.post("/secret/view", content=sent) if isinstance(sent, bytes) else page.view(**sent)
+    assert answer.status_code == 400
+    assert answer.json().keys() == {"expected", "found", "next"}
+    assert message in answer.json()["expected"]
+    assert page.view().status_code == 200, "and the next one is answered"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/secret/", {}, 200),
+        ("/secret/page.js", {"Origin": ADDRESS}, 200),
+        ("/secret/", {"Host": "localhost:8800"}, 200),
+        ("/secret/server.py", {}, 404),
+        ("/secret/view", {}, 404),
+        ("/", {}, 403),
+        ("/secrex/", {}, 403),
+        ("/secret/", {"Origin": "http://evil.example"}, 403),
+        ("/secret/", {"Origin": "null"}, 403),
+        ("/secret/", {"Host": "evil.example:8800"}, 403),
+        ("/secret/", {"Host": "127.0.0.1:8801"}, 403),
+    ],
+)
+def test_only_this_page_is_answered(path, headers, status):
+    answer = TestClient(app_of(Slow()), base_url=ADDRESS).get(path, headers=headers)
+    assert answer.status_code == status
+    assert set(answer.headers.items()) >= {(name.lower(), value) for name, value in HEADERS.items()}
+
+
+@pytest.mark.parametrize("origin", [None, "http://evil.example", "http://127.0.0.1:8801", "null"])
+def test_another_page_cannot_make_the_model_read(origin):
+    client = TestClient(app_of(Slow()), base_url=ADDRESS)
+    answer = client.post("/secret/view", json=STATE, headers={"Origin": origin} if origin else {})
+    assert answer.status_code == 403
+
+
+class Slow:
+    name, is_live = "slow", True
+
+    def view(self, asked):
+        time.sleep(0.01)
+        return {}
+
+
+def test_who_would_wait_long_is_told_so():
+    async def all_at_once(num):
+        transport = httpx.ASGITransport(app_of(Slow()))
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS, headers={"Origin": ADDRESS}) as client:
+            answers = [client.post("/secret/view", json=STATE) for _ in range(num)]
+            return sorted(answer.status_code for answer in await asyncio.gather(*answers))
+
+    assert asyncio.run(all_at_once(MOST_WAITING)) == [200] * MOST_WAITING
+    assert asyncio.run(all_at_once(MOST_WAITING + 2)) == [200] * MOST_WAITING + [503] * 2
+
+
+def test_a_finished_trace_is_shown_as_the_live_one_in_windows(model, tmp_path, monkeypatch):
+    sinkscope.trace(model.loaded, PROMPT).save(tmp_path / "run")
+    sources = (model, FinishedTrace(tmp_path / "run"))
+    live, finished = (TestClient(app_of(each), base_url=ADDRESS, headers={"Origin": ADDRESS}) for each in sources)
+    state = STATE | {"quantity": "dom_ratio"}
+    shown, whole = (client.post("/secret/view", json=state).json() for client in (finished, live))
+    assert shown == whole | {"python": None}
+    monkeypatch.setattr(readings, "WINDOW", 8)
+    part = finished.post("/secret/view", json=state | {"start": 9}).json()
+    assert (part["start"], part["length"]) == (8, whole["length"])
+    assert part["tokens"] == whole["tokens"][8:16]
+    assert part["received"]["now"] == whole["received"]["now"][8:16]
+    assert part["map"]["now"] == [row[8:16] for row in whole["map"]["now"]]
+    refused = finished.post("/secret/view", json=state | {"edits": [["mask_to_self", "3"]]})
+    assert refused.status_code == 400
+
+
+def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():
+    with listening(0) as taken:
+        host, port = taken.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(InputError, match="Give another `port`"):
+            listening(port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # control: it was free again
