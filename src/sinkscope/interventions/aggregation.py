@@ -169,7 +169,7 @@ class AggregationEdit(Intervention):
     ) -> None:
         """`before_norm`: acts on what enters the norm on the aggregation, in models that have one. Otherwise on what
         enters the output projection, which every model has."""
-        self.name, self.factor, self.position = formula, factor, position
+        self.name, self.factor, self.position, self.needs = formula, factor, position, (position,)
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
         if calibration.num_sequences < MIN_CALIBRATION:
@@ -223,7 +223,12 @@ class AggregationEdit(Intervention):
         if others not in self._calibrations:
             self.calibrated = {}
             run_with_aggregations(
-                self._model, self._batch, self.place, others, lambda layer: self._edit(layer, calibrating=True)
+                self._model,
+                self._batch,
+                self.place,
+                others,
+                lambda layer: self._edit(layer, calibrating=True),
+                whole=self.name in LATER,
             )
             self._calibrations[others] = self.calibrated  # now that it is whole: a level may have been refused
         self.calibrated = self._calibrations[others]
@@ -287,11 +292,19 @@ def run_with_aggregations(
     place: Place,
     others: Iterable[Intervention],
     edit: Callable[[Layer], AtAggregation],
+    *,
+    whole: bool = False,
 ) -> None:
     """One pass of a batch as far as the last layer of a place, with `others` on and no more, and an edit in each of its
-    layers."""
+    layers. `whole`: the edit looks at positions after the place's too."""
+    others = tuple(others)
     if not place.layers:
         return
+    # A causal model knows a position without the tokens after it: those that nothing asks for are not read.
+    needed = [place.positions, *(other.needs for other in others)]
+    num_read = batch.length
+    if not whole and None not in needed:
+        num_read = 1 + max((1, *(position for each in needed for position in each or ())))
     anatomy = anatomy_of(model)
     with suspend(), together(others), contextlib.ExitStack() as stack:
         layers = [anatomy.layers[index] for index in place.layers]
@@ -302,7 +315,7 @@ def run_with_aggregations(
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluation_mode(model))
         with contextlib.suppress(_PassEndedError):
-            anatomy.decoder(input_ids=batch.ids.to(input_device(anatomy)), use_cache=False)
+            anatomy.decoder(input_ids=batch.ids[:, :num_read].to(input_device(anatomy)), use_cache=False)
 
 
 class _PassEndedError(Exception):

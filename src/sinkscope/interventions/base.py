@@ -85,6 +85,8 @@ class Intervention(contextlib.AbstractContextManager):
     name = "intervention"
     holds_a_batch = False
     """Whether it knows the values of one batch, and so means nothing to the one that others are calibrated on."""
+    needs: tuple[int, ...] | None = None
+    """The positions that a text must have so that this acts as on a longer one; None: it goes by the whole text."""
 
     def __init__(self, model: Model, place: Place) -> None:
         self.anatomy: Anatomy = anatomy_of(bare_model(model))

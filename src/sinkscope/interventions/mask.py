@@ -46,6 +46,7 @@ class MaskEdit(Intervention):
             sequences=as_indices(sequences),
         )
         super().__init__(model, place)
+        self.needs = (*rows, *columns)
         self.edit = RowEdit(queries=rows, mode=mode, keys=columns, heads=place.heads, sequences=place.sequences)
 
     def opening(self, stack: contextlib.ExitStack) -> None:

@@ -140,7 +140,7 @@ class AblateNeurons(NeuronEdit):
         **where: Unpack[TokenPlace],
     ) -> None:
         super().__init__(model, "ablate_neurons", units, **where)
-        self.mode = mode
+        self.mode, self.needs = mode, None if mode == "resample" else self.place.positions or ()
         if mode not in ("zero", "mean", "resample"):
             raise InputError(
                 expected="a mode of zero, mean or resample", found=repr(mode), next_step="Choose one of them"
@@ -181,7 +181,7 @@ class TransplantNeurons(NeuronEdit):
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__(model, "transplant_neurons", units, positions=target, sequences=sequences)
-        self.source = source
+        self.source, self.needs = source, (source, target)
         if source < 0 or source == target:
             raise InputError(
                 expected="two different positions, from 0 on", found=f"{source} and {target}", next_step="Choose others"
@@ -219,6 +219,7 @@ class DensifyNeurons(Intervention):
     """
 
     name = "densify_neurons"
+    needs = ()
 
     def __init__(
         self,

@@ -103,6 +103,8 @@ class SetDimensions(ResidualEdit):
         chosen = as_indices(dimensions) or ()
         super().__init__(model, "set_dimensions", chosen, **where)
         self.mode, self.source = mode, source
+        if mode != "mean":
+            self.needs = (*(self.place.positions or ()), *(() if source is None else (source,)))
         needs = {"zero": True, "mean": calibration is not None, "transplant": source is not None}
         if not needs.get(mode):
             raise InputError(

@@ -1,0 +1,65 @@
+"""A calibration reads no more of the text than what is on can know of, and finds what it finds in the whole text."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+import sinkscope
+from sinkscope.interventions.base import together
+
+LENGTH = 24
+OTHERS = {
+    "none": lambda model, batch: [],
+    "a mask before": lambda model, batch: [sinkscope.mask_to_self(model, 3)],
+    "a later key": lambda model, batch: [sinkscope.edit_mask(model, 3, "allow", 20)],
+    "units at zero": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"])],
+    "units resampled": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"], "resample", calibration=batch)],
+    "units from later": lambda model, batch: [sinkscope.transplant_neurons(model, ["0:5"], 15, 4)],
+    "a dimension from later": lambda model, batch: [
+        sinkscope.set_dimensions(model, [2], "transplant", source=15, positions=4)
+    ],
+    "dimensions at their mean": lambda model, batch: [sinkscope.set_dimensions(model, [2], "mean", calibration=batch)],
+    "output vectors spread": lambda model, batch: [sinkscope.densify_neurons(model, ["0:5"])],
+    "another amplification": lambda model, batch: [sinkscope.amplify_variance(model, 4, 3.0, calibration=batch)],
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return sinkscope.load(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def batch(loaded):
+    return sinkscope.token_batch(loaded, length=LENGTH, num_sequences=64)
+
+
+def calibrated(loaded, batch, others):
+    """([L, C] the means, how many tokens were read to find them)."""
+    read = []
+    hook = loaded.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    edit = sinkscope.amplify_variance(loaded, 5, 4.0, calibration=batch)
+    with together([*others, edit]):
+        found = torch.stack([layer.mean_C for layer in edit.calibrated.values()])
+    hook.remove()
+    return found, max(read)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_means_are_those_of_the_whole_text(loaded, batch, name):
+    others = OTHERS[name](loaded, batch)
+    cut, num_read = calibrated(loaded, batch, others)
+    last = max((5, *(position for other in others for position in other.needs or ())))
+    assert num_read == (LENGTH if any(other.needs is None for other in others) else last + 1)
+    everything = [*others, sinkscope.edit_mask(loaded, LENGTH - 1, "block", 0)]  # the last token, which no other sees
+    whole, num_read = calibrated(loaded, batch, everything)
+    assert num_read == LENGTH
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)  # products of other shapes round otherwise
+
+
+def test_control_a_later_key_changes_the_means(loaded, batch):
+    with_key, _ = calibrated(loaded, batch, OTHERS["a later key"](loaded, batch))
+    without, _ = calibrated(loaded, batch, [])
+    assert (with_key - without).abs().max() > 1e-4
