@@ -78,7 +78,7 @@ def of_trace(trace: Trace) -> Reading:
             **{name: recording[name].double().numpy() for name in QUANTITIES if name != "attention_received"},
         },
         heads=lambda position: received_LHT[:, :, position],
-        units=[{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons],
+        units=_from_the_first([{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons]),
         dimensions=_strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive]),
     )
 
@@ -118,9 +118,14 @@ def of_run(folder: Path) -> Reading:
         sink_rate_T=by_position.pop("sink_rate").mean(0),
         by_position=by_position,
         heads=heads,
-        units=run.rows("neurons"),
+        units=_from_the_first(run.rows("neurons")),
         dimensions=_strongest_layers(run.rows("dimensions")),
     )
+
+
+def _from_the_first(units: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By position and layer: what begins the disparity of a token comes before what makes it large."""
+    return sorted(units, key=lambda unit: (unit["position"], unit["layer"]))
 
 
 def _strongest_layers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

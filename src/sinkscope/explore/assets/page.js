@@ -173,11 +173,11 @@ class Pane {
     const place = this.get(".tokens");
     const focused = place.contains(document.activeElement) ? document.activeElement.dataset.position : null;
     place.replaceChildren(...tokens.map((text, at) => {
-      const now = received.now[at], was = received.before && received.before[at];
-      const by = was === null || was === undefined ? "" : ` ${shown(now - was, true)}`;
+      const now = received.now[at], by = received.before === null ? 0 : now - received.before[at];
       const button = element("button", { "data-position": String(start + at), "aria-pressed": String(start + at === opened) },
         element("span", { class: "position" }, String(start + at)), element("bdi", {}, text || "\u00b7"),
-        element("span", { class: "number" }, shown(now === null ? null : Number(now.toFixed(3))) + (Math.abs(now - was) >= 0.0005 ? by : "")));
+        element("span", { class: "number" }, now === null ? shown(now) : now.toFixed(3)));
+      if (Math.abs(by) >= 0.0005) button.lastChild.append(` ${by < 0 ? "\u2212" : "+"}${Math.abs(by).toFixed(3)}`);
       button.title = `position ${start + at}: receives ${shown(now)}, sink for ${shown(sink_rate.now[at])} of heads`;
       button.style.setProperty("--share", `${100 * Math.sqrt(Math.min(1, now || 0))}%`);
       button.addEventListener("click", () => this.change({ position: start + at }));
