@@ -1,0 +1,252 @@
+"""Studies a list of models one by one, and puts them into one page and one table.
+
+Run: python examples/atlas.py models.yaml --out runs/atlas
+
+    study: {length: 64, num_sequences: 32}              options of sinkscope study, for all models
+    audit: {text: book.txt, num_sequences: 16}          of sinkscope audit; without this line there is no remedy
+    models:
+      - reference:softmax
+      - {name: SmolLM2, model: weights/SmolLM2.gguf, dtype: float32, study: {bos: "no"}}
+
+Each model has a folder with its study and its audit. The same command goes on where it was stopped: what is finished is
+read, and a study that was interrupted keeps its finished parts. Where there are several GPUs each takes a model; with
+--ray ADDRESS the models are tasks of that Ray cluster, which must see the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sinkscope.errors import InputError
+from sinkscope.report import html
+from sinkscope.report.text import NO_VALUE, isolated, number
+from sinkscope.results.atomic import whole_file
+from sinkscope.results.tables import Column, Schema, write_table
+from sinkscope.studies.answer import Verdicts, cause
+
+Row = dict[str, Any]
+Run = Callable[[list[str], Mapping[str, str]], str]
+"""Runs a command in an environment; returns what went wrong, empty if nothing did."""
+ATLAS = Schema(
+    "atlas",
+    (
+        Column("model", "str", "Name of the model"),
+        Column("family", "str", "Its family"),
+        Column("position", "int", "Position of the strongest sink, or of the strongest key", nullable=True),
+        Column("sink_rate", "float", "Share of heads and sequences that count it as a sink", nullable=True),
+        Column("cause", "str", "What makes a token a sink, by the study's verdicts"),
+        Column("units", "str", "The minimal set of units, as layer:neuron"),
+        Column("dimensions", "str", "Massive dimensions, the strongest first"),
+        Column("remedy", "str", "What wins back most where 8-bit activations do harm, with its share"),
+    ),
+)
+SCHEME = "activations-8-static"
+SECTIONS = {"study", "audit", "models"}
+MOST_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the list, with the options of each command."""
+
+    name: str
+    model: str
+    options: Row = field(default_factory=dict)
+    study: Row = field(default_factory=dict)
+    audit: Row | None = None
+
+
+def read_list(path: Path) -> list[Entry]:
+    """The models of a YAML file; what is not understood is refused."""
+    asked = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(asked, dict) or not asked.get("models") or (asked.keys() - SECTIONS):
+        raise InputError(
+            expected=f"models, and perhaps study and audit, in {path}",
+            found=", ".join(map(str, asked)) if isinstance(asked, dict) else type(asked).__name__,
+            next_step="Write it as the head of atlas.py shows",
+        )
+    entries = []
+    for given in asked["models"]:
+        own = dict(given) if isinstance(given, dict) else {"model": given}
+        model = str(own.pop("model"))
+        name = re.sub(r"[^\w.-]+", "-", str(own.pop("name", model)))
+        study = {**(asked.get("study") or {}), **own.pop("study", {})}
+        audit = None if asked.get("audit") is None else {**asked["audit"], **own.pop("audit", {})}
+        entries.append(Entry(name, model, own, study, audit))
+    names = [entry.name for entry in entries]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise InputError(expected="a name for each model", found=f"{min(twice)} twice", next_step="Give it a `name`")
+    return entries
+
+
+def commands(entry: Entry, out: Path) -> Iterator[list[str]]:
+    """What is still to be run for a model."""
+    for command, asked in (("study", entry.study), ("audit", entry.audit)):
+        folder = out / entry.name / command
+        if asked is not None and not (folder / "summary.json").is_file():
+            options = [part for key, value in {**entry.options, **asked}.items() for part in _option(key, value)]
+            yield [command, entry.model, "--out", str(folder), *options]
+
+
+def _option(key: str, value: Any) -> list[str]:
+    name = f"--{key.replace('_', '-')}"
+    return ([name] if value else []) if isinstance(value, bool) else [name, str(value)]
+
+
+def run_command(arguments: list[str], environment: Mapping[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "sinkscope", *arguments],
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def study_one(entry: Entry, out: Path, run: Run, environment: Mapping[str, str]) -> str:
+    """Runs what is missing of one model; returns what went wrong."""
+    for arguments in commands(entry, out):
+        print(f"{entry.name}: sinkscope {arguments[0]}", flush=True)
+        if wrong := run(arguments, environment):
+            return f"{entry.name}: {wrong}"
+    return ""
+
+
+def study_all(entries: list[Entry], out: Path, run: Run = run_command) -> list[str]:
+    """Every model, one on each GPU or one after the other; returns what went wrong."""
+    import torch
+
+    devices = [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())] or [{}]
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for device in devices:
+        free.put(device)
+
+    def work(entry: Entry) -> str:
+        device = free.get()
+        try:
+            return study_one(entry, out, run, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return [wrong for wrong in pool.map(work, entries) if wrong]
+
+
+def study_on_ray(entries: list[Entry], out: Path, address: str) -> list[str]:
+    """Every model as a task of a Ray cluster; Ray gives each its GPU."""
+    import ray
+
+    ray.init(address=address)
+    num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    task = ray.remote(num_gpus=num_gpus)(study_one)
+    return [wrong for wrong in ray.get([task.remote(entry, out, run_command, {}) for entry in entries]) if wrong]
+
+
+def row_of(entry: Entry, out: Path) -> Row | None:
+    """What is known of a model; None before its study is finished."""
+    folder = out / entry.name
+    if not (folder / "study" / "summary.json").is_file():
+        return None
+    found = json.loads((folder / "study" / "summary.json").read_text(encoding="utf-8"))
+    verdicts = Verdicts({claim["id"]: claim["verdict"] for claim in found["claims"]})
+    has_sink = verdicts.hold("sink")
+    units = [f"{unit['layer']}:{unit['neuron']}" for unit in found["minimal_set"] or []]
+    return {
+        "model": entry.name,
+        "family": found["family"],
+        "position": found["dom_ratio"]["position"],
+        "sink_rate": found["sink_rate"],
+        "cause": cause(verdicts) if has_sink else "No sink on these tokens.",
+        "units": _some(units),
+        "dimensions": _some(found["massive_dimensions"]),
+        "remedy": _remedy(folder / "audit" / "summary.json"),
+    }
+
+
+def _some(items: Iterable[Any]) -> str:
+    items = [str(item) for item in items]
+    more = f" and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
+    return ", ".join(items[:MOST_LISTED]) + more
+
+
+def _remedy(path: Path) -> str:
+    if not path.is_file():
+        return "not audited"
+    audited = json.loads(path.read_text(encoding="utf-8"))
+    harm = audited["schemes"][SCHEME]["measured"]
+    advised = [step for step in audited["advice"] if step["scheme"] == SCHEME]
+    if not advised:
+        return f"none needed or none helps; 8 bits cost {harm:.3f} nats"
+    best = max(advised, key=lambda step: step["share_won_back"])
+    return f"{best['remedy']}: {best['share_won_back']:.0%} of {harm:.3f} nats"
+
+
+def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:
+    """The page, the table and the same as Markdown, of all models whose studies are finished."""
+    rows = [row for entry in entries if (row := row_of(entry, out)) is not None]
+    write_table(ATLAS, ATLAS.from_rows(rows), out / "atlas")
+    names = [column.name for column in ATLAS.columns]
+    head = "".join(f'<th scope="col">{name.replace("_", " ")}</th>' for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(name, row)}</td>' for name in names)}</tr>" for row in rows)
+    missing = [entry.name for entry in entries if entry.name not in {row["model"] for row in rows}]
+    left = f"<p>Not finished: {isolated(', '.join(missing))}.</p>" if missing else ""
+    left += "".join(f"<p>{isolated(text)}</p>" for text in wrong)
+    told = f"{len(rows)} of {len(entries)} models. A name leads to the page of its study."
+    page = (
+        f'{html.header("Atlas of sinks", told)}<main id="main"><div class="scroll" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{left}</main>"
+    )
+    html.write_page(out / "atlas.html", "Atlas of sinks", page, [])
+    lines = [f"| {' | '.join(name.replace('_', ' ') for name in names)} |", "| --- " * len(names) + "|"]
+    lines += [f"| {' | '.join(_text(name, row).replace('|', ' ') for name in names)} |" for row in rows]
+    with whole_file(out / "atlas.md") as partial:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _text(name: str, row: Row) -> str:
+    if name == "sink_rate" and row[name] is not None:
+        return f"{row[name]:.1%}"
+    return number(row[name]) if not isinstance(row[name], str) else row[name] or NO_VALUE
+
+
+def _cell(name: str, row: Row) -> str:
+    text = isolated(_text(name, row))
+    return f'<a href="{row["model"]}/study/report.html">{text}</a>' if name == "model" else text
+
+
+def main(arguments: list[str] | None = None, run: Run = run_command) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, help="YAML list of models")
+    parser.add_argument("--out", type=Path, default=Path("runs/atlas"), help="folder of the atlas")
+    parser.add_argument("--ray", metavar="ADDRESS", help="address of a Ray cluster, such as auto")
+    asked = parser.parse_args(arguments)
+    try:
+        entries = read_list(asked.models)
+    except InputError as error:
+        print(f"atlas: {error}", file=sys.stderr)
+        return 2
+    asked.out.mkdir(parents=True, exist_ok=True)
+    wrong = study_on_ray(entries, asked.out, asked.ray) if asked.ray else study_all(entries, asked.out, run)
+    write_atlas(entries, asked.out, wrong)
+    for text in wrong:
+        print(text, file=sys.stderr)
+    print(f"Page: {asked.out / 'atlas.html'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The atlas: what is finished is not run again, what fails is told, and the page and the table say what was found."""
+
+import json
+from pathlib import Path
+
+import atlas
+import pytest
+from study_tables import write_study_folder
+
+from sinkscope.cli import command_line
+from sinkscope.errors import InputError
+from sinkscope.results.tables import read_table
+
+LIST = """
+study: {length: 32, num_sequences: 16}
+audit: {num_sequences: 2}
+models:
+  - {name: with a sink, model: weights/a.gguf, dtype: float32, study: {bos: "no"}}
+  - reference:softmax
+"""
+AUDITED = {
+    "schemes": {"activations-8-static": {"measured": 0.8}},
+    "advice": [
+        {"scheme": "activations-8-static", "remedy": "rotate", "share_won_back": 0.2},
+        {"scheme": "activations-8-static", "remedy": "prefix", "share_won_back": 0.9},
+        {"scheme": "window", "remedy": "keep tokens", "share_won_back": 1.0},
+    ],
+}
+
+
+@pytest.fixture
+def models(tmp_path):
+    path = tmp_path / "models.yaml"
+    path.write_text(LIST)
+    return path
+
+
+def planted(calls, fails=""):
+    """Writes what a command would, and remembers its arguments."""
+
+    def run(arguments, environment):
+        calls.append(arguments)
+        command, model, _, out = arguments[:4]
+        if model == fails:
+            return "expected a model; found none"
+        if command == "study":
+            write_study_folder(Path(out), model=model, sink=model != "reference:softmax")
+        else:
+            Path(out).mkdir(parents=True)
+            (Path(out) / "summary.json").write_text(json.dumps(AUDITED))
+        return ""
+
+    return run
+
+
+def test_an_atlas_goes_on_where_it_was_stopped(models, tmp_path, capsys):
+    out, calls = tmp_path / "out", []
+    assert atlas.main([str(models), "--out", str(out)], planted(calls, fails="reference:softmax")) == 1
+    assert "expected a model; found none" in capsys.readouterr().err
+    assert [call[:2] for call in calls] == [
+        ["study", "weights/a.gguf"],
+        ["audit", "weights/a.gguf"],
+        ["study", "reference:softmax"],
+    ]
+    assert "Not finished: reference-softmax" in (out / "atlas.html").read_text().replace("<bdi>", "")
+    calls.clear()
+    assert atlas.main([str(models), "--out", str(out)], planted(calls)) == 0
+    assert [call[:2] for call in calls] == [["study", "reference:softmax"], ["audit", "reference:softmax"]]
+    table = read_table(out / "atlas", atlas.ATLAS)
+    assert table["model"] == ["with-a-sink", "reference-softmax"]
+    assert table["units"] == ["2:90, 2:7", ""]
+    assert table["remedy"][0] == "prefix: 90% of 0.800 nats"
+    assert table["cause"][1] == "No sink on these tokens."
+    page = (out / "atlas.html").read_text()
+    assert 'href="with-a-sink/study/report.html"' in page
+    assert "Not finished" not in page
+    assert (out / "atlas.md").read_text().count("\n") == 4
+
+
+def test_the_commands_can_be_typed(models, tmp_path):
+    for entry in atlas.read_list(models):
+        for command, *arguments in atlas.commands(entry, tmp_path):
+            parsed = command_line().commands[command]
+            parsed.make_parser(parsed.make_context(command, [], resilient_parsing=True)).parse_args(arguments)
+
+
+def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
+    path = tmp_path / "models.yaml"
+    path.write_text("modles: [a]")
+    with pytest.raises(InputError, match="modles"):
+        atlas.read_list(path)
+    assert atlas.main([str(path)]) == 2
+    path.write_text("models: [a/b, a-b]")
+    with pytest.raises(InputError, match="a-b twice"):
+        atlas.read_list(path)
