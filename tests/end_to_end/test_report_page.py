@@ -88,6 +88,20 @@ def test_answer_and_verdicts_are_on_the_first_screen(pages, browser, name):
     assert expected[name] in words
 
 
+def test_a_verdict_leads_to_its_figure(pages, browser):
+    browser.open(pages["study"])
+    rows = "[...document.querySelectorAll('#verdicts tbody tr:not(.group)')]"
+    targets = browser.evaluate(f"{rows}.map(e => e.querySelector('a')?.getAttribute('href') ?? '')")
+    assert len(targets) == len(CLAIMS)
+    assert all(browser.evaluate(f"document.querySelector({target!r}) !== null") for target in targets if target)
+    unled = [claim.id for claim, target in zip(CLAIMS, targets, strict=True) if not target]
+    assert unled == [], "a claim without evidence on the page"
+    assert "the interval is moved" in browser.evaluate("document.querySelector('#variance').textContent")
+    browser.open(pages["compared"])
+    names = browser.evaluate("[...document.querySelectorAll('#verdicts thead a')].map(e => e.getAttribute('href'))")
+    assert names == ["#run-A", "#run-B", "#run-C"]
+
+
 def test_a_trace_has_no_verdicts_and_says_why(pages, browser):
     browser.open(pages["trace"])
     assert browser.evaluate("document.querySelector('#verdicts')") is None
@@ -206,6 +220,21 @@ def test_hover_names_the_place_and_the_value(pages, browser):
     hover = "document.querySelector('#map-dom-ratio .hoverlayer').textContent"
     wait_for(browser, f"{hover}.includes('domratio')")
     assert "position 2" in browser.evaluate(hover)
+    # A click leads to the cell's row, which is added where only the largest are listed; a second one goes back to it.
+    listed = "document.querySelectorAll('#map-dom-ratio tbody tr').length"
+    before = browser.evaluate(listed)
+    for _ in range(2):
+        for kind in ("mousePressed", "mouseReleased"):
+            browser.call("Input.dispatchMouseEvent", type=kind, x=x + 3, y=y, button="left", clickCount=1)
+        wait_for(browser, "document.querySelector('#map-dom-ratio tr.chosen') !== null")
+        time.sleep(0.5)  # two clicks at once are a double click, which resets the zoom
+    assert browser.evaluate("document.querySelector('#map-dom-ratio details').open")
+    row = browser.evaluate("[...document.querySelector('#map-dom-ratio tr.chosen').cells].map(e => e.textContent)")
+    value = browser.evaluate(hover) or ""
+    assert row[1].startswith("2")
+    assert len(row) == 3
+    assert value == "" or row[1] in value
+    assert browser.evaluate(listed) - before <= 1
 
 
 def test_figures_are_saved_as_png(pages, browser, tmp_path):

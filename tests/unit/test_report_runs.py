@@ -9,7 +9,7 @@ from study_tables import write_study_folder, write_trace_folder
 from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
-from sinkscope.report.comparison import compare
+from sinkscope.report.comparison import compare, write_comparison_page
 from sinkscope.report.run import read_run
 from sinkscope.report.study import write_study_page
 from sinkscope.results.run_folder import is_training_run
@@ -121,8 +121,8 @@ def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
     assert "made" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_training_run_has_no_page_of_its_own(tmp_path):
-    with pytest.raises(InputError, match="sinkscope compare"):
+def test_a_training_run_is_not_taken_for_a_study(tmp_path):
+    with pytest.raises(InputError, match="sinkscope report"):
         write_study_page(write_training_folder(tmp_path / "training"), tmp_path / "page.html")
 
 
@@ -142,3 +142,19 @@ def test_without_plotly_the_message_says_what_to_install(study, tmp_path, monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"sinkscope\[report\]"):
         write_study_page(study, tmp_path / "page.html")
+
+
+def test_runs_are_labelled_by_what_differs(tmp_path):
+    alike = [write_trace_folder(tmp_path / name) for name in ("one", "other")]
+    smaller = write_trace_folder(tmp_path / "smaller")
+    run = read_run(smaller)
+    model, dtype = run.model, run.environment["dtype"]
+    (smaller / "environment.json").write_text(json.dumps(run.environment | {"dtype": "bfloat16"}))
+    told = write_comparison_page([*alike, smaller], tmp_path / "page.html").splitlines()
+    assert [line.partition(": ")[0] for line in told] == [
+        f"A {model}, dtype {dtype}, in one",
+        f"B {model}, dtype {dtype}, in other",
+        f"C {model}, dtype bfloat16",
+    ]
+    alone = write_comparison_page([alike[0], write_study_folder(tmp_path / "study", model="m")], tmp_path / "two.html")
+    assert alone.startswith(f"A {model}: "), "labels that differ stay as they are"

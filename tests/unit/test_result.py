@@ -72,11 +72,20 @@ def test_every_figure_of_the_page_is_drawn(traced):
     assert image.get_array().ravel().tolist() == pytest.approx([row["sink_rate"] for row in rates], abs=1e-3)
 
 
-def test_one_sequence_is_drawn_as_one(traced):
-    alone = sinkscope.trace(tiny_model("llama"), [[5, 6, 7, 8] * 5]).plot().axes[0]
+def test_one_sequence_is_told_as_one(traced, tmp_path):
+    found = sinkscope.trace(tiny_model("llama"), [[5, 6, 7, 8] * 25])
+    alone = found.plot().axes[0]
     assert alone.get_title() == "1. Energy by position (one sequence)"
-    assert len(alone.lines[0].get_ydata()) == 20
+    assert len(alone.lines[0].get_ydata()) == 64
     assert traced.plot().axes[0].get_title() == "1. Value variance by position"
+    page, several = (result.report(tmp_path / name).read_text() for name, result in (("a", found), ("b", traced)))
+    assert "one sequence of 100 given tokens" in page
+    assert "One sequence has no variance across sequences" in page
+    assert "The first 64 of 100 positions." in page
+    assert "The first 64 of 100 tokens, each" in page
+    assert f"20 of {100 * found.recording.num_layers} rows" in page  # of a map
+    assert "position %{x}, %{text}" in page  # the token in the hover
+    assert "%{x}, %{text}" not in several, "sequences have no token in common"
 
 
 def test_a_table_is_one_of_arrow_and_of_pandas(traced):

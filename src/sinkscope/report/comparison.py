@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from sinkscope.errors import InputError
 from sinkscope.models.names import is_reference, reference_run
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
+LABELS = {"kind": "tokens", "count": "sequences", "weight_hash": "weights"}
 Labelled = Sequence[tuple[str, Run]]
 
 
@@ -66,6 +70,26 @@ def compare(
     return write_comparison_page(folders, out, overwrite=overwrite)
 
 
+TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
+"""What runs with one label may differ in, in words that a reader knows from the commands."""
+
+
+def _told_apart(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with what differs in the labels of those that would have the same; else the names of their folders."""
+    named = []
+    for run in runs:
+        alike = [other for other in runs if other.label == run.label]
+        facts = [{**other.config, **other.environment, **other.summary["tokens"]} for other in alike]
+        own = facts[[other is run for other in alike].index(True)]
+        differ = [key for key in TOLD_APART if len({str(each.get(key)) for each in facts}) > 1]
+        entries = [f"{LABELS.get(key, key)} {str(own.get(key))[:8]}" for key in differ]
+        twins = [each for each in facts if all(str(each.get(key)) == str(own.get(key)) for key in differ)]
+        if len(twins) > 1:
+            entries.append(f"in {run.path.name}")
+        named.append(replace(run, given_label=", ".join([run.label, *entries])) if len(alike) > 1 else run)
+    return named
+
+
 def tables_path(page: Path) -> Path:
     """The folder beside a page that holds the tables of its training runs."""
     return page.with_name(f"{page.stem}-tables")
@@ -81,6 +105,7 @@ def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwri
             found=f"{biases[0]}, a run of sinkscope bias",
             next_step="Leave it out; its own page shows its seeds side by side",
         )
+    read = _told_apart(read)
     runs = [(_letter(index), run) for index, run in enumerate(read)]
     told = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
     if not trained:
@@ -119,7 +144,7 @@ def _write(
     names = dict.fromkeys([*(run.model for _, run in runs), *variants])
     parts = [header(title, ", ".join(names)), '<main id="main">', trained]
     if runs:
-        parts.append(_runs(runs))
+        parts.append(_runs(runs, destination.parent))
         if any(run.claims for _, run in runs):
             parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
         drawn = "".join(html.figure(figure, None) for figure in figures)
@@ -143,11 +168,14 @@ def _letter(index: int) -> str:
     return chr(ord("A") + index)
 
 
-def _runs(runs: Labelled) -> str:
+def _runs(runs: Labelled, beside: Path) -> str:
+    """What each run is and found; its name leads to its own page, as seen from the folder of this one."""
     cards = []
     for letter, run in runs:
+        page = run.path / "report.html"
+        place = quote(Path(os.path.relpath(page, beside)).as_posix()) if page.is_file() else None
         cards.append(
-            f'<section><h3><span class="letter">{letter}</span> {isolated(run.label)}</h3>'
+            f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {html.linked(run.label, place)}</h3>'
             f"<p>{isolated(run.answer)}</p>"
             f'<p class="caption">{isolated(circumstances(run))}; {isolated(run.path.name)}</p>'
             + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
@@ -163,7 +191,9 @@ def _verdicts(runs: Labelled) -> str:
     for id, statement in statements.items():
         cells = "".join(f'<td data-label="{letter}">{_verdict_cell(run.claims.get(id))}</td>' for letter, run in runs)
         body.append(f'<tr><th scope="row" title="{escaped(id)}">{escaped(statement)}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{letter} {isolated(run.label)}</th>' for letter, run in runs)
+    head = "".join(
+        f'<th scope="col">{html.linked(f"{letter} {run.label}", f"#run-{letter}")}</th>' for letter, run in runs
+    )
     return (
         '<div class="scroll"><table class="verdicts stacks" id="verdicts">'
         f'<thead><tr><th scope="col">Claim</th>{head}</tr>'

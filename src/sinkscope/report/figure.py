@@ -41,6 +41,8 @@ class Figure:
     columns: tuple[str, ...] = ()
     rows: list[tuple] = field(default_factory=list)
     height: int = 300
+    num_rows: int = 0
+    """How many rows there are in all, where `rows` holds the largest alone."""
 
 
 def floats(values: Sequence | np.ndarray) -> np.ndarray:

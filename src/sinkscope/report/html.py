@@ -97,6 +97,11 @@ def control(claim: dict[str, Any]) -> str:
     return " ".join([*parts, f"({claim['control_name']})"] if claim["control_name"] else parts)
 
 
+def linked(text: str, target: str | None) -> str:
+    """Text that leads to a target, such as #forest; plain text without one."""
+    return isolated(text) if target is None else f'<a href="{escaped(target)}">{isolated(text)}</a>'
+
+
 def evidence(claim: dict[str, Any]) -> str:
     """A list item: verdict, statement, effect with its interval, control and n."""
     numbers = f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
@@ -151,7 +156,8 @@ def plot(drawn: Figure) -> str:
 def tools(drawn: Figure, run: Files | None) -> str:
     """Buttons, source and table under a figure."""
     listed = drawn.rows[:MAX_ROWS]
-    cut = f", {len(listed)} of {len(drawn.rows)} rows" if len(listed) < len(drawn.rows) else ""
+    total = max(len(drawn.rows), drawn.num_rows)
+    cut = f", {len(listed):,} of {total:,} rows" if len(listed) < total else ""
     details = f"<details><summary>Table{cut}</summary>{table(drawn.columns, listed)}</details>" if listed else ""
     return (
         f'<div class="tools"><button data-action="png" aria-label="Save {escaped(drawn.title)} as PNG">PNG</button>'

@@ -84,6 +84,8 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     tables: dict[str, Table]
+    given_label: str = ""
+    """What tells it from the other runs of a page, where there are several."""
 
     @property
     def model(self) -> str:
@@ -92,7 +94,7 @@ class Run:
     @property
     def label(self) -> str:
         """The model, and whether its sequences began with BOS: two studies of one model differ in that."""
-        return self.model + (", BOS first" if self.summary.get("tokens", {}).get("bos") else "")
+        return self.given_label or self.model + (", BOS first" if self.summary.get("tokens", {}).get("bos") else "")
 
     @property
     def answer(self) -> str:

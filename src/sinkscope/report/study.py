@@ -22,9 +22,12 @@ from sinkscope.report.trace import (
     chain_panels,
     layer_curves,
     maps,
+    position_texts,
+    shown_units,
     unit_name,
 )
 
+MEDIATORS = ("super_neurons", "dimensions")
 # The links that each panel of the chain shows, from left to right.
 PANEL_LINKS = (
     ("variance_discrepancy",),
@@ -66,6 +69,42 @@ ARROWS = (
         ("super_neurons_necessary", "super_neurons_sufficient"),
     ),
 )
+# Where each claim's evidence is drawn: the first of these that is on the page.
+EVIDENCE = {
+    "variance_discrepancy": ("variance",),
+    "averaging_law": ("variance",),
+    "super_neurons": ("writes",),
+    "channel_sparsity": ("output-vectors",),
+    "dimension_disparity": ("dom-ratio",),
+    "directional_collapse": ("dom-ratio",),
+    "lock": ("heads-lock-share", "received"),
+    "sink": ("received",),
+    "amplification_creates_sink": ("dose", "forest"),
+    "dose_response": ("dose", "forest"),
+    "unmixing_creates_sink": ("created", "forest"),
+    **dict.fromkeys(
+        (
+            *("any_single_key_creates_sink", "unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
+            *("energy_is_what_matters", "energy_suffices"),
+        ),
+        ("factorial", "forest"),
+    ),
+    **dict.fromkeys(
+        (
+            *("opening_removes_sink", "equalising_removes_sink", "mean_suffices", "super_neurons_necessary"),
+            "channel_sparsity_necessary",
+        ),
+        ("remaining", "forest"),
+    ),
+    "super_neurons_sufficient": ("forest",),
+    "dimensions_suffice": ("forest",),
+    **{f"mediation_{by}_{held}": ("mediation-effects",) for by in ("mask", "amplification") for held in MEDIATORS},
+}
+LAW_INTERVAL = (
+    "the interval is moved so that the effect is its middle. A resample repeats sequences, so its variances scatter "
+    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
+    "than it should be, never easier."
+)
 SECTIONS = {
     "creation": ("What makes a sink", "Each intervention changes one position of an ordinary sequence."),
     "necessity": ("What the sink needs", "Each removal takes one thing away and leaves the rest as it was."),
@@ -79,6 +118,7 @@ SECTIONS = {
         "The first units and conditions are drawn; the table holds all of them.",
     ),
 }
+NUM_UNITS_LISTED = 8
 WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
 """Figures that take the whole width."""
 FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
@@ -102,10 +142,13 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
     panels = chain_panels(run)
     studied = study_figures(run) if run.kind == "study" else {}
     maps_drawn, curves = maps(run), layer_curves(run)
+    every = [*panels, *(figure for figures in studied.values() for figure in figures), *maps_drawn, *curves]
     parts = [header(f"Attention sink of {run.model}", circumstances(run)), '<main id="main">']
     parts += [
         f'<p class="answer">{isolated(run.answer)}</p>',
-        _verdicts(run) if run.claims else _found(run),
+        _verdicts(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])])
+        if run.claims
+        else _found(run),
         _nav(studied),
     ]
     parts += [_chain(run, panels)]
@@ -126,7 +169,6 @@ def write_study_page(run_folder: Path, destination: Path) -> None:
         )
     )
     parts += [method(run, METHOD if run.claims else ""), "</main>"]
-    every = [*panels, *(figure for figures in studied.values() for figure in figures), *maps_drawn, *curves]
     write_page(destination, f"Attention sink of {run.model}", "".join(parts), every)
 
 
@@ -140,18 +182,21 @@ def circumstances(run: Run) -> str:
     """The family, its size, and the tokens that it ran on."""
     tokens, summary = run.summary["tokens"], run.summary
     bos = ", BOS first" if tokens["bos"] else ""
-    sequences = f"{tokens['count']} sequences of {tokens['length']} {tokens['kind']} tokens{bos}"
+    many = "one sequence" if tokens["count"] == 1 else f"{tokens['count']} sequences"
+    sequences = f"{many} of {tokens['length']} {tokens['kind']} tokens{bos}"
     return f"{summary['family']}, {summary['num_layers']} layers; {sequences}"
 
 
-def _verdicts(run: Run) -> str:
+def _verdicts(run: Run, drawn: Sequence[str]) -> str:
+    """The table of verdicts; a claim leads to the first of `drawn` that shows its evidence."""
     claims = list(run.claims.values())
     groups = (
         ("What is seen in the untouched model", [claim for claim in claims if claim["link"] != "causal"]),
         ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
     )
     body = "".join(
-        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>' + "".join(map(_verdict_row, own))
+        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>'
+        + "".join(_verdict_row(claim, drawn) for claim in own)
         for name, own in groups
         if own
     )
@@ -172,7 +217,15 @@ def _verdicts(run: Run) -> str:
     )
 
 
-def _verdict_row(claim: dict[str, Any]) -> str:
+def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
+    """The figure that shows a claim's evidence; doses have one for each position."""
+    wanted = EVIDENCE.get(claim, ())
+    found = (id for name in wanted for id in drawn if id == name or (name == "dose" and id.startswith("dose-")))
+    return next((f"#{id}" for id in found), None)
+
+
+def _verdict_row(claim: dict[str, Any], drawn: Sequence[str]) -> str:
+    note = f' title="{escaped(LAW_INTERVAL)}"' if claim["id"] == "averaging_law" else ""
     cells = (
         ("Effect", number(claim["effect"]), True),
         ("Interval", interval(claim["low"], claim["high"]), True),
@@ -182,10 +235,10 @@ def _verdict_row(claim: dict[str, Any]) -> str:
     )
     return (
         f"<tr><td>{html.verdict(claim['verdict'])}</td>"
-        f'<td title="{escaped(claim["id"])}">{escaped(claim["statement"])}</td>'
+        f'<td title="{escaped(claim["id"])}">{html.linked(claim["statement"], _evidence_of(claim["id"], drawn))}</td>'
         + "".join(
-            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}">'
-            f"{escaped(text)}</td>"
+            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}"'
+            f"{note if label == 'Interval' else ''}>{escaped(text)}</td>"
             for label, text, is_number in cells
         )
         + "</tr>"
@@ -194,8 +247,16 @@ def _verdict_row(claim: dict[str, Any]) -> str:
 
 def _found(run: Run) -> str:
     """What a trace found, in place of verdicts: a trace changes nothing, so it cannot show causes."""
+    texts = position_texts(run)
     sinks = [
-        (row["position"], row["rate"], interval(row["low"], row["high"]), row["num_layers"], row["mean_attention"])
+        (
+            row["position"],
+            *([texts.get(row["position"], "")] if texts else []),
+            row["rate"],
+            interval(row["low"], row["high"]),
+            row["num_layers"],
+            row["mean_attention"],
+        )
         for row in run.rows("sinks")
     ]
     text = (
@@ -204,18 +265,20 @@ def _found(run: Run) -> str:
     )
     parts = [f'<p class="muted">{isolated(text)}</p>']
     if sinks:
-        parts.append(html.table(("sink at position", "rate", "interval", "layers", "mean attention"), sinks))
+        token = ("token",) if texts else ()
+        parts.append(html.table(("sink at position", *token, "rate", "interval", "layers", "mean attention"), sinks))
     if hidden := run.summary.get("token_sinks"):
         parts.append(
             html.table(("sink within texts", "texts", "of those with it", "positions"), map(_token_sink, hidden))
         )
+    found, cut = shown_units(run, NUM_UNITS_LISTED)
     units = [
         (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
-        for row in run.rows("neurons", position=run.strongest)[:8]
+        for row in found
     ]
     if units:
         columns = ("layer:neuron", "role", "dimension", "write", "write share", "contrast")
-        parts.append(html.table(columns, units))
+        parts.append(html.table(columns, units) + (f'<p class="caption">{cut}</p>' if cut else ""))
     return "".join(parts)
 
 
@@ -235,6 +298,8 @@ def _chain(run: Run, panels: Sequence[Figure]) -> str:
     for index, (panel, links) in enumerate(zip(panels, PANEL_LINKS, strict=True), start=1):
         claims = [html.evidence(claim) for claim in run.claims.values() if claim["link"] in links]
         evidence = f'<ul class="evidence">{"".join(claims)}</ul>' if claims else ""
+        if evidence and panel.id == "variance" and (run.claims.get("averaging_law") or {}).get("low") is not None:
+            evidence += f'<p class="caption">The averaging law: {escaped(LAW_INTERVAL)}</p>'
         cards.append(
             f'<article class="panel" id="{panel.id}"><h3>{index}. {escaped(panel.title)}</h3>'
             f'<p class="caption">{escaped(panel.caption)}</p>{html.plot(panel)}{evidence}'
@@ -307,7 +372,7 @@ def _factorial(run: Run) -> str:
         return ""
     columns = ("sees", "variance of", "energy of", "at positions", "rise", "interval", "variance", "energy", "check")
     return (
-        "<details open><summary>Mixing, variance and energy taken apart</summary>"
+        '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
         '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
         "and its energy are. Rise of the sink rate by later queries; variance and energy over the untouched ones, "
         "geometric means over layers. What the check marks did not do what its name says, and supports nothing.</p>"
@@ -373,15 +438,19 @@ def _minimal_set(run: Run) -> str:
 
 def _tokens(run: Run) -> str:
     """The first sequence's tokens, each with its position and a bar as long as the attention it receives."""
-    first = run.rows("tokens", sequence=0)[:NUM_POSITIONS_DRAWN]
+    every = run.rows("tokens", sequence=0)
+    first = every[:NUM_POSITIONS_DRAWN]
     if not first:
         return ""
+    cut = f"The first {len(first)} of {len(every)} tokens" if len(first) < len(every) else "The tokens"
+    of = "" if run.summary["tokens"]["count"] == 1 else " of the first sequence"
     items = "".join(
         f'<li style="--share:{row["attention_received"] or 0:.3f}"><span class="position">{row["position"]}</span>'
         f"{isolated(token_text(row['text']))}</li>"
         for row in first
     )
-    return f'<ol class="tokens" aria-label="Tokens of the first sequence">{items}</ol>'
+    caption = f'<p class="caption">{cut}{of}, each with a bar as long as the attention that it receives.</p>'
+    return f'{caption}<ol class="tokens" aria-label="Tokens{of}">{items}</ol>'
 
 
 def method(run: Run, text: str = "") -> str:

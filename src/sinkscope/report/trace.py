@@ -21,7 +21,7 @@ from sinkscope.report.figure import (
     rounded,
 )
 from sinkscope.report.run import Run
-from sinkscope.report.text import number
+from sinkscope.report.text import number, plotted, token_text
 from sinkscope.studies.judging import percent
 
 NUM_POSITIONS_DRAWN = 64
@@ -29,24 +29,29 @@ NUM_POSITIONS_DRAWN = 64
 NUM_POSITIONS_MAPPED = 256
 """Most positions in a map; of a longer sequence it shows the first ones and evenly spaced later ones."""
 NUM_CELLS_LISTED = 20
+NUM_UNITS_DRAWN = 6
 PANEL_HEIGHT = 230
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 
 def chain_panels(run: Run) -> list[Figure]:
     """The chain from left to right: variance, neurons, output vectors, residual dimensions, attention received."""
-    return [_variance(run), _writes(run), _output_vectors(run), _dom_ratio(run), _received(run)]
+    panels = [_variance(run), _writes(run), _output_vectors(run), _dom_ratio(run), _received(run)]
+    return [_with_tokens(run, panel) for panel in panels]
 
 
 def maps(run: Run) -> list[Figure]:
     """Layer x position and layer x head maps."""
-    return [
+    by_position = [
         _position_map(run, "attention_received", "Attention received", "mean over heads and sequences"),
         _position_map(run, "dom_ratio", "DomRatio", "max |h| / mean |h| of the residual that leaves the layer", True),
         _position_map(
             run, "value_variance", "Value variance", "across sequences, mean over channels; blank where zero", True
         ),
         _position_map(run, "largest_write", "Largest neuron write", "of any unit in any sequence", True),
+    ]
+    return [
+        *(_with_tokens(run, drawn) for drawn in by_position),
         head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate"),
         head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
         *_locks(run),
@@ -59,6 +64,44 @@ def _locks(run: Run) -> list[Figure]:
         return []
     drawn = head_map(run, "lock_share", "Lock share by head", "heads-lock-share")
     return [replace(drawn, caption=f"{drawn.caption} Share of q . k that is gone without the massive dimensions.")]
+
+
+def position_texts(run: Run) -> dict[int, str]:
+    """The tokens by position, where one sequence was read; several have no token in common."""
+    if run.summary["tokens"]["count"] > 1:
+        return {}
+    return {row["position"]: token_text(row["text"]) for row in run.rows("tokens", sequence=0)}
+
+
+def _with_tokens(run: Run, drawn: Figure) -> Figure:
+    """A figure by position with the token at each in its hover and its table, where one sequence was read."""
+    texts = position_texts(run)
+    if not texts or "position" not in drawn.columns:
+        return drawn
+    at = drawn.columns.index("position") + 1
+    traces = []
+    for trace in drawn.traces:
+        own = [plotted(texts.get(position, "")) for position in trace["x"]]
+        if trace["type"] == "heatmap":
+            hover = trace["hovertemplate"].replace("%{x}", "%{x}, %{text}")
+            traces.append(trace | {"text": [own] * len(trace["z"]), "hovertemplate": hover})
+        else:
+            traces.append(trace | {"text": own, "hovertemplate": "position %{x}, %{text}<br>%{y:.4g}"})
+    rows = [(*row[:at], texts.get(row[at - 1], ""), *row[at:]) for row in drawn.rows]
+    return replace(drawn, traces=traces, columns=(*drawn.columns[:at], "token", *drawn.columns[at:]), rows=rows)
+
+
+def shown_units(run: Run, most: int) -> tuple[list[dict], str]:
+    """Super neurons at the strongest key, first those that begin the disparity, which the answer names; and how many
+    were left out, in words."""
+    rows = run.rows("neurons", position=run.strongest)
+    begins = [row for layer in run.births for row in rows if row["layer"] == layer and row["role"] == "writes"]
+    ordered = begins + [row for row in rows if row not in begins]
+    return ordered[:most], _cut(most, len(ordered), "units")
+
+
+def _cut(shown: int, total: int, things: str) -> str:
+    return f" The first {shown:,} of {total:,} {things}." if shown < total else ""
 
 
 def layer_curves(run: Run) -> list[Figure]:
@@ -103,6 +146,9 @@ def _variance(run: Run) -> Figure:
     fits = run.tables["layers"]["averaging_law_r_squared"]
     fit = ", ".join(f"{number(fits[layer])} in layer {layer}" for layer in _curve_layers(run))
     positions = range(values.shape[1])
+    cut = _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
+    alone = run.summary["tokens"]["count"] == 1
+    why = "One sequence has no variance across sequences" if alone else "Position 0 has none across sequences here"
     traces, listed = [], []
     for look, layer in enumerate(_curve_layers(run)):
         traces.append(line(positions, values[layer], f"layer {layer}", look))
@@ -114,9 +160,9 @@ def _variance(run: Run) -> Figure:
     return Figure(
         "variance",
         "Variance by position" if applicable else "Energy by position",
-        f"Variance of the value aggregation across sequences. Dotted: what averaging predicts (log R^2 {fit})."
+        f"Variance of the value aggregation across sequences. Dotted: what averaging predicts (log R^2 {fit})." + cut
         if applicable
-        else "Position 0 has no variance across sequences here, so its second moment is shown.",
+        else f"{why}, so the second moment is shown.{cut}",
         ("positions", "layers"),
         traces,
         {"xaxis": axis("position"), "yaxis": log_axis("", values[_curve_layers(run)].ravel())},
@@ -129,12 +175,13 @@ def _variance(run: Run) -> Figure:
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
     layers = run.births or sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)}) or [0]
+    cut = _cut(3, len(layers), "such layers") + _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
     layers = layers[:3]
     positions = range(values.shape[1])
     return Figure(
         "writes",
         "Neuron activations",
-        "Largest |activation| x output norm of any unit, in the layers where disparity is born.",
+        f"Largest |activation| x output norm of any unit, in the layers where disparity is born.{cut}",
         ("positions",),
         [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
         {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
@@ -147,13 +194,13 @@ def _writes(run: Run) -> Figure:
 def _output_vectors(run: Run) -> Figure:
     if run.rows("output_energy"):
         return _output_energy(run)
-    units = run.rows("neurons", position=run.strongest)[:6]
+    units, cut = shown_units(run, NUM_UNITS_DRAWN)
     names = [unit_name(unit) for unit in units]
     series = (("top_share", "super neuron", 1), ("layer_top_share", "median of its layer", 2))
     return Figure(
         "output-vectors",
         "Down-projection energy",
-        "Energy share of the top dimension of each super neuron's output vector."
+        f"Energy share of the top dimension of each super neuron's output vector.{cut}"
         if units
         else "No super neurons were found.",
         ("neurons",),
@@ -177,7 +224,9 @@ def _output_vectors(run: Run) -> Figure:
 def _output_energy(run: Run) -> Figure:
     entries = run.rows("output_energy")
     units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
-    shown = [unit for unit in units if unit[0] == "super"][:3] + [unit for unit in units if unit[0] == "median"][:1]
+    first = {unit_name(unit): place for place, unit in enumerate(shown_units(run, len(units))[0])}
+    supers = sorted((unit for unit in units if unit[0] == "super"), key=lambda unit: first.get(unit[1], len(first)))
+    shown = supers[:3] + [unit for unit in units if unit[0] == "median"][:1]
     traces, listed = [], []
     for look, (kind, name) in enumerate(shown):
         # Super neurons of one layer share its median unit, which is then listed for each of them.
@@ -198,7 +247,8 @@ def _output_energy(run: Run) -> Figure:
     return Figure(
         "output-vectors",
         "Down-projection energy",
-        "Energy of each output dimension, largest first, of super neurons and of the median unit.",
+        "Energy of each output dimension, largest first, of super neurons and of the median unit."
+        + _cut(3, len(supers), "super neurons"),
         ("output_energy",),
         traces,
         {
@@ -262,7 +312,8 @@ def _received(run: Run) -> Figure:
     return Figure(
         "received",
         "Attention received",
-        f"Sink rate: share of heads that give a key more than {SINK_THRESHOLD} of their attention.",
+        f"Sink rate: share of heads that give a key more than {SINK_THRESHOLD} of their attention."
+        + _cut(len(positions), run.summary["tokens"]["length"], "positions; the last ones have few queries"),
         ("rates",) if "rates" in run.tables else ("positions",),
         [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],
         {
@@ -310,6 +361,7 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
         {"xaxis": axis("position", type="category" if len(positions) < length else "linear"), "yaxis": axis("layer")},
         ("layer", "position", title.lower()),
         _largest(values, range(len(values)), positions),
+        num_rows=int(np.isfinite(values).sum()),
     )
 
 
@@ -327,6 +379,7 @@ def head_map(run: Run, name: str, title: str, id: str) -> Figure:
         {"xaxis": axis("head"), "yaxis": axis("layer")},
         ("layer", "head", what),
         _largest(values, range(len(values)), range(num_heads)),
+        num_rows=int(np.isfinite(values).sum()),
     )
 
 

@@ -67,6 +67,27 @@
     Plotly.relayout(plot, ranges);
   };
 
+  // A cell of a map leads to its row in the table below, which is added where only the largest are listed.
+  const onCell = (plot, point) => {
+    const details = plot.closest(".figure, .panel")?.querySelector("details:has(table)");
+    if (!details || point.data.type !== "heatmap") return;
+    const shown = (value) => (typeof value === "number" ? value.toLocaleString("en-US", { maximumSignificantDigits: 4 }) : String(value).replace(/<br>/g, " ").replace(/[\u2068\u2069]/g, ""));
+    const place = [shown(point.y), shown(point.x)];
+    const body = details.querySelector("tbody");
+    const text = (cell) => cell.textContent.trim();
+    let row = [...body.rows].find((row) => [...row.cells].slice(0, 2).map(text).sort().join("|") === [...place].sort().join("|"));
+    if (!row) {
+      const columns = details.querySelectorAll("thead th").length;
+      row = body.insertRow(0);
+      const token = columns === 4 && point.text !== undefined ? [shown(point.text)] : [];
+      for (const value of [...place, ...token, shown(point.customdata ?? point.z)]) row.insertCell().textContent = value;
+    }
+    for (const other of details.querySelectorAll("tr.chosen")) other.classList.remove("chosen");
+    row.classList.add("chosen");
+    details.open = true;
+    row.scrollIntoView({ block: "nearest" });
+  };
+
   const save = (url, name) => {
     const link = document.createElement("a");
     link.href = url;
@@ -121,5 +142,7 @@
   });
 
   // Read by tests: how many figures stand on the page once all are drawn.
-  setTheme(prefersDark.matches).then(() => { root.dataset.drawn = plots.length; });
+  setTheme(prefersDark.matches).then(() => {
+    for (const plot of plots) plot.on("plotly_click", (event) => onCell(plot, event.points[0]));
+  }).then(() => { root.dataset.drawn = plots.length; });
 })();
