@@ -148,7 +148,7 @@ def study_all(entries: list[Entry], out: Path, run: Run = run_command) -> list[s
 
 def study_on_ray(entries: list[Entry], out: Path, address: str) -> list[str]:
     """Every model as a task of a Ray cluster; Ray gives each its GPU."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(address=address)
     num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
