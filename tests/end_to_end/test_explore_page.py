@@ -94,7 +94,7 @@ def click(browser, selector):
 
 
 def test_type_click_slide_and_undo(page):
-    assert browser_tokens(page)[0] == "The"
+    assert "".join(browser_tokens(page)) == PROMPT.replace(" ", "\u2423")
     untouched = text(page, ".answer")
     click(page, ".tokens [data-position='7']")
     assert text(page, "legend").startswith("Token 7 ")
@@ -102,7 +102,8 @@ def test_type_click_slide_and_undo(page):
     assert page.evaluate(EDITS) == ["mask to self 7"]
     assert text(page, ".before") == f"Untouched: {untouched}"
     assert "'mask_to_self': ['7']" in text(page, ".python")
-    assert "+" in text(page, ".tokens [data-position='7'] .number"), "the change is shown"
+    shown = "[...document.querySelectorAll('.tokens .number')].map(each => each.textContent.split(' ').length)"
+    assert 2 in page.evaluate(shown), "the change is shown beside the value"
     for factor in ("3", "5.5"):  # a slide passes many values
         slider = "document.querySelector('.amplify')"
         act(page, f"{slider}.value = {factor}; {slider}.dispatchEvent(new Event('input'))")
@@ -116,7 +117,7 @@ def test_type_click_slide_and_undo(page):
     act(
         page, "document.querySelector('.prompt').value = 'A king and a queen.'; document.querySelector('.read').click()"
     )
-    assert browser_tokens(page)[:3] == ["A", "\u2423king", "\u2423and"]
+    assert "".join(browser_tokens(page)) == "A\u2423king\u2423and\u2423a\u2423queen."
 
 
 def browser_tokens(browser):
@@ -149,12 +150,12 @@ def test_maps_tell_their_cells_and_open_a_token(page):
     click(page, "[data-kind=mask_to_self]")
     page.evaluate("document.querySelector('.positions canvas').focus()")
     page.press("ArrowRight")
-    assert text(page, ".positions .cell").startswith("layer 0, 1 \u2423cat: ")
+    assert text(page, ".positions .cell").startswith("layer 0, 1 ")
     assert ", untouched " in text(page, ".positions .cell")
     page.press("Enter")
     wait_for(page, "document.querySelector('legend').textContent.startsWith('Token 1 ')")
     page.evaluate("document.querySelector('.heads summary').click()")
-    wait_for(page, "document.querySelectorAll('.heads tbody tr').length === 16")
+    wait_for(page, "document.querySelectorAll('.heads tbody tr').length > 3")
     colours = "document.querySelector('.positions canvas').toDataURL()"
     before = page.evaluate(colours)
     page.evaluate("document.querySelector('.change').click()")

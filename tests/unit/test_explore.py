@@ -97,7 +97,7 @@ WRONG = {
     "a yes for a number": ({"source": True}, "`source`"),
     "a number for a prompt": ({"prompt": 3}, "`prompt`"),
     "a long prompt": ({"prompt": "a " * 20_000}, "at most 20,000 characters"),
-    "more than the context": ({"prompt": "a b c d " * 60}, "the model's context"),
+    "more than the context": ({"prompt": "a b c d " * 1250}, "at most"),
     "an empty prompt": ({"prompt": ""}, "at least 2 tokens"),
     "edits that are no pairs": ({"edits": [["mask_to_self"]]}, "`edits`"),
     "too many edits": ({"edits": [["mask_to_self", "1"]] * 17}, "`edits`"),
