@@ -135,3 +135,11 @@ def test_no_tokens_and_rows_that_lie_apart(path, device):
     x_NC = activations(8, 48, torch.float32, device)
     assert path(x_NC[:0]).largest.shape == (0,)
     assert_same(path(x_NC[::2]), defined(x_NC[::2]))
+
+
+def test_neurons_in_float64_are_left_as_they_were():
+    neurons_NC = activations(4, 16, torch.float64, torch.device("cpu"))
+    before_NC = neurons_NC.clone()
+    found = weighted_largest(neurons_NC, torch.ones(16, dtype=torch.float64))
+    assert torch.equal(neurons_NC, before_NC)
+    torch.testing.assert_close(found.channel_energy, before_NC.square().sum(0))

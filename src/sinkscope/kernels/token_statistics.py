@@ -80,7 +80,7 @@ def weighted_largest(x_NC: Tensor, weight_C: Tensor) -> WeightedLargest:
     blocks = _blocks(x_NC)
     largest, largest_at = zip(*(_row_max((block_NC * weight_C).abs_()) for block_NC in blocks), strict=True)
     # What a few tokens have is later taken away from what all have, so sums over tokens need the digits.
-    energy_RC = torch.stack([block_NC.double().square_().sum(0) for block_NC in blocks])
+    energy_RC = torch.stack([block_NC.to(torch.float64, copy=True).square_().sum(0) for block_NC in blocks])
     return WeightedLargest(torch.cat(largest), torch.cat(largest_at), energy_RC.sum(0))
 
 
