@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.kernels.jit import HAS_TRITON, jit
-from sinkscope.measures.dimension_disparity import dom_ratio, kurtosis, participation_ratio
+from sinkscope.measures.dimension_disparity import dom_ratio, scaled_kurtosis_, scaled_participation
 
 if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
@@ -53,13 +53,14 @@ def token_statistics(x_NC: Tensor) -> TokenStatistics:
 def _of_block(x_NC: Tensor) -> TokenStatistics:
     magnitude_NC = x_NC.abs()
     largest_N, largest_at_N = _row_max(magnitude_NC)
+    scaled_NC = x_NC / largest_N[:, None]
     return TokenStatistics(
         largest=largest_N,
         largest_at=largest_at_N,
         energy=torch.linalg.vector_norm(x_NC, dim=1).square(),
         mean_abs=magnitude_NC.mean(1),
-        kurtosis=kurtosis(x_NC),
-        participation_ratio=participation_ratio(x_NC),
+        participation_ratio=scaled_participation(scaled_NC),
+        kurtosis=scaled_kurtosis_(scaled_NC),
         channel_abs=magnitude_NC.sum(0),
     )
 

@@ -57,13 +57,17 @@ def direction_share_of_gram(gram_BB: Float[Tensor, "... B B"]) -> Float[Tensor, 
 
 def participation_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """(sum h^2)^2 / sum h^4: how many dimensions share the energy."""
-    return _participation(_in_units_of_largest(h).square_())
+    return scaled_participation(_in_units_of_largest(h))
+
+
+def scaled_participation(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """The same of a vector whose largest magnitude is 1."""
+    return _energy_and_participation(h.square())[1]
 
 
 def top_energy_share(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
     """Share of the energy in the largest dimension."""
-    energy = _in_units_of_largest(h).square_()
-    return energy.amax(-1) / energy.sum(-1)
+    return _in_units_of_largest(h).square_().sum(-1).reciprocal()
 
 
 def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
@@ -71,16 +75,22 @@ def kurtosis(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 
     E sum c^4 / (sum c^2)^2 of the centred vector c: the width over how many dimensions share its energy.
     """
-    constant = (h.amax(-1) == h.amin(-1)) & (h[..., 0] != 0)
-    h = _in_units_of_largest(h)
+    return scaled_kurtosis_(_in_units_of_largest(h))
+
+
+def scaled_kurtosis_(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
+    """The same of a vector whose largest magnitude is 1. It is overwritten."""
     h -= h.mean(-1, keepdim=True)
-    value = h.shape[-1] / _participation(h.square_())
-    return value.masked_fill(constant, 0)
+    energy, participation = _energy_and_participation(h.square_())
+    # What is below this is the rounding of the mean: the vector is constant.
+    rounding = 8 * h.shape[-1] * torch.finfo(h.dtype).eps ** 2
+    return (h.shape[-1] / participation).masked_fill(energy <= rounding, 0)
 
 
-def _participation(square: Tensor) -> Tensor:
-    """(sum h^2)^2 / sum h^4, from h^2."""
-    return (square.sum(-1) / torch.linalg.vector_norm(square, dim=-1)).square()
+def _energy_and_participation(square: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum h^2, (sum h^2)^2 / sum h^4), from h^2."""
+    energy = square.sum(-1)
+    return energy, (energy / torch.linalg.vector_norm(square, dim=-1)).square()
 
 
 def _in_units_of_largest(h: Tensor) -> Tensor:
