@@ -29,7 +29,7 @@ TILE_ELEMENTS = 1 << 21
 """Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
 cache."""
 TILE_QUERIES = 128
-"""Queries in one tile at most, and no more than a quarter of them: what a tile computes past its diagonal is wasted."""
+"""Queries in one tile at most, and no more than half of them: what a tile computes past its diagonal is wasted."""
 FAINTEST = -80.0
 """Scores this far below a row's largest count as no attention at all."""
 HIDDEN = -1e30
@@ -57,7 +57,7 @@ def tiled_attention(
 
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
     # Long rows: fewer queries per tile.
-    fitting = max(16, min(TILE_QUERIES, num_queries // 4, TILE_ELEMENTS // (num_groups * keys_per_tile)))
+    fitting = max(16, min(TILE_QUERIES, num_queries // 2, TILE_ELEMENTS // (num_groups * keys_per_tile)))
     queries_per_tile = min(num_queries, 1 << (fitting.bit_length() - 1))
     size = num_groups * queries_per_tile * keys_per_tile
     buffer = torch.empty(min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
