@@ -233,20 +233,18 @@ def _floats(values: Tensor | None, count: int) -> list:
 def _kendall_positions(findings: Findings) -> list[float | None]:
     if findings.variance_ratio is None:
         return [None] * findings.recording.num_layers
-    before, after = (findings.recording[name] for name in ("value_variance", "projected_variance"))
-    return [_thinned_tau(before[layer], after[layer]) for layer in range(findings.recording.num_layers)]
+    return _thinned_tau(findings.recording["value_variance"], findings.recording["projected_variance"])
 
 
 def _kendall_channels(findings: Findings) -> list[float | None]:
-    if "value_variance_by_channel" not in findings.recording:
-        return [None] * findings.recording.num_layers
-    variance_LC = findings.recording["value_variance_by_channel"]
-    return [
-        _thinned_tau(variance_LC[layer.index], layer.aggregation_channel_norms().cpu())
-        for layer in findings.recording.anatomy.layers
-    ]
+    recording = findings.recording
+    if "value_variance_by_channel" not in recording:
+        return [None] * recording.num_layers
+    norms_LC = torch.stack([layer.aggregation_channel_norms().cpu() for layer in recording.anatomy.layers])
+    return _thinned_tau(recording["value_variance_by_channel"], norms_LC)
 
 
-def _thinned_tau(x: Tensor, y: Tensor) -> float:
-    index = torch.linspace(0, len(x) - 1, min(len(x), KENDALL_POINTS)).long()
-    return kendall_tau(x[index].numpy(), y[index].numpy())
+def _thinned_tau(x_LN: Tensor, y_LN: Tensor) -> list[float | None]:
+    num_points = x_LN.shape[1]
+    index = torch.linspace(0, num_points - 1, min(num_points, KENDALL_POINTS)).long()
+    return kendall_tau(x_LN[:, index].numpy(), y_LN[:, index].numpy()).tolist()

@@ -55,8 +55,8 @@ def seedprint(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
     if len(shared) < 2:  # a softmax over one dimension is 1 whatever the model does
         return SeedPrint(tau=math.nan, z=math.nan, p=math.nan, num_dimensions=len(shared))
     outputs = [(states[:, shared].double() / TEMPERATURE).softmax(1) for states in (base_NE, suspect_NE)]
-    columns = zip(*(values.cpu().numpy().T for values in outputs), strict=True)
-    tau = _mean_tau([kendall_tau(base_N, suspect_N) for base_N, suspect_N in columns])
+    base_EN, suspect_EN = (values.T.cpu().numpy() for values in outputs)
+    tau = _mean_tau(kendall_tau(base_EN, suspect_EN).tolist())
     n = len(base_NE)
     sigma = math.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
     z = tau / (sigma / math.sqrt(len(shared)))
