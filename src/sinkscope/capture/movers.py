@@ -94,14 +94,14 @@ def _at_position(
         energy_U = recording.at_layers("unit_energy")[layer.index].cpu() / recording.batch.num_sequences
         elsewhere_U = rest_of(energy_U, square_U) / (recording.batch.length - 1)
         contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-        for number, unit in enumerate(listed.tolist()):
+        places = layer.locate_units(listed)
+        for number, (unit, (expert, neuron)) in enumerate(zip(listed.tolist(), places, strict=True)):
             strongest = int(write_MU[:, unit].abs().argmax())
             dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
             sides = [float(v[dimension]) for v in (before, after) if v is not None]
             # A unit writes if it pushes the way the larger of the values before and after the layer points, else
             # it erases.
             writes = write * max(sides, key=abs) > 0
-            expert, neuron = layer.locate_unit(unit)
             found.append(
                 SuperNeuron(
                     position=position,

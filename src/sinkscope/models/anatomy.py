@@ -126,14 +126,18 @@ class Layer:
 
     def locate_unit(self, unit: int) -> tuple[int | None, int]:
         """(expert or None, neuron) of a unit's number within the layer."""
-        expert, neuron = self.unit_places(torch.tensor([unit]))
-        return (None if expert == DENSE else int(expert)), int(neuron)
+        return self.locate_units(torch.tensor([unit]))[0]
+
+    def locate_units(self, units: Tensor) -> list[tuple[int | None, int]]:
+        """The same of many units."""
+        experts, neurons = (places.tolist() for places in self.unit_places(units))
+        return [(None if expert == DENSE else expert, neuron) for expert, neuron in zip(experts, neurons, strict=True)]
 
     def output_vectors(self, units: Tensor) -> Tensor:
         """[E, n] float32: what each unit writes into the residual stream per unit of activation, post-norm gain
         included."""
         weights = dict(self.down_weights())
-        columns = [weights[expert][:, neuron].float() for expert, neuron in map(self.locate_unit, units.tolist())]
+        columns = [weights[expert][:, neuron].float() for expert, neuron in self.locate_units(units)]
         return torch.stack(columns, dim=1) * self.write_gain()[:, None].to(columns[0].device)
 
     def unit_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
