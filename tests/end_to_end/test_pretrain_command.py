@@ -266,6 +266,7 @@ def test_sink_probe_in_the_hugging_face_trainer(tmp_path):
     losses, history = train(model, [probe])
     assert losses == plain, "probing changes nothing"
     assert [row["step"] for row in probe.rows] == [0, 2, 4]
+    assert [row["tokens"] for row in probe.rows] == [0, 2 * 4 * 32, 4 * 4 * 32]
     assert read_rows(tmp_path / "out" / "probes.jsonl") == probe.rows
     assert [entry["step"] for entry in history if "sinkscope/sink_rate" in entry] == [0, 2, 4]
     assert set(probe.rows[0]["layers"]) == set(QUANTITIES)

@@ -173,6 +173,9 @@ class SinkProbe(TrainerCallback):
         self._file: JsonLines | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if args.include_num_input_tokens_seen == "no":
+            # Without it the Trainer counts no tokens, and rows could not be compared. It counts in every process.
+            args.include_num_input_tokens_seen = "all"
         if not state.is_world_process_zero:
             return
         if self.batch is None:
