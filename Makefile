@@ -2,14 +2,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+REFERENCES := softmax head_norm learned_sink
 
 .PHONY: study test proof lint check-code check-format check-types real-weights docs clean
 
 study: $(INSTALLED)
-	$(BIN)/sinkscope study reference:softmax --out runs/softmax --overwrite
-	$(BIN)/sinkscope study reference:learned_sink --out runs/learned_sink --overwrite
-	$(BIN)/sinkscope compare runs/softmax runs/learned_sink src/sinkscope/reference/softmax src/sinkscope/reference/learned_sink \
-		--out runs/reference.html --overwrite
+	for name in $(REFERENCES); do $(BIN)/sinkscope study reference:$$name --out runs/$$name --overwrite || exit; done
+	$(BIN)/sinkscope compare $(REFERENCES:%=runs/%) $(REFERENCES:%=src/sinkscope/reference/%) --out runs/reference.html --overwrite
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)

@@ -30,7 +30,7 @@ def compare_command(asked: CompareOptions) -> None:
     first run's variant. Tables of training runs are written beside the page. A model is studied first, which takes
     minutes on a CPU. For the models that come with the package, both their training and a study are shown.
 
-    Example: sinkscope compare reference:softmax reference:learned_sink
+    Example: sinkscope compare reference:softmax reference:head_norm reference:learned_sink
     """
     from sinkscope.commands.study import study_run
     from sinkscope.report.comparison import compare

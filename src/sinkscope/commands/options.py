@@ -50,8 +50,8 @@ class ModelOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Hugging Face name, local folder, .gguf file, training run (init:RUN: its first weights), or "
-            "reference:softmax (the default) or reference:learned_sink, which come with the package.",
+            help="Hugging Face name, local folder, .gguf file, training run (init:RUN: its first weights), or one that "
+            "comes with the package: reference:softmax (the default), reference:head_norm, reference:learned_sink.",
             show_default=False,
         ),
     ] = None

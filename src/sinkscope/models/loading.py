@@ -76,8 +76,8 @@ def load(
     """The model that `source` names, in eval mode on its device, with every weight checked.
 
     `source` is a folder, a .gguf file, a Hugging Face name, a model object (taken as it is), reference:softmax (the
-    default) or reference:learned_sink, which come with the package, or a training run: RUN for its final weights,
-    init:RUN for its first ones, RUN/checkpoints/step-00001000 for a checkpoint.
+    default), reference:head_norm or reference:learned_sink, which come with the package, or a training run: RUN for
+    its final weights, init:RUN for its first ones, RUN/checkpoints/step-00001000 for a checkpoint.
 
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to

@@ -1,8 +1,8 @@
 """Names of models that are neither folders, files nor on the Hub.
 
-reference:softmax, the default, and reference:learned_sink come with the package. They were trained alike but for the
-attention. Each is the folder of its training run, with the final weights in model/. Others are known to the layers
-above, which name themselves in RESOLVERS.
+reference:softmax, the default, reference:head_norm and reference:learned_sink come with the package. They were trained
+alike but for the attention. Each is the folder of its training run, with the final weights in model/. Others are known
+to the layers above, which name themselves in RESOLVERS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sinkscope.errors import InputError
 
 PREFIX = "reference:"
-REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}learned_sink")
+REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}head_norm", f"{PREFIX}learned_sink")
 DEFAULT_MODEL = REFERENCES[0]
 RESOLVERS: list[str] = []
 """Modules with a function `resolve`, which `load` asks for the model of a name before it looks for a folder or file.
@@ -30,7 +30,9 @@ def reference_run(name: str) -> Path:
     """The folder of the training run that reference:NAME stands for."""
     if name not in REFERENCES:
         raise InputError(
-            expected=f"{' or '.join(REFERENCES)}", found=repr(name), next_step="Choose one of them, or give a model"
+            expected=f"one of {', '.join(REFERENCES)}",
+            found=repr(name),
+            next_step="Choose one of them, or give a model",
         )
     run = FOLDER / name.removeprefix(PREFIX)
     if not (run / "model" / "model.safetensors").is_file():

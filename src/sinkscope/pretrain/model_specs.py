@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | a model folder, a .gguf file, a Hugging Face name | its own | no |
 | init:RUN | those that the training run in the folder RUN began with, drawn again from its seed | no |
-| RUN, or reference:softmax or reference:learned_sink | those that the training run ended with | the run's |
+| RUN, or reference:softmax and its like | those that the training run ended with | the run's |
 | RUN/checkpoints/step-00001000 | those of that checkpoint of the run | no |
 | a config.json, or a folder with one and no weights | none | yes |
 | a preset of pretrain: tiny, 30m, 152m or 1b | none | yes |
