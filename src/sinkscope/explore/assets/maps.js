@@ -142,7 +142,7 @@ function drawPanel(panel) {
   const rows = panel.now.map((value, layer) => element("tr", {}, element("th", { scope: "row" }, String(layer)),
     ...series.map(([, values]) => element("td", { class: "number" }, shown(values[layer])))));
   const heads = ["layer", ...series.map(([look]) => ({ rest: "others", was: "untouched", now: "now" })[look])];
-  const ends = isShare ? "0 to 1" : `${shown(10 ** least)} to ${shown(10 ** most)}, log`;
+  const ends = !known.length ? "not read here" : isShare ? "0 to 1" : `${shown(10 ** least)} to ${shown(10 ** most)}, log`;
   return element("div", { class: "panel" }, element("p", { class: "caption" }, panel.meaning), picture,
     element("p", { class: "caption muted" }, ends),
     element("details", {}, element("summary", {}, "Table"), element("table", {},
