@@ -171,26 +171,17 @@ def _unit(text: str) -> tuple:
     return (unit_of_text(text),)
 
 
-def _unit_places(text: str) -> tuple:
-    unit, places = text.split("@")
-    source, target = places.split(":")
-    return *_unit(unit), int(source), int(target)
+def _placed(item: Callable[[str], Any], *, num_places: int) -> Callable[[str], tuple]:
+    """Reads ITEM@POSITION or, with two places, ITEM@SOURCE:TARGET."""
 
+    def read(text: str) -> tuple:
+        name, places = text.split("@")
+        positions = [int(position) for position in places.split(":")]
+        if len(positions) != num_places:
+            raise ValueError(text)
+        return item(name), *positions
 
-def _unit_position(text: str) -> tuple:
-    unit, position = text.split("@")
-    return *_unit(unit), int(position)
-
-
-def _dimension_places(text: str) -> tuple:
-    dimension, places = text.split("@")
-    source, target = places.split(":")
-    return int(dimension), int(source), int(target)
-
-
-def _dimension_position(text: str) -> tuple:
-    dimension, position = text.split("@")
-    return int(dimension), int(position)
+    return read
 
 
 # What each kind makes
@@ -375,7 +366,7 @@ KINDS: dict[str, Kind] = {
         form="LAYER:NEURON@SOURCE:TARGET",
         example="2:90@0:10",
         does=", its activation written at the target too",
-        read=_unit_places,
+        read=_placed(unit_of_text, num_places=2),
         acts_at=_last,
         **_by_matched(_transplant),
     ),
@@ -383,7 +374,7 @@ KINDS: dict[str, Kind] = {
         form="DIMENSION@POSITION",
         example="447@0",
         does=" of the residual stream, set to zero",
-        read=_dimension_position,
+        read=_placed(int, num_places=1),
         make=_zero_dimension,
         acts_at=_last,
         takes=("layers",),
@@ -392,7 +383,7 @@ KINDS: dict[str, Kind] = {
         form="DIMENSION@SOURCE:TARGET",
         example="447@0:10",
         does=" of the residual stream, its values written at the target too",
-        read=_dimension_places,
+        read=_placed(int, num_places=2),
         make=_transplant_dimension,
         acts_at=_last,
         takes=("layers",),
@@ -401,7 +392,7 @@ KINDS: dict[str, Kind] = {
         form="LAYER:NEURON@POSITION",
         example="2:90@10",
         does=" held at its untouched values",
-        read=_unit_position,
+        read=_placed(unit_of_text, num_places=1),
         make=_clamp("neurons"),
         acts_at=_last,
     ),
@@ -409,7 +400,7 @@ KINDS: dict[str, Kind] = {
         form="DIMENSION@POSITION",
         example="447@10",
         does=" held at its untouched values",
-        read=_dimension_position,
+        read=_placed(int, num_places=1),
         make=_clamp("dimensions"),
         acts_at=_last,
     ),

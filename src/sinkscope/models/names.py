@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
+from sinkscope.user_paths import user_path
 
 PREFIX = "reference:"
 REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}head_norm", f"{PREFIX}learned_sink")
@@ -42,3 +43,8 @@ def reference_run(name: str) -> Path:
             next_step="Install sinkscope again, or clone its repository",
         )
     return run
+
+
+def run_path(source: str | Path) -> Path:
+    """The folder of a training run: that of reference:NAME, or the path that a user typed."""
+    return reference_run(str(source)) if is_reference(source) else user_path(source)

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.names import is_reference, reference_run
+from sinkscope.models.names import run_path
 from sinkscope.pretrain.births import births
 from sinkscope.pretrain.comparison_story import comparison_story
 from sinkscope.pretrain.runs import (
@@ -31,7 +31,6 @@ from sinkscope.pretrain.runs import (
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema, rows_where
 from sinkscope.statistics import mean_interval
-from sinkscope.user_paths import user_path
 
 Row = dict[str, Any]
 PROBED = ("sink_rate", "dom_ratio", "effective_rank")
@@ -168,10 +167,7 @@ def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
     """
     if not folders:
         raise InputError(expected="a training run or several", found="none", next_step="Give run folders")
-    runs = [
-        read_finished_run(reference_run(str(folder)) if is_reference(str(folder)) else user_path(folder))
-        for folder in folders
-    ]
+    runs = [read_finished_run(run_path(str(folder))) for folder in folders]
     check_comparable(runs)
     groups = replicas(runs)
     baseline = next(iter(groups))

@@ -24,7 +24,7 @@ from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, causal_config, check_counts
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
-from sinkscope.models.names import DEFAULT_MODEL, is_reference, reference_run
+from sinkscope.models.names import DEFAULT_MODEL, run_path
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
 from sinkscope.pretrain.config import PRESETS, decoder_config, preset
 from sinkscope.pretrain.runs import initial_configuration
@@ -74,7 +74,7 @@ def resolve(source: str | Path, *, dtype: str, device: str, device_map: Any, tok
             next_step="Leave `device_map` out",
         )
     if is_initial:
-        found = _run_configuration(_run(str(source).removeprefix(INITIAL)))
+        found = _run_configuration(run_path(str(source).removeprefix(INITIAL)))
         assert found.seed is not None
         model = _drawn(found, found.seed)
         name = f"{INITIAL}{found.name}"
@@ -116,7 +116,7 @@ def find_configuration(source: Any = None, *, trust_remote_code: bool = False) -
         source = DEFAULT_MODEL
     if not isinstance(source, str | Path) or str(source).startswith(INITIAL):
         return None
-    path = _run(source)
+    path = run_path(source)
     if is_training_run(path):
         return _run_configuration(path)
     if path.name == "config.json" and path.is_file():
@@ -194,11 +194,6 @@ def _built(configuration: Configuration, seed: int = 0) -> Any:
         dtype=torch.float32,
         trust_remote_code=trusted,
     )
-
-
-def _run(source: str | Path) -> Path:
-    """The folder of the training run that a name stands for; None if it names none."""
-    return reference_run(str(source)) if is_reference(source) else user_path(source)
 
 
 def _run_configuration(run: Path) -> Configuration:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
+TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
+"""What runs with one label may differ in."""
 LABELS = {"kind": "tokens", "count": "sequences", "weight_hash": "weights"}
+"""Some of these in words that a reader knows from the commands."""
 Labelled = Sequence[tuple[str, Run]]
 
 
@@ -68,10 +71,6 @@ def compare(
     folders = [reference_run(name) for name in references]
     folders += [user_path(name) if run_of is None or is_run(user_path(name)) else run_of(name) for name in runs]
     return write_comparison_page(folders, out, overwrite=overwrite)
-
-
-TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
-"""What runs with one label may differ in, in words that a reader knows from the commands."""
 
 
 def _told_apart(runs: Sequence[Run]) -> list[Run]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
-from sinkscope.models.names import is_reference, reference_run
+from sinkscope.models.names import run_path
 from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.origins.initial_bias import Bias
 from sinkscope.pretrain.comparison import TrainingComparison
@@ -34,7 +34,6 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import check_page, is_training_run
 from sinkscope.studies.intervene import Intervened
 from sinkscope.studies.study import Study
-from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -124,7 +123,7 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
 
 def write_page_of_run(name: str, out: Path) -> str:
     """Writes the page of the run in a folder, and returns its answer. reference:NAME stands for its training run."""
-    folder = reference_run(name) if is_reference(name) else user_path(name)
+    folder = run_path(name)
     if is_training_run(folder):
         return write_run_page(folder, out)
     run = read_run(folder)
