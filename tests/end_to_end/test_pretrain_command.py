@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import assert_refused
 from tiny_models import tiny_model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as package
 from sinkscope.attention.variants import VARIANTS
@@ -252,25 +252,41 @@ def test_sink_probe_in_the_hugging_face_trainer(tmp_path):
     ids = torch.randint(3, 90, (16, 32), generator=torch.Generator().manual_seed(0))
     dataset = [{"input_ids": row, "labels": row} for row in ids]
 
-    def train(model, callbacks):
+    class Recorder(TrainerCallback):
+        """What a tracker would be given: it comes before the probe, as those of report_to do."""
+
+        def __init__(self):
+            self.logged = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logged.append({"step": state.global_step, **logs})
+
+    def train(model, every):
         arguments = TrainingArguments(
             output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True,
             save_strategy="no", logging_steps=1, disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=callbacks)
+        recorder = Recorder()
+        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[recorder])
+        if every:
+            trainer.add_callback(probe := package.SinkProbe(trainer.log, every=every, num_sequences=4))
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.state.log_history
+        assert trainer.state.log_history == recorder.logged
+        losses = [(entry["step"], entry["loss"]) for entry in recorder.logged if "loss" in entry]
+        return losses, recorder.logged, probe if every else None
 
-    plain, _ = train(tiny_model("llama"), [])
-    probe = package.SinkProbe(every=2, num_sequences=4)
-    losses, history = train(model, [probe])
-    assert losses == plain, "probing changes nothing"
+    plain, logged, _ = train(tiny_model("llama"), 0)
+    assert not any(name.startswith("sinkscope/") for entry in logged for name in entry), "control"
+    losses, logged, probe = train(model, 2)
+    assert losses == plain, "probing changes nothing, and hides no loss"
     assert [row["step"] for row in probe.rows] == [0, 2, 4]
     assert [row["tokens"] for row in probe.rows] == [0, 2 * 4 * 32, 4 * 4 * 32]
     assert read_rows(tmp_path / "out" / "probes.jsonl") == probe.rows
-    assert [entry["step"] for entry in history if "sinkscope/sink_rate" in entry] == [0, 2, 4]
+    probed = [entry for entry in logged if "sinkscope/sink_rate" in entry]
+    assert [(entry["step"], entry["num_input_tokens_seen"]) for entry in probed] == [(0, 0), (2, 256), (4, 512)]
+    assert all(entry["sinkscope/sink_position"] == row["whole"]["sink_position"] for entry, row in zip(probed, probe.rows, strict=True))
     assert set(probe.rows[0]["layers"]) == set(QUANTITIES)
     assert probe.rows[0]["layers"] != probe.rows[2]["layers"]
     with pytest.raises(package.InputError, match="at least 1 step"):
-        package.SinkProbe(every=0)
+        package.SinkProbe(print, every=0)
     assert os.listdir(tmp_path / "out") == ["probes.jsonl"]

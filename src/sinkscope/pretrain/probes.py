@@ -5,15 +5,17 @@ So each link can be followed before it is strong, and the links can be ordered b
 
 `SinkProbe` does the same inside the Hugging Face Trainer:
 
-    trainer = Trainer(model, args, train_dataset=..., callbacks=[sinkscope.SinkProbe(every=100)])
+    trainer = Trainer(model, args, train_dataset=...)
+    trainer.add_callback(sinkscope.SinkProbe(trainer.log, every=100))
 
-Its rows go to probes.jsonl in the output folder, the numbers of the whole model also to the trainer's log history, as
-sinkscope/sink_rate and so on.
+Its rows go to probes.jsonl in the output folder, the numbers of the whole model also through the trainer's log to
+wherever it reports (report_to), as sinkscope/sink_rate and so on.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ QUANTITIES = {
 
 
 PREFIX = "sinkscope/"
-"""Of what a probe adds to a trainer's log history."""
+"""Of what a probe adds to a trainer's log."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +159,23 @@ def _number(value: float) -> float | None:
 
 
 class SinkProbe(TrainerCallback):
-    """Probes the model before training and every `every` steps, on random tokens or on a given batch."""
+    """Probes the model before training and every `every` steps, on random tokens or on a given batch.
+
+    `log` is the trainer's own: a callback does not see its trainer, nor what else listens to it.
+    """
 
     def __init__(
-        self, every: int = 100, *, batch: TokenBatch | None = None, length: int = 64, num_sequences: int = 32
+        self,
+        log: Callable[[dict[str, float]], None],
+        *,
+        every: int = 100,
+        batch: TokenBatch | None = None,
+        length: int = 64,
+        num_sequences: int = 32,
     ) -> None:
         if every < 1:
             raise InputError(expected="at least 1 step between probes", found=str(every), next_step="Raise `every`")
+        self.log = log
         self.every = every
         self.batch = batch
         self.length = length
@@ -187,18 +199,18 @@ class SinkProbe(TrainerCallback):
         kept = read_rows(path) if state.global_step and path.exists() else []
         self._file = JsonLines(path, [row for row in kept if row["step"] <= state.global_step])
         if not state.global_step:
-            self._probe(state, kwargs["model"])
+            self._probe(state, control, kwargs["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero and state.global_step % self.every == 0:
-            self._probe(state, kwargs["model"])
+            self._probe(state, control, kwargs["model"])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _probe(self, state: TrainerState, model: Any) -> None:
+    def _probe(self, state: TrainerState, control: TrainerControl, model: Any) -> None:
         assert self.batch is not None
         assert self._file is not None
         result = probe(model, self.batch)
@@ -206,5 +218,6 @@ class SinkProbe(TrainerCallback):
         row = {"step": state.global_step, "tokens": tokens, "batch": self.batch.kind, **result.row()}
         self.rows.append(row)
         self._file.write(row)
-        numbers = {f"{PREFIX}{name}": value for name, value in result.whole.items() if value is not None}
-        state.log_history.append({"step": state.global_step, **numbers})
+        should_log = control.should_log
+        self.log({f"{PREFIX}{name}": value for name, value in result.whole.items() if value is not None})
+        control.should_log = should_log  # a log answers the wish for one, and the loss of this step is still to come
