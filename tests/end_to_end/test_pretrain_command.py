@@ -284,7 +284,8 @@ def test_sink_probe_in_the_hugging_face_trainer(tmp_path):
     assert read_rows(tmp_path / "out" / "probes.jsonl") == probe.rows
     probed = [entry for entry in logged if "sinkscope/sink_rate" in entry]
     assert [(entry["step"], entry["num_input_tokens_seen"]) for entry in probed] == [(0, 0), (2, 256), (4, 512)]
-    assert all(entry["sinkscope/sink_position"] == row["whole"]["sink_position"] for entry, row in zip(probed, probe.rows, strict=True))
+    positions = [row["whole"]["sink_position"] for row in probe.rows]
+    assert [entry["sinkscope/sink_position"] for entry in probed] == positions
     assert set(probe.rows[0]["layers"]) == set(QUANTITIES)
     assert probe.rows[0]["layers"] != probe.rows[2]["layers"]
     with pytest.raises(package.InputError, match="at least 1 step"):
