@@ -9,7 +9,7 @@ from training_folders import curved_loss, write_training_folder
 
 from sinkscope.report import study
 from sinkscope.report.comparison import write_comparison_page
-from sinkscope.report.study import write_study_page
+from sinkscope.report.result import write_page_of_run
 from sinkscope.report.text import token_text, visible
 from sinkscope.studies.claims import CLAIMS
 
@@ -33,7 +33,7 @@ def pages(tmp_path_factory):
     }
     paths = {name: root / f"{name}.html" for name in PAGES}
     for name, folder in folders.items():
-        write_study_page(folder, paths[name])
+        write_page_of_run(folder, paths[name])
     trained = [
         write_training_folder(root / f"{variant[:4]}-{seed}", variant=variant, seed=seed, loss=curved_loss(speed))
         for variant, speed in (("softmax", 1.0), (HOSTILE_VARIANT, 1.3))

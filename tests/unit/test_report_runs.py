@@ -10,8 +10,8 @@ from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.report.comparison import compare, write_comparison_page
+from sinkscope.report.result import write_page_of_run
 from sinkscope.report.run import read_run
-from sinkscope.report.study import write_study_page
 from sinkscope.results.run_folder import is_training_run
 
 
@@ -78,7 +78,7 @@ REFUSED = {
 def test_damaged_runs_are_refused_and_nothing_is_written(study, tmp_path, damage, message):
     damage(study)
     with pytest.raises(InputError, match=message):
-        write_study_page(study, tmp_path / "page.html")
+        write_page_of_run(study, tmp_path / "page.html")
     assert {path.name for path in tmp_path.iterdir()} == {"study"}
 
 
@@ -123,7 +123,7 @@ def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
 
 def test_a_training_run_is_not_taken_for_a_study(tmp_path):
     with pytest.raises(InputError, match="sinkscope report"):
-        write_study_page(write_training_folder(tmp_path / "training"), tmp_path / "page.html")
+        read_run(write_training_folder(tmp_path / "training"))
 
 
 def test_a_training_run_is_known_by_its_configuration(study, tmp_path):
@@ -141,7 +141,7 @@ def test_a_training_run_is_known_by_its_configuration(study, tmp_path):
 def test_without_plotly_the_message_says_what_to_install(study, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"sinkscope\[report\]"):
-        write_study_page(study, tmp_path / "page.html")
+        write_page_of_run(study, tmp_path / "page.html")
 
 
 def test_runs_are_labelled_by_what_differs(tmp_path):

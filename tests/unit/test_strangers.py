@@ -23,9 +23,8 @@ from sinkscope.origins.signature import Inputs, Signature, load_signature
 from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.model_specs import draw
 from sinkscope.report import html
-from sinkscope.report.bias import write_bias_page
 from sinkscope.report.comparison import compare
-from sinkscope.report.study import write_study_page
+from sinkscope.report.result import write_page_of_run
 from sinkscope.results import tables
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import Column, Schema, read_table, write_table
@@ -194,7 +193,7 @@ def _plain(column: Column):
 
 
 def study(folder: Path, page: Path) -> None:
-    write_study_page(folder, page)
+    write_page_of_run(folder, page)
 
 
 def comparison(folder: Path, page: Path) -> None:
@@ -202,7 +201,7 @@ def comparison(folder: Path, page: Path) -> None:
 
 
 def bias(folder: Path, page: Path) -> None:
-    write_bias_page(folder, page)
+    write_page_of_run(folder, page)
 
 
 READERS = {

@@ -328,7 +328,10 @@ def test_forty_runs_of_ten_variants_make_one_page_with_tables(tmp_path):
         for seed in range(4)
     ]
     page = tmp_path / "page.html"
+    write_page_of_run(runs[0], runs[0] / "report.html")
     compare(list(map(str, runs)), page)
+    assert '<a href="0-0/report.html"><bdi>0-0</bdi></a>' in page.read_text()
+    assert "0-1/report.html" not in page.read_text(), "a run without a page"
     tables = tmp_path / "page-tables"
     summary = json.loads((tables / "summary.json").read_text())
     comparison = compare_training(runs)

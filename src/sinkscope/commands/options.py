@@ -254,9 +254,9 @@ def write_pictures(folder: RunFolder, trace: Trace) -> None:
     if can_draw():
         trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
     if importlib.util.find_spec("plotly") is not None:
-        from sinkscope.report.study import write_study_page
+        from sinkscope.report.result import write_page_of_run
 
-        write_study_page(folder.path, folder.path / "report.html")
+        write_page_of_run(folder.path, folder.path / "report.html")
 
 
 def integers(text: str, name: str, example: list[int]) -> list[int]:

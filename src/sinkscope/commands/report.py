@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from sinkscope.models.names import is_reference
 from sinkscope.user_paths import user_path
 
 
@@ -22,20 +23,24 @@ class ReportOptions:
             show_default=False,
         ),
     ]
-    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("report.html")
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Page to write; default report.html in the run's folder, or here for reference:NAME."),
+    ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False
 
 
 def report_command(asked: ReportOptions) -> None:
     """Write the page of one run: of training, its losses, its sink and when each link was born.
 
-    Example: sinkscope report runs/tiny --out tiny.html
+    Example: sinkscope report runs/tiny --overwrite
     """
     from sinkscope.report.result import write_page_of_run
     from sinkscope.report.text import say
     from sinkscope.results.run_folder import check_page
 
-    out = user_path(asked.out)
+    beside = Path() if is_reference(asked.run) else user_path(asked.run)
+    out = beside / "report.html" if asked.out is None else user_path(asked.out)
     check_page(out, asked.overwrite)
     say(write_page_of_run(asked.run, out))
-    say(f"Page: {asked.out}")
+    say(f"Page: {out}")

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import InputError
 from sinkscope.origins.bias_schemas import QUANTITIES
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line, log_axis
 from sinkscope.report.html import header, write_page
-from sinkscope.report.run import Run, read_run
+from sinkscope.report.run import Run
 from sinkscope.report.study import circumstances, method
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
 
@@ -26,15 +25,8 @@ LINK = "After the layer. The cosine rises where values lose their variance and s
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
-def write_bias_page(run_folder: Path, destination: Path) -> None:
-    """Writes the page from the files in a run's folder alone."""
-    run = read_run(Path(run_folder))
-    if run.kind != "bias":
-        raise InputError(
-            expected=f"a run of sinkscope bias in {run_folder}",
-            found=f"a run of kind {run.kind}",
-            next_step="Give a folder that sinkscope bias wrote",
-        )
+def write_bias_page(run: Run, destination: Path) -> None:
+    """Writes the page of a run of sinkscope bias."""
     title = f"Born biased: {run.model}"
     body, figures = bias_section(run)
     parts = [header(title, circumstances(run)), '<main id="main">', f'<p class="answer">{isolated(run.answer)}</p>']

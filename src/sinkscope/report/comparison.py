@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from sinkscope.errors import InputError
 from sinkscope.models.names import is_reference, reference_run
@@ -126,7 +124,7 @@ def write_training_page(
     runs = [(_letter(index), run) for index, run in enumerate(beside)]
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
-        part = training_parts(comparison, TablesBeside(tables_path(destination).name))
+        part = training_parts(comparison, TablesBeside(tables_path(destination).name), destination.parent)
         # Inside the block: a page that cannot be written leaves no tables either.
         _write(destination, _title(beside, len(comparison.runs)), runs, [*comparison.variants], *part)
 
@@ -171,10 +169,9 @@ def _runs(runs: Labelled, beside: Path) -> str:
     """What each run is and found; its name leads to its own page, as seen from the folder of this one."""
     cards = []
     for letter, run in runs:
-        page = run.path / "report.html"
-        place = quote(Path(os.path.relpath(page, beside)).as_posix()) if page.is_file() else None
+        name = html.linked(*html.to_run(run.label, run.path, beside))
         cards.append(
-            f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {html.linked(run.label, place)}</h3>'
+            f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {name}</h3>'
             f"<p>{isolated(run.answer)}</p>"
             f'<p class="caption">{isolated(circumstances(run))}; {isolated(run.path.name)}</p>'
             + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")

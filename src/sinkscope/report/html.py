@@ -9,11 +9,13 @@ import base64
 import hashlib
 import importlib.resources
 import importlib.util
+import os
 import re
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 from sinkscope.errors import InputError
 from sinkscope.report.figure import Figure
@@ -97,9 +99,22 @@ def control(claim: dict[str, Any]) -> str:
     return " ".join([*parts, f"({claim['control_name']})"] if claim["control_name"] else parts)
 
 
-def linked(text: str, target: str | None) -> str:
+class Link(NamedTuple):
     """Text that leads to a target, such as #forest; plain text without one."""
+
+    text: str
+    target: str | None
+
+
+def linked(text: str, target: str | None) -> str:
+    """A link as HTML."""
     return isolated(text) if target is None else f'<a href="{escaped(target)}">{isolated(text)}</a>'
+
+
+def to_run(name: str, folder: Path, beside: Path) -> Link:
+    """The name of a run, which leads to its page, if it has one, as seen from a page in the folder `beside`."""
+    page = folder / "report.html"
+    return Link(name, quote(Path(os.path.relpath(page, beside)).as_posix()) if page.is_file() else None)
 
 
 def evidence(claim: dict[str, Any]) -> str:
@@ -121,9 +136,9 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str =
     for entry in entries:
         cells = []
         for index, value in enumerate(entry):
-            is_text = isinstance(value, str)
-            numeric[index] &= not is_text
-            cells.append(f"<td>{isolated(value)}</td>" if is_text else f'<td class="number">{number(value)}</td>')
+            text = linked(*value) if isinstance(value, Link) else isolated(value) if isinstance(value, str) else None
+            numeric[index] &= text is None
+            cells.append(f'<td class="number">{number(value)}</td>' if text is None else f"<td>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     head = "".join(
         f'<th scope="col"{" class=number" if is_number else ""}>{escaped(column)}</th>'

@@ -13,8 +13,7 @@ from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
 from sinkscope.models.names import run_path
 from sinkscope.origins.fingerprint import Fingerprint
-from sinkscope.origins.initial_bias import Bias
-from sinkscope.pretrain.comparison import TrainingComparison
+from sinkscope.pretrain.comparison import TrainingComparison, compare_training
 from sinkscope.remedies.audited import Audit
 from sinkscope.report import html
 from sinkscope.report.audit import audit_figures, write_audit_page
@@ -28,7 +27,7 @@ from sinkscope.report.picture import can_draw, chain_figure
 from sinkscope.report.run import read_run
 from sinkscope.report.study import study_page_figures, write_study_page
 from sinkscope.report.text import isolated
-from sinkscope.report.training import write_run_page
+from sinkscope.report.training import write_training_run_page
 from sinkscope.report.training_figures import birth_figures, training_figures
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import check_page, is_training_run
@@ -106,7 +105,7 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     """Writes the page of a result, from its tables alone."""
     check_page(out, overwrite)
     if isinstance(result, TrainingComparison) and len(result.runs) == 1:
-        write_run_page(result.runs[0].path, out)
+        write_training_run_page(result, out)
     elif isinstance(result, TrainingComparison):
         write_training_page(result, out, overwrite=overwrite)
     elif isinstance(result, Fingerprint):
@@ -116,16 +115,19 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     elif isinstance(result, Intervened):
         write_intervened_page(result, "", out)
     else:
-        write_page = write_bias_page if isinstance(result, Bias) else write_study_page
         with tempfile.TemporaryDirectory() as folder:
-            write_page(result.save(Path(folder) / "run"), out)
+            write_page_of_run(result.save(Path(folder) / "run"), out)
 
 
-def write_page_of_run(name: str, out: Path) -> str:
-    """Writes the page of the run in a folder, and returns its answer. reference:NAME stands for its training run."""
+def write_page_of_run(name: str | Path, out: Path) -> str:
+    """Writes the page of a run from the files in its folder alone, and returns its answer.
+
+    reference:NAME stands for its training run.
+    """
     folder = run_path(name)
     if is_training_run(folder):
-        return write_run_page(folder, out)
+        write_training_run_page(trained := compare_training([folder]), out)
+        return trained.story
     run = read_run(folder)
-    (write_bias_page if run.kind == "bias" else write_study_page)(folder, out)
+    (write_bias_page if run.kind == "bias" else write_study_page)(run, out)
     return run.answer

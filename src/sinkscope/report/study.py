@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sinkscope.errors import InputError
 from sinkscope.report import html
 from sinkscope.report.figure import Figure
 from sinkscope.report.html import header, write_page
 from sinkscope.report.rate_figures import DOSED
-from sinkscope.report.run import Run, read_run
+from sinkscope.report.run import Run
 from sinkscope.report.study_figures import study_figures
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
 from sinkscope.report.trace import (
@@ -130,15 +129,8 @@ METHOD = (
 )
 
 
-def write_study_page(run_folder: Path, destination: Path) -> None:
-    """Writes the page of a study, or of a trace, from the files in its folder alone."""
-    run = read_run(Path(run_folder))
-    if run.kind == "bias":
-        raise InputError(
-            expected=f"a study or a trace in {run_folder}",
-            found="a run of sinkscope bias",
-            next_step="Open the page that it wrote, report.html",
-        )
+def write_study_page(run: Run, destination: Path) -> None:
+    """Writes the page of a study, or of a trace."""
     panels = chain_panels(run)
     studied = study_figures(run) if run.kind == "study" else {}
     maps_drawn, curves = maps(run), layer_curves(run)

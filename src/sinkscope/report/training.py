@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.pretrain.births import LINKS
-from sinkscope.pretrain.comparison import RATIOS, TrainingComparison, compare_training
+from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
 from sinkscope.report import html
 from sinkscope.report.figure import Figure
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number
@@ -42,10 +42,9 @@ class _FilesOfARun:
         return "metrics.jsonl" if table == "losses" else "probes.jsonl"
 
 
-def write_run_page(folder: Path | str, destination: Path) -> str:
-    """Writes the page of one training run from the files in its folder, and returns its story."""
-    comparison, files = compare_training([folder]), _FilesOfARun()
-    (run,) = comparison.runs
+def write_training_run_page(comparison: TrainingComparison, destination: Path) -> None:
+    """Writes the page of one training run, which stands alone in the comparison."""
+    (run,), files = comparison.runs, _FilesOfARun()
     courses, births = training_figures(comparison), birth_figures(comparison)
     title = f"Training of {run.name}"
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
@@ -62,11 +61,10 @@ def write_run_page(folder: Path | str, destination: Path) -> str:
         "</main>",
     ]
     html.write_page(destination, title, "".join(parts), courses + births)
-    return comparison.story
 
 
-def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tuple[str, list[Figure]]:
-    """The HTML of the section, and the figures that the page must draw."""
+def training_parts(comparison: TrainingComparison, tables: TablesBeside, beside: Path) -> tuple[str, list[Figure]]:
+    """The HTML of the section of a page in the folder `beside`, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
     parts = [
@@ -75,7 +73,7 @@ def training_parts(comparison: TrainingComparison, tables: TablesBeside) -> tupl
         f'<ul class="caption">{notes}</ul>' if notes else "",
         _drawn(courses, tables),
         f"<h2>Birth of the links</h2>{_drawn(births, tables)}{_births(comparison)}" if births else "",
-        f"<h2>Runs</h2>{_runs(comparison)}",
+        f"<h2>Runs</h2>{_runs(comparison, beside)}",
         _method(comparison, tables),
     ]
     return "".join(parts), courses + births
@@ -166,14 +164,14 @@ def _tokens(count: int) -> str:
     return str(count)
 
 
-def _runs(comparison: TrainingComparison) -> str:
+def _runs(comparison: TrainingComparison, beside: Path) -> str:
+    """A row for each run; its name leads to its own page."""
     columns = ("run", "variant", "seed", "tokens", "seconds", "validation loss", "ratio of tokens", "paired")
-    rows = comparison.rows("training_runs")
     return html.table(
         columns,
         [
             (
-                row["run"],
+                html.to_run(row["run"], run.path, beside),
                 row["variant"],
                 str(row["seed"]),
                 _tokens(row["tokens"]),
@@ -182,7 +180,7 @@ def _runs(comparison: TrainingComparison) -> str:
                 f"{row['bound']} {number(row['tokens_ratio'])}".strip(),
                 "yes" if row["is_paired"] else "no",
             )
-            for row in rows
+            for row, run in zip(comparison.rows("training_runs"), comparison.runs, strict=True)
         ],
     )
 
