@@ -136,9 +136,11 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str =
     for entry in entries:
         cells = []
         for index, value in enumerate(entry):
-            text = linked(*value) if isinstance(value, Link) else isolated(value) if isinstance(value, str) else None
-            numeric[index] &= text is None
-            cells.append(f'<td class="number">{number(value)}</td>' if text is None else f"<td>{text}</td>")
+            if isinstance(value, str | Link):
+                numeric[index] = False
+                cells.append(f"<td>{linked(*value) if isinstance(value, Link) else isolated(value)}</td>")
+            else:
+                cells.append(f'<td class="number">{number(value)}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
     head = "".join(
         f'<th scope="col"{" class=number" if is_number else ""}>{escaped(column)}</th>'
