@@ -175,9 +175,9 @@ def test_an_interrupt_within_the_pass_restores_the_model(family):
             logits(model)
         with pytest.raises(KeyboardInterrupt), mask_to_self(model, 10):
             trace(model, IDS)
-        # Also while an intervention is being made: its own pass over the calibration batch ends.
-        with pytest.raises(KeyboardInterrupt):
-            amplify_variance(model, 5, 3.0, calibration=CALIBRATION)
+        # Also while an intervention is being entered: its own pass over the calibration batch ends.
+        with pytest.raises(KeyboardInterrupt), amplify_variance(model, 5, 3.0, calibration=CALIBRATION):
+            pytest.fail("not entered")
         hook.remove()
 
 

@@ -53,7 +53,8 @@ def test_the_means_are_those_of_the_whole_text(loaded, batch, name):
     cut, num_read = calibrated(loaded, batch, others)
     last = max((5, *(position for other in others for position in other.needs or ())))
     assert num_read == (LENGTH if any(other.needs is None for other in others) else last + 1)
-    everything = [*others, sinkscope.edit_mask(loaded, LENGTH - 1, "block", 0)]  # the last token, which no other sees
+    # Token 0 sees no other anyway, and no other sees the last one.
+    everything = [*others, sinkscope.edit_mask(loaded, [0, LENGTH - 1], "only", 0)]
     whole, num_read = calibrated(loaded, batch, everything)
     assert num_read == LENGTH
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)  # products of other shapes round otherwise
@@ -63,3 +64,14 @@ def test_control_a_later_key_changes_the_means(loaded, batch):
     with_key, _ = calibrated(loaded, batch, OTHERS["a later key"](loaded, batch))
     without, _ = calibrated(loaded, batch, [])
     assert (with_key - without).abs().max() > 1e-4
+
+
+def test_what_acts_on_later_tokens_alone_is_left_out(loaded, batch):
+    later = sinkscope.mask_to_self(loaded, 20)
+    alone, _ = calibrated(loaded, batch, [])
+    beside, num_read = calibrated(loaded, batch, [later])
+    assert num_read == 6
+    torch.testing.assert_close(beside, alone)  # a mask opens another path through attention
+    # Control: a mask that shows the later token to an earlier one.
+    shown = sinkscope.edit_mask(loaded, 3, "allow", 20)
+    assert not torch.allclose(calibrated(loaded, batch, [later, shown])[0], calibrated(loaded, batch, [shown])[0])

@@ -95,16 +95,18 @@ def test_energy_alone_leaves_the_variance_and_the_part_along_the_mean(model, bat
 
 
 def test_energy_that_the_deviation_alone_exceeds_is_refused(model, batch):
-    with pytest.raises(InputError, match="leaves room for"), mask_to_self(model, POSITION):
-        match_energy(model, POSITION, calibration=batch, layers=LAYERS)
+    match = match_energy(model, POSITION, calibration=batch, layers=LAYERS)
+    with pytest.raises(InputError, match="leaves room for"), mask_to_self(model, POSITION), match:
+        pass
 
 
 def test_no_variance_cannot_be_scaled(model, batch):
     ids = batch.ids.clone()
     ids[:, POSITION] = 7
     same = sinkscope.TokenBatch(**{**vars(batch), "ids": ids})
-    with pytest.raises(InputError, match="no variance across sequences"), mask_to_self(model, POSITION):
-        match_variance(model, POSITION, calibration=same, layers=[0])
+    match = match_variance(model, POSITION, calibration=same, layers=[0])
+    with pytest.raises(InputError, match="no variance across sequences"), mask_to_self(model, POSITION), match:
+        pass
 
 
 def test_a_level_that_is_none_of_them(model, batch):

@@ -29,7 +29,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import suspend
+from sinkscope.capture.edits import depth, suspend
 from sinkscope.capture.layer_call import wide
 from sinkscope.capture.recorder import evaluation_mode, input_device
 from sinkscope.errors import InputError
@@ -200,7 +200,6 @@ class AggregationEdit(Intervention):
         self.calibrated: dict[int, LayerCalibration] = {}
         """By layer, as of now."""
         self.prepare()
-        self.calibrate()
 
     def prepare(self) -> None:
         """What must be known before the first calibration."""
@@ -220,6 +219,24 @@ class AggregationEdit(Intervention):
             for other in active(self.anatomy)
             if other is not self and not other.holds_a_batch and other.place.sequences is None
         )
+        self._calibrate_with(self._reaching(others))
+
+    def _reaching(self, others: tuple[Intervention, ...]) -> tuple[Intervention, ...]:
+        """Those that can change the position: in a causal model not what acts on later ones alone, unless a mask shows
+        those to earlier ones."""
+        if self.name in LATER:
+            return others
+        last, reaching = self.position, ()
+        while len(found := tuple(other for other in others if _first(other.place) <= last)) > len(reaching):
+            last, reaching = max([last, *(position for other in found for position in other.needs or ())]), found
+        return reaching
+
+    def _calibrate_alone(self) -> None:
+        """Where it acts while another is calibrated, or is asked for its means, before it was ever on."""
+        if not self._calibrations:
+            self._calibrate_with(())
+
+    def _calibrate_with(self, others: tuple[Intervention, ...]) -> None:
         if others not in self._calibrations:
             self.calibrated = {}
             run_with_aggregations(
@@ -234,6 +251,8 @@ class AggregationEdit(Intervention):
         self.calibrated = self._calibrations[others]
 
     def opening(self, stack: contextlib.ExitStack) -> None:
+        if depth():
+            self._calibrate_alone()
         for layer in self.layers():
             at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, calibrating=False))
 
@@ -255,11 +274,17 @@ class AggregationEdit(Intervention):
 
     def tensors(self) -> dict[str, Tensor]:
         """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
+        self._calibrate_alone()
         side = ".before_norm" if self.place.on == BEFORE_NORM else ""
         return {
             f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
+
+
+def _first(place: Place) -> float:
+    """The first position that is acted on."""
+    return 0 if place.positions is None else min(place.positions, default=math.inf)
 
 
 def at_aggregation(
