@@ -120,6 +120,25 @@ def test_type_click_slide_and_undo(page):
     assert "".join(browser_tokens(page)) == "A\u2423king\u2423and\u2423a\u2423queen."
 
 
+def test_a_masked_token_is_brought_back_to_its_variance_and_opened(page):
+    """Each stands in the Python line, and the numbers of the token follow."""
+    click(page, ".tokens [data-position='7']")
+    received = "document.querySelector(\".tokens [data-position='7'] .number\").textContent"
+    click(page, "[data-kind=mask_to_self]")
+    masked = page.evaluate(received)
+    click(page, "[data-kind=match_variance]")
+    assert page.evaluate(EDITS) == ["mask to self 7", "match variance 7"]
+    assert "'match_variance': ['7']" in text(page, ".python")
+    assert page.evaluate(received) != masked
+    click(page, ".clear")
+    last = page.evaluate("document.querySelectorAll('.tokens button').length") - 1
+    mixing = "document.querySelector('.chain').textContent + document.querySelector('.positions canvas').toDataURL()"
+    untouched = page.evaluate(mixing)
+    click(page, "[data-kind=allow]")
+    assert page.evaluate(EDITS) == [f"allow 7:0-{last}"]
+    assert page.evaluate(mixing) != untouched
+
+
 def browser_tokens(browser):
     return browser.evaluate("[...document.querySelectorAll('.tokens bdi')].map(each => each.textContent)")
 

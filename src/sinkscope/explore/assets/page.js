@@ -32,7 +32,8 @@ class Pane {
     on(".quantity", "change", (event) => this.change({ quantity: event.target.value }));
     on(".change", "change", () => this.draw());
     for (const button of this.root.querySelectorAll("[data-kind]")) {
-      button.addEventListener("click", () => this.add(button.dataset.kind, String(this.view.opened)));
+      const { kind } = button.dataset;
+      button.addEventListener("click", () => this.add(kind, `${this.view.opened}${kind === "allow" ? `:0-${this.view.length - 1}` : ""}`));
     }
     on(".amplify", "input", (event) => {
       this.get(".tools-of-token output").textContent = event.target.value;
