@@ -97,7 +97,7 @@ _HOMES = {
     "unplug": "sinkscope.remedies.unplug",
     "rotate": "sinkscope.models.rotation",
     "remedy": "sinkscope.remedies.remedy",
-    "Remedied": "sinkscope.remedies.remedy",
+    "Remedied": "sinkscope.remedies.remedied",
     "SinkWatch": "sinkscope.remedies.sink_neurons",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
@@ -154,7 +154,7 @@ if TYPE_CHECKING:
     from sinkscope.remedies.audited import Audit as Audit
     from sinkscope.remedies.prefix import SinkPrefix as SinkPrefix
     from sinkscope.remedies.prefix import sink_prefix as sink_prefix
-    from sinkscope.remedies.remedy import Remedied as Remedied
+    from sinkscope.remedies.remedied import Remedied as Remedied
     from sinkscope.remedies.remedy import remedy as remedy
     from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
     from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch

@@ -163,11 +163,11 @@ def check_audit(*, length: int, num_sequences: int, seed: int) -> None:
     check_seed(seed)
 
 
-def check_remedies(*, rotate: bool, prefix: bool, unplug: bool) -> None:
+def check_remedies(**asked: bool) -> None:
     """Refuses no remedy at all."""
-    if not (rotate or prefix or unplug):
+    if not any(asked.values()):
         raise InputError(
-            expected="a remedy: `rotate=True`, `prefix=True` or `unplug=True`",
+            expected=f"a remedy: {', '.join(f'`{name}=True`' for name in asked)}",
             found="none",
             next_step="Give one of them, or several",
         )

@@ -1,5 +1,7 @@
 """Remedies: what each does to the weights or the cache, and what is said where there is nothing to do."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
-from sinkscope.remedies.card import write_remedied
 from sinkscope.remedies.damage import losses
 from sinkscope.remedies.prefix import LOADER, cache_of, other_prefix
-from sinkscope.remedies.remedy import Measured, Remedied
-from sinkscope.remedies.unplug import other_units
+from sinkscope.remedies.remedied import Measured
 from sinkscope.results.run_folder import run_folder
 
 
@@ -28,7 +28,7 @@ def chain():
 
 @pytest.fixture(scope="module")
 def remedied(chain):
-    return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True)
+    return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True, exempt=True)
 
 
 def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
@@ -64,30 +64,39 @@ def test_unplugging_is_ablation_in_the_weights(family):
         assert not torch.allclose(ablated, before, atol=1e-3)
 
 
-def test_other_units_are_of_the_same_layer_and_none_of_the_given():
-    units = [Unit(1, None, neuron) for neuron in range(40)]
-    others = other_units(tiny_model("llama"), units)
-    assert len(set(others)) == 40
-    assert not set(others) & set(units)
-    assert {unit.layer for unit in others} == {1}
-
-
-def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remedied):
+def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remedied, tmp_path):
     names = [(reading.name, reading.is_control) for reading in remedied.readings]
     assert names == [
         ("original", False),
         ("rotate", False),
         ("prefix", False),
         ("random prefix", True),
+        ("exempt", False),
+        ("random modules exempt", True),
         ("all together", False),
     ]
     assert len(remedied.summary["losses"]) == 3 * len(names)
+    assert remedied.table("losses").num_rows == 3 * len(names)
+    assert "All together: " in repr(remedied)
+    assert "What 8 bits cost, before and after" in remedied.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert remedied.plot().axes
+
+
+def test_modules_left_in_16_bits_are_those_that_read_the_super_neuron(chain, remedied):
+    by_name = {reading.name: reading.losses for reading in remedied.readings}
+    left, other = (by_name[name]["activations-8-static"] for name in ("exempt", "random modules exempt"))
+    plain, harmed = by_name["original"]["16 bits"], by_name["original"]["activations-8-static"]
+    assert np.square(left - plain).mean() < 0.2 * np.square(harmed - plain).mean()
+    assert np.square(other - plain).mean() > 0.8 * np.square(harmed - plain).mean()  # the control
+    found = sinkscope.remedy(chain[0], chain[1], exempt=True)
+    assert found.exempted == ("model.layers.2.mlp.down_proj",)
+    assert found.loaded.model is chain[0]
 
 
 def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_cache(chain, remedied, tmp_path):
     ids = chain[1]
     with run_folder(tmp_path / "out") as folder:
-        write_remedied(remedied, folder)
+        remedied.write(folder)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     space = {"model": again, "ids": ids[8:]}
     assert len(LOADER.splitlines()) == 5
@@ -99,6 +108,8 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert LOADER in card
     assert "| random prefix (control) |" in card
+    ignored = json.loads((tmp_path / "out" / "torchao.json").read_text(encoding="utf-8"))
+    assert ignored == {"modules_to_not_convert": ["lm_head", *remedied.exempted]}
     assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
 
 
@@ -109,7 +120,7 @@ def test_shares_of_hand_worked_losses(remedied):
         return Measured(name=name, is_control=False, losses=values)
 
     def result(*readings):
-        return Remedied(loaded=remedied.loaded, prefix=None, units=(), readings=readings, num_tokens=(4, 4))
+        return replace(remedied, prefix=None, readings=readings, num_tokens=(4, 4))
 
     good, bad = reading("good", 2.0, 2.1, 2.0), reading("bad", 2.2, 3.0, 2.4)
     found = result(reading("original", 2.0, 3.0, 2.005), good, bad)
@@ -151,5 +162,5 @@ def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tm
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", differs)
     with pytest.raises(sinkscope.InputError, match="loaded again"), run_folder(tmp_path / "out") as folder:
-        write_remedied(remedied, folder)
+        remedied.write(folder)
     assert list(Path(tmp_path).iterdir()) == []

@@ -21,6 +21,7 @@ class RemedyOptions:
         bool, typer.Option("--prefix", help="Write the cache that the model's own sink tokens leave.")
     ] = False
     unplug: Annotated[bool, typer.Option("--unplug", help="Take the super neurons out of the weights.")] = False
+    exempt: Annotated[bool, typer.Option("--exempt", help="List the few modules that should stay in 16 bits.")] = False
 
     def __post_init__(self) -> None:
         check_remedies(**asdict(self))
@@ -31,10 +32,9 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
 
     The folder loads in plain transformers. Remedies can be combined; each is also measured alone, beside a control.
 
-    Example: sinkscope remedy HuggingFaceTB/SmolLM2-135M --prefix --text book.txt --out smollm2-prefix
+    Example: sinkscope remedy HuggingFaceTB/SmolLM2-135M --exempt --prefix --text book.txt --out smollm2-remedied
     """
     path = output.path(source.model)
-    from sinkscope.remedies.card import write_remedied
     from sinkscope.remedies.remedy import remedy
     from sinkscope.report import terminal
     from sinkscope.results.run_folder import run_folder
@@ -45,5 +45,5 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
     with terminal.working("writing the model"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, texts, asked)
         folder.write_json("environment.json", run_environment(loaded))
-        write_remedied(result, folder)
+        result.write(folder)
     output.show(path, lambda: terminal.show_remedied(result, path))

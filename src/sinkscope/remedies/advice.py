@@ -6,7 +6,7 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,10 +26,6 @@ from sinkscope.remedies.schemes import Scheme
 
 NEGLIGIBLE = 0.01
 """A damage below this, in nats a token, needs no remedy: one per cent of perplexity."""
-EXEMPT_SHARE = 0.9
-"""Modules are left in 16 bits until they hold this share of the predicted damage ..."""
-MOST_EXEMPT = 0.05
-"""... or are this share of all modules."""
 EXEMPT = "leave modules in 16 bits"
 
 
@@ -77,12 +73,7 @@ class Setting:
 
     def exempted(self, scheme: Scheme) -> list[str]:
         """The modules that the prediction blames most."""
-        modules = sorted(scheme.modules(self.model), key=lambda name: -self.prediction.damages[name, scheme.name])
-        enough = EXEMPT_SHARE * self.prediction.damage(scheme, modules)
-        chosen: list[str] = []
-        while len(chosen) < max(1, int(MOST_EXEMPT * len(modules))) and self.prediction.damage(scheme, chosen) < enough:
-            chosen.append(modules[len(chosen)])
-        return chosen
+        return self.prediction.blamed(scheme.modules(self.model), scheme)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +142,14 @@ def _exempt(setting: Setting, scheme: Scheme, exempted: list[str]) -> np.ndarray
     return setting.losses(scheme, modules=[name for name in scheme.modules(setting.model) if name not in exempted])
 
 
-def _random_modules(setting: Setting, scheme: Scheme) -> list[str]:
-    blamed, generator = setting.exempted(scheme), torch.Generator().manual_seed(setting.seed)
-    others = [name for name in scheme.modules(setting.model) if name not in blamed]
+def other_modules(modules: Sequence[str], blamed: Sequence[str], *, seed: int) -> list[str]:
+    """The control: as many random modules that are not blamed."""
+    others, generator = [name for name in modules if name not in blamed], torch.Generator().manual_seed(seed)
     return [others[index] for index in torch.randperm(len(others), generator=generator)[: len(blamed)]]
+
+
+def _random_modules(setting: Setting, scheme: Scheme) -> list[str]:
+    return other_modules(scheme.modules(setting.model), setting.exempted(scheme), seed=setting.seed)
 
 
 def _turned(setting: Setting, scheme: Scheme, rotation: Tensor | None) -> np.ndarray:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,11 @@ from sinkscope.remedies.schemes import (
     window_size,
 )
 
+BLAMED_SHARE = 0.9
+"""Modules are blamed until they hold this share of the predicted damage ..."""
+MOST_BLAMED = 0.05
+"""... or are this share of all modules."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -56,6 +61,17 @@ class Prediction:
     def damage(self, scheme: Scheme, modules: Collection[str]) -> float:
         """Of a scheme in some modules at once."""
         return sum(self.damages[module, scheme.name] for module in modules)
+
+    def blamed(self, modules: Sequence[str], *schemes: Scheme) -> list[str]:
+        """The few modules that hold most of the damage of some schemes, the worst first."""
+        harm = {name: sum(self.damages[name, scheme.name] for scheme in schemes) for name in modules}
+        enough, most = BLAMED_SHARE * sum(harm.values()), max(1, int(MOST_BLAMED * len(harm)))
+        chosen: list[str] = []
+        for name in sorted(harm, key=lambda name: -harm[name])[:most]:
+            if sum(harm[each] for each in chosen) >= enough:
+                break
+            chosen.append(name)
+        return chosen
 
 
 def predict(model: Any, ids_NT: Tensor, *, ranges: Mapping[str, float], is_sink: Tensor, seed: int = 0) -> Prediction:

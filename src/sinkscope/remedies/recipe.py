@@ -19,13 +19,18 @@ from sinkscope.results.run_folder import RunFolder
 
 def write_recipe(folder: RunFolder, loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> None:
     """Writes the four files; without advice the lists in them are empty."""
-    head = next(name for name, part in loaded.model.named_modules() if part is loaded.model.get_output_embeddings())
-    ignored = [head, *exempted_modules(setting, advice)]
     folder.write_json("recipe.json", recipe(loaded, setting, advice))
+    write_ignored(folder, loaded.model, exempted_modules(setting, advice))
+    folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in setting.is_sink])
+
+
+def write_ignored(folder: RunFolder, model: Any, exempted: Sequence[str]) -> None:
+    """Writes the modules that stay in 16 bits, with the output head, as torchao and llm-compressor read them."""
+    head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
+    ignored = [head, *exempted]
     folder.write_json("torchao.json", {"modules_to_not_convert": ignored})
     modifier = {"targets": ["Linear"], "scheme": "W8A8", "ignore": ignored}
     folder.write_yaml("llm-compressor.yaml", {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}})
-    folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in setting.is_sink])
 
 
 def exempted_modules(setting: Setting, advice: Sequence[Trial]) -> list[str]:

@@ -6,7 +6,7 @@ What a unit writes into the residual stream is its output vector in the down pro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,17 +34,3 @@ def super_neurons(loaded: LoadedModel, batch: TokenBatch) -> tuple[Unit, ...]:
         return ()
     writing = [neuron for neuron in found.super_neurons if neuron.role == "writes"]
     return tuple(dict.fromkeys(Unit(neuron.layer, neuron.expert, neuron.neuron) for neuron in writing))
-
-
-def other_units(model: Any, units: Sequence[Unit], *, seed: int = 0) -> tuple[Unit, ...]:
-    """The control: for each unit another one, drawn from the same layer and expert."""
-    anatomy, generator = anatomy_of(bare_model(model)), torch.Generator().manual_seed(seed)
-    others: list[Unit] = []
-    for unit in units:
-        free = [
-            Unit(unit.layer, unit.expert, neuron)
-            for neuron in range(anatomy.layers[unit.layer].group_weight(unit.expert).shape[1])
-            if Unit(unit.layer, unit.expert, neuron) not in {*units, *others}
-        ]
-        others.append(free[int(torch.randint(len(free), (), generator=generator))])
-    return tuple(others)

@@ -15,6 +15,7 @@ from sinkscope.models.names import run_path
 from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.pretrain.comparison import TrainingComparison, compare_training
 from sinkscope.remedies.audited import Audit
+from sinkscope.remedies.remedied import Remedied
 from sinkscope.report import html
 from sinkscope.report.audit import audit_figures, write_audit_page
 from sinkscope.report.bias import bias_section, write_bias_page
@@ -24,6 +25,7 @@ from sinkscope.report.figure import Figure
 from sinkscope.report.fingerprint import pairs_map, write_fingerprint_page
 from sinkscope.report.intervened import intervened_figures, write_intervened_page
 from sinkscope.report.picture import can_draw, chain_figure
+from sinkscope.report.remedied import remedied_figures, write_remedied_page
 from sinkscope.report.run import read_run
 from sinkscope.report.study import study_page_figures, write_study_page
 from sinkscope.report.text import isolated
@@ -94,6 +96,8 @@ def _figures(result: Result) -> list[Figure]:
         return [pairs_map(result)]
     if isinstance(result, Audit):
         return audit_figures(result.tables, result.summary)
+    if isinstance(result, Remedied):
+        return remedied_figures(result)
     if isinstance(result, Intervened):
         return intervened_figures(result)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +116,8 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
         write_fingerprint_page(result, "", out)
     elif isinstance(result, Audit):
         write_audit_page(result.tables, result.summary, "", out)
+    elif isinstance(result, Remedied):
+        write_remedied_page(result, out)
     elif isinstance(result, Intervened):
         write_intervened_page(result, "", out)
     else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sinkscope.origins.fingerprint import Fingerprint
     from sinkscope.origins.initial_bias import Bias
     from sinkscope.remedies.audited import Audit
-    from sinkscope.remedies.remedy import Remedied
+    from sinkscope.remedies.remedied import Remedied
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 

@@ -1,0 +1,183 @@
+"""What `remedy` gives back: a remedied model with its card, its losses beside the original's, and what helps.
+
+Axes: N texts, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sinkscope.models.loading import LoadedModel
+from sinkscope.remedies.advice import NEGLIGIBLE
+from sinkscope.remedies.damage import Damage, damage
+from sinkscope.remedies.plain_model import write_plain
+from sinkscope.remedies.prefix import LOADER, SinkPrefix
+from sinkscope.remedies.recipe import write_ignored
+from sinkscope.results.result import Result
+from sinkscope.results.run_folder import RunFolder
+from sinkscope.results.tables import Column, Schema, rows_where
+
+MEASURED = ("activations-8-static", "activations-8-dynamic")
+PLAIN = "16 bits"
+PREFIX_FILE = "prefix.safetensors"
+WORTH_IT = 0.5
+"""A remedy helps if it wins back at least this share of the damage."""
+
+LOSSES = Schema(
+    "losses",
+    (
+        Column("model", "str", "What was done to the model: original, one remedy, or all together"),
+        Column("control", "bool", "Whether it is the control of the remedy before it"),
+        Column("scheme", "str", "16 bits, or 8-bit activations with one scale a tensor; docs/audit.md defines each"),
+        Column("loss", "float", "Next-token loss on held-out texts, in nats a token"),
+        Column("change", "float", "That less the original's in 16 bits"),
+        Column("low", "float", "Lower end of its 95 % interval, over texts"),
+        Column("high", "float", "Upper end of it"),
+        Column("won_back", "float", "Share of the scheme's damage that is won back; null without any", nullable=True),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The losses [N, T - 1] of one treated model, in 16 bits and under each scheme."""
+
+    name: str
+    is_control: bool
+    losses: dict[str, np.ndarray]
+
+    def mean(self, scheme: str) -> float:
+        return float(self.losses[scheme].mean())
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Remedied(Result):
+    """The remedied model, and what was measured of it and of the original."""
+
+    headline = ("losses", "model", "scheme", "loss", "change", "won_back")
+    schemas = (LOSSES,)
+    loaded: LoadedModel
+    """The remedied model under the original's name, with its tokenizer."""
+    prefix: SinkPrefix | None
+    units: tuple[Any, ...]
+    exempted: tuple[str, ...]
+    """Modules to leave in 16 bits."""
+    readings: tuple[Measured, ...]
+    """Of the original first, then of each remedy and its control, last of all remedies together."""
+    num_tokens: tuple[int, int]
+    """Held-out texts, and tokens of each."""
+    needless: tuple[str, ...] = ()
+    """What was asked for and left out: the model has nothing that it could act on."""
+
+    @property
+    def original(self) -> Measured:
+        return self.readings[0]
+
+    def harm(self, scheme: str) -> Damage:
+        """What the scheme costs the original."""
+        return damage(self.original.losses[scheme], self.original.losses[PLAIN])
+
+    def shares(self, reading: Measured) -> dict[str, float]:
+        """By scheme that does harm, the share of it that is won back, what the remedy itself costs included."""
+        harmful = [scheme for scheme in MEASURED if self.harm(scheme).change >= NEGLIGIBLE]
+        won = {scheme: self.original.mean(scheme) - reading.mean(scheme) for scheme in harmful}
+        return {} if reading is self.original else {name: won[name] / self.harm(name).change for name in harmful}
+
+    def cost(self, reading: Measured) -> float:
+        """The relative change of the loss in 16 bits."""
+        return reading.mean(PLAIN) / self.original.mean(PLAIN) - 1
+
+    def verdict(self, reading: Measured) -> str:
+        """Whether a remedy helps, in a sentence."""
+        shares = self.shares(reading)
+        if not shares:
+            return f"{reading.name}: not needed, 8 bits cost less than {NEGLIGIBLE} nats a token"
+        said = ", ".join(f"{share:.0%} of {scheme}" for scheme, share in shares.items())
+        helps = "helps" if min(shares.values()) >= WORTH_IT else "does not help"
+        return f"{reading.name}: {helps}, wins back {said}; the loss in 16 bits changes by {self.cost(reading):+.2%}"
+
+    @property
+    def verdicts(self) -> list[str]:
+        return [*self.needless, *(self.verdict(reading) for reading in self.readings[1:])]
+
+    @property
+    def story(self) -> str:
+        return f"{self.loaded.name}. " + " ".join(f"{verdict[0].upper()}{verdict[1:]}." for verdict in self.verdicts)
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Columns by table: losses."""
+        rows = []
+        for reading in self.readings:
+            for scheme in (PLAIN, *MEASURED):
+                change = damage(reading.losses[scheme], self.original.losses[PLAIN])
+                row = {"model": reading.name, "control": reading.is_control, "scheme": scheme}
+                row |= {"loss": reading.mean(scheme), "change": change.change, "low": change.low, "high": change.high}
+                rows.append(row | {"won_back": self.shares(reading).get(scheme)})
+        return {LOSSES.name: LOSSES.from_rows(rows)}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return {
+            "model": self.loaded.name,
+            "num_texts": self.num_tokens[0],
+            "length": self.num_tokens[1],
+            "prefix": None if self.prefix is None else list(self.prefix.ids),
+            "units": [str(unit) for unit in self.units],
+            "exempted": list(self.exempted),
+            "verdicts": self.verdicts,
+            "losses": rows_where(self.tables[LOSSES.name]),
+        }
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes a model that loads in plain transformers, its card, the summary and the table into an open folder."""
+        write_plain(self.loaded, folder)
+        if self.prefix is not None:
+            self.prefix.save(folder.path / PREFIX_FILE)
+        if self.exempted:
+            write_ignored(folder, self.loaded.model, self.exempted)
+        folder.write_text("README.md", card(self))
+        super().write(folder)
+
+
+def card(result: Remedied) -> str:
+    """The card in Markdown."""
+    num_texts, length = result.num_tokens
+    lines = [f"# {result.loaded.name}, remedied", "", "Written by `sinkscope remedy`. What was done:", ""]
+    done = {reading.name for reading in result.readings if not reading.is_control}
+    if "unplug" in done:
+        lines.append(f"- Super neurons unplugged (layer:neuron): {', '.join(map(str, result.units))}.")
+    if "rotate" in done:
+        lines.append("- The residual stream turned by a random orthogonal matrix, norm gains folded in.")
+    if result.prefix is not None:
+        before, after = result.prefix.fired
+        lines.append(
+            f"- A prefix of tokens {list(result.prefix.ids)}{_words(result)} for the cache, in `{PREFIX_FILE}`. Super "
+            f"neurons fire at {before:.2f} tokens of a text without it, at {after:.2f} after it."
+        )
+    if result.exempted:
+        listed = ", ".join(f"`{name}`" for name in result.exempted)
+        lines.append(f"- Modules to leave in 16 bits, in `torchao.json` and `llm-compressor.yaml`: {listed}.")
+    lines += ["", f"Loss in nats a token on {num_texts} held-out texts of {length} tokens. 8 bits are emulated,"]
+    lines += ["with one scale for each tensor. Won back: of what they cost the original.", ""]
+    lines += ["| model | " + " | ".join((PLAIN, *MEASURED)) + " | won back |", "| --- |" + " ---: |" * 4]
+    for reading in result.readings:
+        shares = [f"{share:.0%}" for share in result.shares(reading).values()]
+        numbers = " | ".join(f"{reading.mean(scheme):.4f}" for scheme in (PLAIN, *MEASURED))
+        control = " (control)" * reading.is_control
+        lines.append(f"| {reading.name}{control} | {numbers} | {', '.join(shares)} |")
+    lines += ["", *(f"- {verdict}." for verdict in result.verdicts)]
+    if result.prefix is not None:
+        lines += ["", "Fill the cache of a batch `ids`, and give it as `past_key_values`:", "", "```python"]
+        lines += [*LOADER.splitlines(), "logits = model(ids, past_key_values=cache).logits", "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _words(result: Remedied) -> str:
+    if result.loaded.tokenizer is None or result.prefix is None:
+        return ""
+    return f" ({result.loaded.tokenizer.decode(list(result.prefix.ids))!r})"

@@ -1,0 +1,58 @@
+"""The page of a remedied model: what 8 bits cost it before and after, beside the controls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinkscope.remedies.remedied import LOSSES, Remedied
+from sinkscope.report import html
+from sinkscope.report.figure import Figure, axis, categories, level, levels, line
+from sinkscope.report.html import header, write_page
+from sinkscope.report.text import interval, isolated, plotted
+from sinkscope.results.tables import rows_where
+
+
+def write_remedied_page(result: Remedied, destination: Path) -> None:
+    """Writes the page of a result."""
+    title, (num_texts, length) = f"What helps in 8 bits: {result.loaded.name}", result.num_tokens
+    figures = remedied_figures(result)
+    body = [
+        header(title, f"{num_texts} held-out texts of {length} tokens"),
+        f'<main id="main"><p class="answer">{isolated(result.story)}</p>',
+        *(html.figure(figure, None, wide=True) for figure in figures),
+        "</main>",
+    ]
+    write_page(destination, title, "".join(body), figures)
+
+
+def remedied_figures(result: Remedied) -> list[Figure]:
+    """The loss of each treated model above the original's, in 16 bits and in 8."""
+    rows = rows_where(result.tables[LOSSES.name])
+    names = {row["model"]: plotted(row["model"] + " (control)" * row["control"]) for row in rows}
+    traces = []
+    for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
+        own = [row for row in rows if row["scheme"] == scheme]
+        ends = {end: [row[end] for row in own] for end in ("low", "high")}
+        x, y = [names[row["model"]] for row in own], [row["change"] for row in own]
+        traces.append(line(x, y, scheme, look, mode="markers", **ends))
+    listed = [
+        (names[row["model"]], row["scheme"], row["loss"], row["change"], interval(row["low"], row["high"]))
+        for row in rows
+    ]
+    return [
+        Figure(
+            "losses",
+            "What 8 bits cost, before and after",
+            "Loss above that of the original in 16 bits, in nats a token; lines are 95 % intervals over texts.",
+            (LOSSES.name,),
+            traces,
+            {
+                "xaxis": categories(list(names.values())),
+                "yaxis": axis("nats a token"),
+                **levels(level(0, "original in 16 bits")),
+            },
+            ("model", "scheme", "loss", "change", "95 % interval", "won back"),
+            [(*entry, row["won_back"]) for entry, row in zip(listed, rows, strict=True)],
+            height=380,
+        )
+    ]
