@@ -1,9 +1,13 @@
 """What `import sinkscope` gives: every public name can be found, is there, and costs nothing before it is used."""
 
+import inspect
 import subprocess
 import sys
+import typing
 
 import sinkscope
+from sinkscope.models.loading import LoadOptions
+from sinkscope.pretrain.config import TrainingConfig, TrainingOptions
 
 
 def test_public_names_are_there_and_are_listed():
@@ -23,3 +27,13 @@ def test_help_begins_with_what_there_is_to_call():
 def test_importing_loads_no_torch():
     code = "import sys, sinkscope; dir(sinkscope); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_options_that_are_handed_on_are_all_typed():
+    """A type checker knows them from a TypedDict, which must not fall behind."""
+    assert typing.get_type_hints(TrainingOptions) == typing.get_type_hints(TrainingConfig)
+    named = list(inspect.signature(sinkscope.load).parameters)[1:]
+    assert list(LoadOptions.__annotations__) == named
+    for name in ("train", "audit", "bias", "fingerprint"):
+        *_, last = inspect.signature(getattr(sinkscope, name)).parameters.values()
+        assert last.annotation.startswith("Unpack["), name

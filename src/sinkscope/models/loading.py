@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -61,6 +61,17 @@ def bare_model(model: Any) -> Any:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     return model.model if isinstance(model, LoadedModel) else model
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of `load`, for functions that hand them on."""
+
+    revision: str | None
+    dtype: str
+    device: str
+    device_map: str | dict[str, Any] | None
+    trust_remote_code: bool
+    tokenizer: str | Path | PreTrainedTokenizerBase | None
 
 
 def load(

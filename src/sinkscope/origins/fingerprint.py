@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from torch import Tensor
 
 from sinkscope.arguments import Method, check_fingerprint
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
 from sinkscope.origins.fingerprint_schemas import PAIRS, UNRELATED
@@ -155,7 +155,7 @@ def fingerprint(
     seed: int | None = None,
     parts: Parts | None = None,
     work: Work | None = None,
-    **loading: Any,
+    **loading: Unpack[LoadOptions],
 ) -> Fingerprint:
     """The first model compared with each other one, or all pairs of them.
 
@@ -193,10 +193,12 @@ def fingerprint(
         _check_widths(signatures)
     null = [signed(source) for source in given]
     if fresh and method == "alignment":
-        options = {key: loading[key] for key in ("dtype", "device") if key in loading}
+        dtype, device = loading.get("dtype", "auto"), loading.get("device", "auto")
         configuration = signatures[0].configuration()
         for index in range(fresh):
-            null.append(signed(draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", **options)))
+            drawn = draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", dtype=dtype, device=device)
+            null.append(signed(drawn))
+            del drawn  # only one model is in memory at a time
     _check_widths([signatures[0], *null])
     signatures = _with_own_names(signatures)
     compared = compare_all if matrix else compare_with_first
@@ -316,7 +318,7 @@ def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
     return Inputs(**asked) if "vocabulary" in asked else None
 
 
-def _loaded(source: Any, loading: dict[str, Any]) -> LoadedModel:
+def _loaded(source: Any, loading: LoadOptions) -> LoadedModel:
     """The model, under the name that was given: the final weights of all training runs are in folders called model."""
     if isinstance(source, LoadedModel):
         return source

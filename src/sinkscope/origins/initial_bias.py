@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sinkscope.arguments import check_bias, check_choice
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.origins.bias_controls import CONTROLS, controlled
 from sinkscope.origins.bias_reading import (
@@ -73,10 +73,8 @@ def bias(
     seed: int = 0,
     controls: Sequence[str] | None = None,
     along: Sequence[Any] = (),
-    dtype: str = "auto",
-    device: str = "auto",
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> Bias:
     """The bias of a model, or of models drawn from a configuration.
 
@@ -92,7 +90,6 @@ def bias(
         if isinstance(place, str | Path):
             user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take
     check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
-    options |= {"dtype": dtype, "device": device}
     found = find_configuration(source, trust_remote_code=bool(options.get("trust_remote_code")))
     chosen = _seeds(found, seeds)
     later = [*along, *(_run_checkpoints(found) if found is not None else ())]
@@ -167,14 +164,14 @@ def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, 
 
 
 def _models(
-    found: Configuration | None, source: Any, seeds: Sequence[int | None], options: dict[str, Any]
+    found: Configuration | None, source: Any, seeds: Sequence[int | None], options: LoadOptions
 ) -> Iterator[LoadedModel]:
     """The models one after the other, so that only one of them is in memory beside the first."""
     for seed in seeds:
         if found is None or seed is None:
             yield load(source, **options)
         else:
-            yield draw(found, seed, dtype=options["dtype"], device=options["device"])
+            yield draw(found, seed, dtype=options.get("dtype", "auto"), device=options.get("device", "auto"))
 
 
 def _run_checkpoints(found: Configuration) -> list[Path]:

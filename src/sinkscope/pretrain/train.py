@@ -10,10 +10,10 @@ import contextlib
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, resolve
+from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, resolve
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -85,7 +85,7 @@ def train(
     device: str = "auto",
     overwrite: bool = False,
     say: Say | None = None,
-    **training: int | float | str | bool,
+    **training: Unpack[TrainingOptions],
 ) -> Path:
     """The folder of a training run, trained to its end: `sinkscope pretrain` for Python.
 

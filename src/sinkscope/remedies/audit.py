@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkscope.arguments import check_audit
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
@@ -48,7 +48,7 @@ def audit(
     num_sequences: int = 16,
     seed: int = 0,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> Audit:
     """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
 

@@ -42,7 +42,7 @@ class Result:
     """The tables, declared: every column with its meaning."""
 
     def table(self, name: str) -> pyarrow.Table:
-        """A table for pyarrow; with `.to_pandas()`, for pandas. The fields' metadata say what the columns mean."""
+        """A table for pyarrow; `.to_pandas()` needs pandas. The fields' metadata say what the columns mean."""
         from sinkscope.results.tables import arrow_table
 
         found = [schema for schema in self.schemas if schema.name == name]
