@@ -25,6 +25,7 @@ from sinkscope.measures.dimension_disparity import (
 from sinkscope.measures.directional_collapse import cosine_across_sequences, cosine_from_sum
 from sinkscope.measures.sink_score import (
     LATER_QUERIES,
+    are_sinks,
     eligible_positions,
     mean_received,
     mean_received_later,
@@ -348,6 +349,13 @@ def test_eligible_positions_have_sixteen_later_queries():
     for key in range(64):
         assert bool(eligible[key]) == (len(range(key + 1, 64)) >= LATER_QUERIES)
     assert not eligible_positions(LATER_QUERIES).any()
+
+
+def test_a_sink_has_one_head_in_twenty_and_enough_later_queries():
+    rate = torch.tensor([0.05, 0.049, 1.0, 0.2] + 16 * [1.0])
+    assert are_sinks(rate).tolist() == [True, False, True, True] + 16 * [False]
+    keys = torch.tensor([0, 1, 4])
+    assert are_sinks(rate[keys], len(rate), keys).tolist() == [True, False, False]
     assert eligible_positions(LATER_QUERIES + 1).tolist() == [True] + [False] * LATER_QUERIES
 
 

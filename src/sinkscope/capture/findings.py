@@ -26,7 +26,7 @@ from sinkscope.measures.dimension_disparity import (
     median_magnitude,
     num_massive_activations,
 )
-from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
+from sinkscope.measures.sink_score import SINK_RATE, are_sinks, eligible_positions
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.statistics import bootstrap_mean_interval
 
@@ -82,8 +82,7 @@ class Findings:
         """Every sink, strongest first."""
         recording = self.recording
         rates = recording.sequence_sink_rate.double()
-        eligible = eligible_positions(recording.batch.length)[recording.keys]
-        found = ((rates.mean(0) >= SINK_RATE) & eligible).nonzero().flatten()
+        found = are_sinks(rates.mean(0), recording.batch.length, recording.keys).nonzero().flatten()
         low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
         sinks = []
         for number, index in enumerate(found.tolist()):

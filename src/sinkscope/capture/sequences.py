@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.capture.recorder import Recording, record
-from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
+from sinkscope.measures.sink_score import are_sinks, eligible_positions
 from sinkscope.models.loading import LoadedModel
 
 TOLD_SHARE = 0.1
@@ -63,7 +63,7 @@ class Sequences:
         for sequence, (ids, keys, rates, received) in enumerate(
             zip(self.ids, self.keys, self.rates, self.received, strict=True)
         ):
-            is_sink = (rates >= SINK_RATE) & eligible_positions(len(ids))[keys]
+            is_sink = are_sinks(rates, len(ids), keys)
             for at in is_sink.nonzero().flatten().tolist():
                 position = int(keys[at])
                 found.append(

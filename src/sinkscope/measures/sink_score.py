@@ -50,6 +50,14 @@ def eligible_positions(length: int, device: torch.device | None = None) -> Bool[
     return torch.arange(length, device=device) < length - LATER_QUERIES
 
 
+def are_sinks(
+    rate: Float[Tensor, "... S"], length: int | None = None, keys: Tensor | None = None
+) -> Bool[Tensor, "... S"]:
+    """Which keys are sinks, from the share of heads that count each; `keys` of `length` were recorded, if not all."""
+    eligible = eligible_positions(rate.shape[-1] if length is None else length)
+    return (rate >= SINK_RATE) & (eligible if keys is None else eligible[keys])
+
+
 def sink_rate(alpha_BLHS: Float[Tensor, "B L H S"], threshold: float = SINK_THRESHOLD) -> Float[Tensor, " S"]:
     """Mean over sequences, layers and heads of alpha > threshold."""
     return (alpha_BLHS > threshold).float().mean(dim=(0, 1, 2))

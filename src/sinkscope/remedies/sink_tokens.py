@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.capture.recorder import evaluation_mode, input_device, record, without_autograd
-from sinkscope.measures.sink_score import SINK_RATE, eligible_positions
+from sinkscope.measures.sink_score import are_sinks
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import as_batch
@@ -78,8 +78,7 @@ def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Ten
     """[B, T] each: sink or not, share of layers and heads, attention received."""
     recording = record(loaded, batch, [SINK_HEADS, RECEIVED_BY_SEQUENCE])
     rate_BT = recording.sequence_sink_rate
-    mask_BT = (rate_BT >= SINK_RATE) & eligible_positions(batch.length)
-    return mask_BT, rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
+    return are_sinks(rate_BT), rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
 
 
 def fired_tokens(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from sinkscope import processes
@@ -20,7 +21,7 @@ from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
@@ -107,8 +108,7 @@ class Study(Result):
         if removed is None:
             return None
         before_S, after_S = self.measured.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
-        eligible = np.arange(len(after_S)) < len(after_S) - LATER_QUERIES
-        new = eligible & (after_S >= SINK_RATE) & (before_S < SINK_RATE)
+        new = are_sinks(torch.from_numpy(after_S)).numpy() & (before_S < SINK_RATE)
         if new.any():
             position = int(np.where(new, after_S, -1).argmax())
             return f"shifted to position {position} ({after_S[position]:.1%})"
