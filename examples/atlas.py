@@ -6,16 +6,18 @@ Run: python examples/atlas.py models.yaml --out runs/atlas
     audit: {text: book.txt, num_sequences: 16}          of sinkscope audit; without this line there is no remedy
     models:
       - reference:softmax
-      - {name: SmolLM2, model: weights/SmolLM2.gguf, dtype: float32, study: {bos: "no"}}
+      - {name: SmolLM2, model: weights/SmolLM2.gguf, dtype: float32, study: {bos: "no"}, audit: false}
 
 Each model has a folder with its study and its audit. The same command goes on where it was stopped: what is finished is
 read, and a study that was interrupted keeps its finished parts. Where there are several GPUs each takes a model; with
---ray ADDRESS the models are tasks of that Ray cluster, which must see the same folder.
+--ray ADDRESS the models are tasks of that Ray cluster, which must see the same folder. --into page.md puts the table
+into a page in place of the one that is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -84,7 +86,8 @@ def read_list(path: Path) -> list[Entry]:
         model = str(own.pop("model"))
         name = re.sub(r"[^\w.-]+", "-", str(own.pop("name", model)))
         study = {**(asked.get("study") or {}), **own.pop("study", {})}
-        audit = None if asked.get("audit") is None else {**asked["audit"], **own.pop("audit", {})}
+        of_all, audit = asked.get("audit"), own.pop("audit", None)
+        audit = None if audit is False or audit is of_all is None else {**(of_all or {}), **(audit or {})}
         entries.append(Entry(name, model, own, study, audit))
     names = [entry.name for entry in entries]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -217,6 +220,18 @@ def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def put_into(page: Path, table: str) -> None:
+    """Puts the table into a page of Markdown in place of the one with the same head, which must be there."""
+    text, head = page.read_text(encoding="utf-8"), table.splitlines()[0]
+    before, found, after = text.partition(head)
+    if not found:
+        raise InputError(expected=f"a table in {page}", found="none", next_step=f"Write its first line: {head}")
+    rest = after.splitlines(keepends=True)[1:]
+    kept = "".join(itertools.dropwhile(lambda line: line.startswith("|"), rest))
+    with whole_file(page) as partial:
+        partial.write_text(before + table + kept, encoding="utf-8")
+
+
 def _text(name: str, row: Row) -> str:
     if name == "sink_rate" and row[name] is not None:
         return f"{row[name]:.1%}"
@@ -233,15 +248,18 @@ def main(arguments: list[str] | None = None, run: Run = run_command) -> int:
     parser.add_argument("models", type=Path, help="YAML list of models")
     parser.add_argument("--out", type=Path, default=Path("runs/atlas"), help="folder of the atlas")
     parser.add_argument("--ray", metavar="ADDRESS", help="address of a Ray cluster, such as auto")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="page of Markdown whose table is replaced")
     asked = parser.parse_args(arguments)
     try:
         entries = read_list(asked.models)
+        asked.out.mkdir(parents=True, exist_ok=True)
+        wrong = study_on_ray(entries, asked.out, asked.ray) if asked.ray else study_all(entries, asked.out, run)
+        write_atlas(entries, asked.out, wrong)
+        if asked.into:
+            put_into(asked.into, (asked.out / "atlas.md").read_text(encoding="utf-8"))
     except InputError as error:
         print(f"atlas: {error}", file=sys.stderr)
         return 2
-    asked.out.mkdir(parents=True, exist_ok=True)
-    wrong = study_on_ray(entries, asked.out, asked.ray) if asked.ray else study_all(entries, asked.out, run)
-    write_atlas(entries, asked.out, wrong)
     for text in wrong:
         print(text, file=sys.stderr)
     print(f"Page: {asked.out / 'atlas.html'}")

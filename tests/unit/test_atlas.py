@@ -74,7 +74,14 @@ def test_an_atlas_goes_on_where_it_was_stopped(models, tmp_path, capsys):
     page = (out / "atlas.html").read_text()
     assert 'href="with-a-sink/study/report.html"' in page
     assert "Not finished" not in page
-    assert (out / "atlas.md").read_text().count("\n") == 4
+    table = (out / "atlas.md").read_text()
+    assert table.count("\n") == 4
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{table.splitlines()[0]}\n| --- |\n| old |\n\nafter | all\n")
+    assert atlas.main([str(models), "--out", str(out), "--into", str(page)], planted(calls)) == 0
+    assert page.read_text() == f"before\n\n{table}\nafter | all\n"
+    page.write_text("no table")
+    assert atlas.main([str(models), "--out", str(out), "--into", str(page)], planted(calls)) == 2
 
 
 def test_the_commands_can_be_typed(models, tmp_path):
@@ -90,6 +97,10 @@ def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
     with pytest.raises(InputError, match="modles"):
         atlas.read_list(path)
     assert atlas.main([str(path)]) == 2
+    path.write_text("models: [{model: a, audit: {seed: 1}}, b]")
+    assert [entry.audit for entry in atlas.read_list(path)] == [{"seed": 1}, None]
+    path.write_text("audit: {seed: 1}\nmodels: [{model: a, audit: false}, b]")
+    assert [entry.audit for entry in atlas.read_list(path)] == [None, {"seed": 1}]
     path.write_text("models: [a/b, a-b]")
     with pytest.raises(InputError, match="a-b twice"):
         atlas.read_list(path)
