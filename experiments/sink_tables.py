@@ -1,6 +1,7 @@
 """Prints the tables and the verdicts of the experiment where sinks are born, from what sink_experiment.py kept.
 
     python experiments/sink_tables.py docs/lab/results/sink
+    python experiments/sink_tables.py docs/lab/results/sink --figure docs/lab/sinks-born.png
     python experiments/sink_tables.py docs/lab/results/sink --write-books tokens    # once: how many windows a book has
 
 A difference is an arm's loss less softmax's on the same held-out windows and the same seed. Its 95 % interval is a
@@ -30,6 +31,7 @@ from sink_plan import read_plan
 from sinkscope.errors import InputError
 from sinkscope.pretrain.comparison import compare_training
 from sinkscope.pretrain.tokens import open_shards
+from sinkscope.results.atomic import whole_file
 from sinkscope.statistics import resample_weights
 
 BASELINE, NORM, CONTROL = "softmax", "head_norm", "scale"
@@ -65,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kept", type=Path, help="folder that sink_experiment.py --keep wrote")
     parser.add_argument("--write-books", type=Path, metavar="TOKENS", help="write how many windows each book has")
+    parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the arms that have the plan's schedule")
     options = parser.parse_args()
     try:
         if options.write_books:
@@ -73,7 +76,10 @@ def main() -> None:
                 options.write_books, plan["recipe"]["training"]["sequence_length"], plan["measures"]["loss_windows"]
             )
             (options.kept / BOOKS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
-        print("\n".join(tables(read_results(options.kept), read_books(options.kept))))
+        results = read_results(options.kept)
+        print("\n".join(tables(results, read_books(options.kept))))
+        if options.figure:
+            draw(results, options.figure)
     except InputError as error:
         print(f"sink_tables: {error}", file=sys.stderr)
         sys.exit(2)
@@ -240,6 +246,18 @@ def course_table(results: list[dict[str, Any]]) -> list[str]:
     lines += ["", f"| link, born at step | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
     lines += [f"| {link} | {' | '.join(by_run.get(name, '') for name in names)} |" for link, by_run in births.items()]
     return lines
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Loss less softmax's, sink rate and effective rank through training, by arm with a band over its seeds."""
+    chosen = [r for r in results if not r["diverged"] and baseline_of(r["run"]["arm"]) == BASELINE]
+    chosen.sort(key=lambda result: result["run"]["arm"] != BASELINE)  # the first run names the baseline
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = compare_training([write_run(result, Path(folder)) for result in chosen])
+    with whole_file(path) as partial:
+        comparison.plot("advantage", "sink-rate", "effective-rank").savefig(
+            partial, format="png", dpi=80, metadata={"Software": "sinkscope"}
+        )
 
 
 def _verdict(holds: bool, claim: str, found: str) -> str:

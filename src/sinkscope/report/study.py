@@ -413,7 +413,7 @@ def _referee(run: Run) -> str:
     return (
         f"<details><summary>Attention at the target and elsewhere, {min(len(cells), html.MAX_ROWS)} of {len(cells)} "
         'conditions</summary><p class="caption">Change by each condition, with its 95 % interval; mixing is sum a^2. '
-        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token behind every layer at its "
+        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token after every layer at its "
         "untouched value. Every position is in the table attention_rows, norms by layer in the table norms.</p>"
         f"{html.table(columns, cells[: html.MAX_ROWS])}</details>"
     )

@@ -113,7 +113,7 @@ class Outcome:
     rows_QBT: np.ndarray
     """Each of ROWS at every position."""
     norm_LPB: np.ndarray
-    """Norm of the residual behind each layer, at each place and, last, as a mean over all other positions."""
+    """Norm of the residual after each layer, at each place and, last, as a mean over all other positions."""
     squares_2KBL: np.ndarray
     """Squared deviation and energy of the aggregation at each place, in the layers up to the birth."""
     units_BTn: np.ndarray
@@ -255,7 +255,7 @@ class Conditions:
             return [made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
         if condition.held in dimensions:
             return [made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
-        if condition.held == NORMS:  # of every token behind every layer: directions alone may change
+        if condition.held == NORMS:  # of every token after every layer: directions alone may change
             return [made, ClampNorms(self.loaded, untouched)]
         return [made]
 
