@@ -214,7 +214,8 @@ class TestText:
         refused(lambda: batch(length=8, num_sequences=5, bos=True), found, "`num_sequences=4` or `length=7`")
         batch(length=8, num_sequences=4, bos=True)
         batch(length=7, num_sequences=5, bos=True)
-        refused(lambda: batch(length=64, num_sequences=31), found, "Use a longer text")
+        refused(lambda: batch(length=64, num_sequences=31), found, "`length=30` with `num_sequences=1`")
+        batch(length=30, num_sequences=1)
 
     @pytest.mark.parametrize(
         ("content", "parts"),

@@ -225,6 +225,8 @@ def _text_windows(
     if num_sequences * window > len(ids):
         longest, most = len(ids) // num_sequences + bos, len(ids) // window
         ways = [f"`num_sequences={most}`"] * (most > 0) + [f"`length={longest}`"] * (longest >= 2)
+        if not ways and len(ids) + bos >= 2:
+            ways = [f"`length={len(ids) + bos}` with `num_sequences=1`"]
         raise InputError(
             expected=f"{num_sequences * window} tokens for {num_sequences} sequences of {window + bos}",
             found=f"{len(ids)} tokens in {Path(name).name}",
