@@ -134,3 +134,17 @@ def test_means_are_calibrated_with_the_others_on(model, batch):
     name = f"amplify_variance.position_{POSITION}.factor_4.layer_0"
     torch.testing.assert_close(after[name], expected[0][:, POSITION].mean(0))
     assert not torch.allclose(before[name], after[name])
+
+
+@pytest.mark.parametrize("share", [dict(layers=[0, 2]), dict(heads=[0, 1]), dict(position=3)])
+def test_two_levels_are_met_together_in_either_order(model, batch, share):
+    """Each changes what the other is calibrated on, in later layers or at later positions."""
+    others = {"layers": dict(layers=[1]), "heads": dict(heads=[2, 3]), "position": {}}[next(iter(share))]
+    mask = mask_to_self(model, share.get("position", POSITION))
+    untouched = moments(model, batch.ids)
+    for reverse in (False, True):
+        wheres = ({"position": POSITION, **share}, {"position": POSITION, **others})
+        both = [match_variance(model, calibration=batch, **where) for where in wheres]
+        found = moments(model, batch.ids, *(reversed(both) if reverse else both), mask)
+        for layer in LAYERS:
+            close([found[layer][0]], [untouched[layer][0]])

@@ -231,11 +231,6 @@ class AggregationEdit(Intervention):
             last, reaching = max([last, *(position for other in found for position in other.needs or ())]), found
         return reaching
 
-    def _calibrate_alone(self) -> None:
-        """Where it acts while another is calibrated, or is asked for its means, before it was ever on."""
-        if not self._calibrations:
-            self._calibrate_with(())
-
     def _calibrate_with(self, others: tuple[Intervention, ...]) -> None:
         if others not in self._calibrations:
             self.calibrated = {}
@@ -251,10 +246,13 @@ class AggregationEdit(Intervention):
         self.calibrated = self._calibrations[others]
 
     def opening(self, stack: contextlib.ExitStack) -> None:
-        if depth():
-            self._calibrate_alone()
+        # While another is calibrated this one is too, layer by layer on what runs there: what it found before, with
+        # less on, would no longer be right, and in which order they were entered would matter.
+        if inside := depth() > 0:
+            stack.callback(setattr, self, "calibrated", self.calibrated)
+            self.calibrated = {}
         for layer in self.layers():
-            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, calibrating=False))
+            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, calibrating=inside))
 
     def _edit(self, layer: Layer, *, calibrating: bool) -> AtAggregation:
         def edit(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
@@ -274,7 +272,8 @@ class AggregationEdit(Intervention):
 
     def tensors(self) -> dict[str, Tensor]:
         """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
-        self._calibrate_alone()
+        if not self._calibrations:  # it was never on
+            self._calibrate_with(())
         side = ".before_norm" if self.place.on == BEFORE_NORM else ""
         return {
             f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
@@ -325,6 +324,7 @@ def run_with_aggregations(
     others = tuple(others)
     if not place.layers:
         return
+    whole = whole or any(other.name in LATER for other in others)
     # A causal model knows a position without the tokens after it: those that nothing asks for are not read.
     needed = [place.positions, *(other.needs for other in others)]
     num_read = batch.length

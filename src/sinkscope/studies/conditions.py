@@ -277,10 +277,9 @@ class Conditions:
         variance, energy = (
             None if of is None else self._level(of, condition.target) for of in (condition.variance, condition.energy)
         )
-        # Made with the mixing on: that is what it is calibrated with. What cannot be met shows in the check.
-        with together(mixing):
-            where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.mixed, nearest=True)
-            return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
+        # What cannot be met shows in the check.
+        where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.mixed, nearest=True)
+        return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
 
     def _level(self, mixing: str, target: int) -> Mapping[int, Moments]:
         if (mixing, target) not in self._levels:
@@ -294,9 +293,10 @@ class Conditions:
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         cell = f"{condition.label}." if condition.levelled else ""
-        means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, loss=loss)
+            # Of what is on together: alone they would be calibrated to other means.
+            means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         return replace(reduced(reading, self.plan), means=means)
 
 
