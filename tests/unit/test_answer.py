@@ -25,10 +25,10 @@ NO = "does not hold"
         ({UNMIXING: "holds"}, "may or may not be needed", "by its"),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "variance_suffices": NO},
-            "more variance alone makes none",
+            "a mixed token with its variance becomes none",
             "needs the variance",
         ),
-        ({UNMIXING: "holds", "unmixed_value_matters": "holds"}, "by its unmixed value", "makes none"),
+        ({UNMIXING: "holds", "unmixed_value_matters": "holds"}, "by its unmixed value", "becomes none"),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "mean_suffices": "holds"},
             "by the mean of unmixed values",
@@ -36,6 +36,16 @@ NO = "does not hold"
         ),
         ({UNMIXING: "holds", "variance_is_what_matters": "holds"}, "needs the variance", "enough"),
         ({UNMIXING: "holds", "energy_is_what_matters": "holds"}, "by its energy", "unmixed value"),
+        (
+            {
+                UNMIXING: "holds",
+                "energy_suffices": "holds",
+                "variance_is_what_matters": NO,
+                "unmixed_value_matters": "holds",
+            },
+            "by its unmixed value",
+            "by its energy",
+        ),
     ],
 )
 def test_the_cause_says_what_was_decided(verdicts, said, not_said):

@@ -1,5 +1,8 @@
 """Verdicts and their intervals: worked out by hand where that is possible, simulated where coverage is promised."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -222,3 +225,26 @@ def test_no_unit_of_a_minimal_set_can_be_put_back():
     assert remaining(found) <= 0.2
     for unit in found:
         assert remaining([other for other in found if other != unit]) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("marked", "without_number", "not_judged"),
+    [
+        (None, set(), set()),
+        ("see_self+energy_of_untouched", {"variance_is_what_matters"}, {"energy_is_what_matters"}),
+        ("untouched+energy_of_see_self", set(), {"variance_suffices", "energy_suffices"}),
+        ("untouched+variance_of_see_self", {"energy_suffices"}, {"variance_suffices"}),
+    ],
+)
+def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number, not_judged):
+    study: Any = SimpleNamespace(
+        plan=SimpleNamespace(targets=(10,)),
+        missed=lambda *conditions: conditions[0].label if conditions[0].label == marked else None,
+        rise_B=lambda name, **levels: np.full(4, 0.2),
+        where="",
+    )
+    claims = ("variance_is_what_matters", "variance_suffices", "energy_is_what_matters", "energy_suffices")
+    found = {claim: CLAIMS[claim].numbers(study) for claim in claims}
+    assert {claim for claim, numbers in found.items() if isinstance(numbers, Empty)} == not_judged
+    judged = {claim: numbers for claim, numbers in found.items() if isinstance(numbers, Numbers)}
+    assert {claim for claim, numbers in judged.items() if numbers.control is None} == without_number

@@ -67,9 +67,8 @@ def _unmixed(verdicts: Verdicts) -> str:
         if verdicts.hold("variance_suffices") or verdicts.fail("variance_suffices"):
             text += f"; {enough[verdicts.hold('variance_suffices')]}"
         return text + "."
-    if verdicts.hold("energy_is_what_matters") or (
-        verdicts.hold("energy_suffices") and verdicts.fail("variance_is_what_matters")
-    ):
+    without_value = verdicts.hold("energy_suffices") and not verdicts.hold("unmixed_value_matters")
+    if verdicts.hold("energy_is_what_matters") or (without_value and verdicts.fail("variance_is_what_matters")):
         return text + " by its energy, not by its variance."
     if verdicts.hold("unmixed_value_matters"):
         value = (
@@ -77,7 +76,7 @@ def _unmixed(verdicts: Verdicts) -> str:
         )
         text += f" by {value}: with the variance and the energy of a mixed token it stays one"
         if verdicts.fail("variance_suffices"):
-            text += ", and more variance alone makes none"
+            text += ", and a mixed token with its variance becomes none"
         return text + "."
     needed = "is not needed" if verdicts.fail("variance_is_what_matters") else "may or may not be needed"
     return text + f"; its variance {needed}, and whether its value or its energy does it is undecided."

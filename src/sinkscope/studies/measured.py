@@ -21,6 +21,8 @@ from sinkscope.studies.plan import Plan
 
 CHECK_CONFIDENCE = 0.99
 """Of the interval in each layer: there are several layers, and most conditions do what they say."""
+ROUNDING = 1e-10
+"""A moment below this share of the energy is none."""
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
@@ -77,9 +79,11 @@ class Measured:
         return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
     def moments_over_untouched(self, condition: Condition) -> np.ndarray:
-        """[3, L] batch variance, energy and squared mean at its target, over the untouched model's."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.outcomes[condition].moments(condition.target) / self.untouched.moments(condition.target)
+        """[3, L] batch variance, energy and squared mean at its target, over the untouched model's; NaN over what is
+        there by rounding alone, as the variance of a token that is the same in every sequence."""
+        before_3L = self.untouched.moments(condition.target)
+        before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
+        return self.outcomes[condition].moments(condition.target) / before_3L
 
     def missed(self, *conditions: Condition) -> str | None:
         """The manipulation check of one condition at one or more targets: the level that it did not bring about, if

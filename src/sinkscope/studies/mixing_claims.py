@@ -73,6 +73,11 @@ def _missed(study: Measured, *cells: dict[str, Any]) -> Empty | None:
     return None
 
 
+def _control(study: Measured, cell: dict[str, Any], total: float = 1.0) -> float | None:
+    """The rise under a cell that stands beside a claim; none where it did not do what its name says."""
+    return None if _missed(study, cell) else float(study.rise_B(**cell).mean() / total)
+
+
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
     """What cells of the factorial leave of the rise of a token that sees only itself."""
 
@@ -84,7 +89,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
             return Empty("a token that sees only itself makes no sink that could be taken apart")
         return Numbers(
             by_bar=[np.stack([total_B, study.rise_B(**cell)], 1) for cell in cells],
-            control=float(study.rise_B(**control).mean() / total_B.mean()),
+            control=_control(study, control, float(total_B.mean())),
             note=f"of a rise of {total_B.mean():.1%}",
         )
 
@@ -101,11 +106,11 @@ def _single_key(study: Measured) -> Found:
 
 def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
     def numbers(study: Measured) -> Found:
-        if empty := _missed(study, cell):
+        if empty := _missed(study, cell, *([control] if beats_control else [])):
             return empty
-        risen_B, control_B = study.rise_B(**cell), study.rise_B(**control)
-        bars = [risen_B, risen_B - control_B] if beats_control else [risen_B]
-        return Numbers(by_bar=bars, control=float(control_B.mean()), note=study.where)
+        risen_B = study.rise_B(**cell)
+        bars = [risen_B, risen_B - study.rise_B(**control)] if beats_control else [risen_B]
+        return Numbers(by_bar=bars, control=_control(study, control), note=study.where)
 
     return numbers
 
