@@ -10,9 +10,10 @@ from study_tables import FACTORS, LENGTH, NUM_HEADS, NUM_LAYERS, write_study_fol
 
 from sinkscope.report.figure import Figure, bounds, heat_map, log_axis, rounded
 from sinkscope.report.html import write_page
+from sinkscope.report.maps import layer_curves, mapped_positions, maps
 from sinkscope.report.run import read_run
 from sinkscope.report.study_figures import study_figures
-from sinkscope.report.trace import chain_panels, layer_curves, mapped_positions, maps, sink_rates
+from sinkscope.report.trace import chain_panels, sink_rates
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,7 @@ def test_without_a_sink_nothing_is_invented(tmp_path):
 
 
 def test_a_long_sequence_is_thinned_but_keeps_its_sinks(run, monkeypatch):
-    monkeypatch.setattr("sinkscope.report.trace.NUM_POSITIONS_MAPPED", 16)
+    monkeypatch.setattr("sinkscope.report.maps.NUM_POSITIONS_MAPPED", 16)
     monkeypatch.setitem(run.summary, "sinks", [{"position": 29}])
     positions = mapped_positions(run)
     assert len(positions) <= 18

@@ -12,11 +12,12 @@ from sinkscope.models.names import is_reference, reference_run
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.html import header, write_page
+from sinkscope.report.maps import head_map
 from sinkscope.report.rate_figures import dose_curve
 from sinkscope.report.run import Run, is_run, read_run
 from sinkscope.report.study import circumstances
 from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, visible
-from sinkscope.report.trace import head_map, sink_rates
+from sinkscope.report.trace import sink_rates
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
 from sinkscope.user_paths import user_path
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from sinkscope.report import html
 from sinkscope.report.figure import Figure
 from sinkscope.report.html import header, write_page
-from sinkscope.report.rate_figures import DOSED
+from sinkscope.report.maps import layer_curves, maps
 from sinkscope.report.run import Run
 from sinkscope.report.study_figures import study_figures
-from sinkscope.report.text import NO_VALUE, escaped, interval, isolated, number, token_text
+from sinkscope.report.study_tables import factorial, massive_dimensions, minimal_set, referee
+from sinkscope.report.text import escaped, interval, isolated, token_text
 from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
     chain_panels,
-    layer_curves,
-    maps,
     position_texts,
     shown_units,
     unit_name,
 )
+from sinkscope.report.verdicts import LAW_INTERVAL, verdict_table
 
-MEDIATORS = ("super_neurons", "dimensions")
 # The links that each panel of the chain shows, from left to right.
 PANEL_LINKS = (
     ("variance_discrepancy",),
@@ -68,42 +64,6 @@ ARROWS = (
         ("super_neurons_necessary", "super_neurons_sufficient"),
     ),
 )
-# Where each claim's evidence is drawn: the first of these that is on the page.
-EVIDENCE = {
-    "variance_discrepancy": ("variance",),
-    "averaging_law": ("variance",),
-    "super_neurons": ("writes",),
-    "channel_sparsity": ("output-vectors",),
-    "dimension_disparity": ("dom-ratio",),
-    "directional_collapse": ("dom-ratio",),
-    "lock": ("heads-lock-share", "received"),
-    "sink": ("received",),
-    "amplification_creates_sink": ("dose", "forest"),
-    "dose_response": ("dose", "forest"),
-    "unmixing_creates_sink": ("created", "forest"),
-    **dict.fromkeys(
-        (
-            *("any_single_key_creates_sink", "unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
-            *("energy_is_what_matters", "energy_suffices"),
-        ),
-        ("factorial", "forest"),
-    ),
-    **dict.fromkeys(
-        (
-            *("opening_removes_sink", "equalising_removes_sink", "mean_suffices", "super_neurons_necessary"),
-            "channel_sparsity_necessary",
-        ),
-        ("remaining", "forest"),
-    ),
-    "super_neurons_sufficient": ("forest",),
-    "dimensions_suffice": ("forest",),
-    **{f"mediation_{by}_{held}": ("mediation-effects",) for by in ("mask", "amplification") for held in MEDIATORS},
-}
-LAW_INTERVAL = (
-    "the interval is moved so that the effect is its middle. A resample repeats sequences, so its variances scatter "
-    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
-    "than it should be, never easier."
-)
 SECTIONS = {
     "creation": ("What makes a sink", "Each intervention changes one position of an ordinary sequence."),
     "necessity": ("What the sink needs", "Each removal takes one thing away and leaves the rest as it was."),
@@ -138,7 +98,7 @@ def write_study_page(run: Run, destination: Path) -> None:
     parts = [header(f"Attention sink of {run.model}", circumstances(run)), '<main id="main">']
     parts += [
         f'<p class="answer">{isolated(run.answer)}</p>',
-        _verdicts(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])])
+        verdict_table(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])])
         if run.claims
         else _found(run),
         _nav(studied),
@@ -146,11 +106,11 @@ def write_study_page(run: Run, destination: Path) -> None:
     parts += [_chain(run, panels)]
     for name, figures in studied.items():
         if figures:
-            extra = {"necessity": _minimal_set, "creation": _factorial, "confounds": _referee}.get(
-                name, lambda run: ""
-            )(run)
+            extra = {"necessity": minimal_set, "creation": factorial, "confounds": referee}.get(name, lambda run: "")(
+                run
+            )
             parts.append(_section(name, *SECTIONS[name], figures, run, extra))
-    parts.append(_massive(run))
+    parts.append(massive_dimensions(run))
     parts.append(
         _section(
             "maps",
@@ -177,64 +137,6 @@ def circumstances(run: Run) -> str:
     many = "one sequence" if tokens["count"] == 1 else f"{tokens['count']} sequences"
     sequences = f"{many} of {tokens['length']} {tokens['kind']} tokens{bos}"
     return f"{summary['family']}, {summary['num_layers']} layers; {sequences}"
-
-
-def _verdicts(run: Run, drawn: Sequence[str]) -> str:
-    """The table of verdicts; a claim leads to the first of `drawn` that shows its evidence."""
-    claims = list(run.claims.values())
-    groups = (
-        ("What is seen in the untouched model", [claim for claim in claims if claim["link"] != "causal"]),
-        ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
-    )
-    body = "".join(
-        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>'
-        + "".join(_verdict_row(claim, drawn) for claim in own)
-        for name, own in groups
-        if own
-    )
-    notes = [
-        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"], claim["p_value"], claim["confidence"])
-        for claim in claims
-        if claim["note"] or claim["control_name"]
-    ]
-    listed = html.table(("claim", "control", "note", "p before Holm", "confidence of the interval"), notes)
-    return (
-        f"{html.tally([claim['verdict'] for claim in claims])}"
-        '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
-        '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
-        '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
-        '<th scope="col" class="number">n</th></tr></thead>'
-        f"<tbody>{body}</tbody></table>"
-        + (f"<details><summary>Controls and notes</summary>{listed}</details>" if notes else "")
-    )
-
-
-def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
-    """The figure that shows a claim's evidence; doses have one for each position."""
-    wanted = EVIDENCE.get(claim, ())
-    found = (id for name in wanted for id in drawn if id == name or (name == "dose" and id.startswith("dose-")))
-    return next((f"#{id}" for id in found), None)
-
-
-def _verdict_row(claim: dict[str, Any], drawn: Sequence[str]) -> str:
-    note = f' title="{escaped(LAW_INTERVAL)}"' if claim["id"] == "averaging_law" else ""
-    cells = (
-        ("Effect", number(claim["effect"]), True),
-        ("Interval", interval(claim["low"], claim["high"]), True),
-        ("Holds when", html.rule(claim), False),
-        ("Control", number(claim["control"]), True),
-        ("n", number(claim["n"]), True),
-    )
-    return (
-        f"<tr><td>{html.verdict(claim['verdict'])}</td>"
-        f'<td title="{escaped(claim["id"])}">{html.linked(claim["statement"], _evidence_of(claim["id"], drawn))}</td>'
-        + "".join(
-            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}"'
-            f"{note if label == 'Interval' else ''}>{escaped(text)}</td>"
-            for label, text, is_number in cells
-        )
-        + "</tr>"
-    )
 
 
 def _found(run: Run) -> str:
@@ -327,105 +229,6 @@ def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
         f'<h2 id="{id}">{title}</h2><p class="caption">{text}</p>{extra}'
         f'<div class="figures{size}">{"".join(drawn)}</div>'
     )
-
-
-def _massive(run: Run) -> str:
-    """The dimensions that dominate at the strongest key, layer by layer."""
-    columns = ("layer", "dimension", "value", "magnitude", "ratio", "contrast")
-    rows = [tuple(row[name] for name in columns) for row in run.rows("dimensions", position=run.strongest)]
-    if not rows:
-        return ""
-    cut = f", {html.MAX_ROWS} of {len(rows)} rows" if len(rows) > html.MAX_ROWS else ""
-    return (
-        f"<details><summary>Massive dimensions at position {run.strongest}{cut}</summary>"
-        '<p class="caption">Value and magnitude are means over sequences. Ratio: magnitude over the mean of all '
-        "dimensions at the position. Contrast: over the same dimension at other positions. Layer -1 enters layer 0.</p>"
-        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
-    )
-
-
-def _factorial(run: Run) -> str:
-    """Whom the target sees, times the level of its variance, times that of its energy."""
-    cells = [
-        (
-            row["mixing"],
-            row["variance_of"] or NO_VALUE,
-            row["energy_of"] or NO_VALUE,
-            row["targets"],
-            row["rise"],
-            interval(row["low"], row["high"]),
-            row["variance"],
-            row["energy"],
-            row["missed"] or "as named",
-        )
-        for row in run.rows("factorial")
-    ]
-    if not cells:
-        return ""
-    columns = ("sees", "variance of", "energy of", "at positions", "rise", "interval", "variance", "energy", "check")
-    return (
-        '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
-        '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
-        "and its energy are. Rise of the sink rate by later queries; variance and energy over the untouched ones, "
-        "geometric means over layers. What the check marks did not do what its name says, and supports nothing.</p>"
-        f"{html.table(columns, cells)}</details>{_other_ways(run)}"
-    )
-
-
-def _other_ways(run: Run) -> str:
-    """What else was done to the aggregation of a target, and what it did to its variance and energy."""
-    rows = []
-    for name in DOSED:
-        effects = [row for row in run.rows("effects", condition=name, quantity="sink_rate_at_target") if row["factor"]]
-        for factor in sorted({row["factor"] for row in effects}):
-            rises = [row["difference"] for row in effects if row["factor"] == factor]
-            did = run.rows("manipulation", condition=name, factor=factor)
-            moments = [[row[moment] for row in did if row[moment]] for moment in ("variance", "energy", "squared_mean")]
-            means = [fmean(map(log, own)) for own in moments if own]
-            if len(means) == len(moments):
-                rows.append((name, factor, fmean(rises), *map(exp, means)))
-    if not rows:
-        return ""
-    return (
-        "<details><summary>Other ways to raise the variance, or to leave it alone</summary>"
-        '<p class="caption">Means over positions; variance, energy and squared mean over the untouched ones, geometric '
-        "means over layers.</p>"
-        f"{html.table(('condition', 'factor', 'rise', 'variance', 'energy', 'squared mean'), rows)}</details>"
-    )
-
-
-REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
-
-
-def _referee(run: Run) -> str:
-    """What each condition left alone: attention of other tokens, and the sink with all norms held."""
-    changes: dict[tuple, dict[str, str]] = defaultdict(dict)
-    for row in run.rows("effects"):
-        change = f"{number(row['difference'])} ({interval(row['low'], row['high'])})"
-        changes[row["condition"], row["target"], row["factor"]][row["quantity"]] = change
-    cells = [
-        (condition, target, factor or NO_VALUE, *(found.get(quantity, NO_VALUE) for quantity in REFEREED))
-        for (condition, target, factor), found in changes.items()
-    ]
-    if not cells:
-        return ""
-    columns = ("condition", "at position", "factor", *(quantity.replace("_", " ") for quantity in REFEREED))
-    return (
-        f"<details><summary>Attention at the target and elsewhere, {min(len(cells), html.MAX_ROWS)} of {len(cells)} "
-        'conditions</summary><p class="caption">Change by each condition, with its 95 % interval; mixing is sum a^2. '
-        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token after every layer at its "
-        "untouched value. Every position is in the table attention_rows, norms by layer in the table norms.</p>"
-        f"{html.table(columns, cells[: html.MAX_ROWS])}</details>"
-    )
-
-
-def _minimal_set(run: Run) -> str:
-    units = run.rows("minimal_set")
-    if not units:
-        return ""
-    names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
-    plural = "unit" if len(units) == 1 else "units"
-    return f"<p>The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {escaped(names)}.</p>"
 
 
 def _tokens(run: Run) -> str:
