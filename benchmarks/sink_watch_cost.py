@@ -1,6 +1,10 @@
-"""What following the sinks by their neurons adds to decoding: time a token, with and without, in turn.
+"""What following the sinks by their neurons adds to decoding, step by step with a cache.
 
 python benchmarks/sink_watch_cost.py MODEL
+
+Other work on a machine slows both sides. So a round decodes the same tokens plain and watched, one right after the
+other and in turn first, and compares the medians of their steps; the median over rounds is printed, with its interval.
+On a CPU it is the processor's time that is read, which waits for nobody.
 """
 
 import contextlib
@@ -8,34 +12,40 @@ import statistics
 import sys
 import time
 
+import numpy as np
 import torch
+from scipy.stats import bootstrap
 
 import sinkscope
 
-STEPS, ROUNDS = 24, 8
+STEPS, ROUNDS = 12, 32
 
 loaded = sinkscope.load(sys.argv[1])
-batch = sinkscope.token_batch(loaded, length=64, num_sequences=2, bos=len(sys.argv) > 2 or None)
+batch = sinkscope.token_batch(loaded, length=64, num_sequences=4, bos=len(sys.argv) > 2 or None)
 neurons = sinkscope.sink_neurons(loaded, batch)
+clock = time.process_time if loaded.model.device.type == "cpu" else time.perf_counter
 
 
 @torch.inference_mode()
-def seconds(watched: bool) -> list[float]:
-    """Of each step after the first, which reads the text."""
+def median_step(watched: bool) -> float:
+    """Seconds of a step after the first, which reads the text."""
     ids, cache, found = batch.ids[:1, :16].to(loaded.model.device), None, []
     with sinkscope.SinkWatch(loaded, neurons) if watched else contextlib.nullcontext():
-        for _ in range(STEPS):
-            started = time.perf_counter()
+        for _ in range(STEPS + 1):
+            started = clock()
             output = loaded.model(ids, past_key_values=cache, use_cache=True)
             ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
-            found.append(time.perf_counter() - started)
-    return found[1:]
+            ids.tolist()  # waits for the device
+            found.append(clock() - started)
+    return statistics.median(found[1:])
 
 
-plain, watched = [], []
-for _ in range(ROUNDS):
-    plain += seconds(False)
-    watched += seconds(True)
-# The fastest tenth: other work on the machine slows the rest.
-fast = [statistics.mean(sorted(times)[: len(times) // 10]) for times in (plain, watched)]
-print(f"{loaded.name}: {neurons}\n{1e3 * fast[0]:.2f} ms a token; watched {fast[1] / fast[0] - 1:+.1%}")
+median_step(True)  # warm
+seconds, ratios = [], []
+for number in range(ROUNDS):
+    sides = {watched: median_step(watched) for watched in ((False, True) if number % 2 else (True, False))}
+    seconds.append(sides[False])
+    ratios.append(sides[True] / sides[False] - 1)
+low, high = bootstrap((ratios,), np.median).confidence_interval
+said = f"watched {statistics.median(ratios):+.2%} (95 % interval {low:+.2%} to {high:+.2%})"
+print(f"{loaded.name}: {neurons}\n{1e3 * statistics.median(seconds):.1f} ms a token; {said}")

@@ -10,7 +10,7 @@ from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
-from sinkscope.remedies.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold
+from sinkscope.remedies.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, shared
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,7 +48,7 @@ def test_neurons_found_on_some_texts_tell_the_sinks_of_others(chain):
     assert torch.equal(found.mask, sinkscope.sink_tokens(model, ids[4:]).mask)
     assert found.received is None
     # Control: other units of the same layers at the same thresholds do not.
-    others = [SinkNeuron(unit._replace(neuron=unit.neuron ^ 1), at) for unit, at in neurons.neurons]
+    others = [neuron._replace(unit=neuron.unit._replace(neuron=neuron.unit.neuron ^ 1)) for neuron in neurons.neurons]
     assert not torch.equal(sinkscope.sink_tokens(model, ids[4:], neurons=_neurons(*others)).mask, found.mask)
 
 
@@ -72,6 +72,19 @@ def test_the_threshold_of_hand_worked_values():
     assert _best_threshold(values, mask, fired)[2] == 4.0
 
 
+def test_tokens_that_fire_share_the_queries_that_see_them():
+    values = torch.tensor([[8.0, 0.0, 4.0, 1.0]])
+    # Queries 0 and 1 see one token that fired, queries 2 and 3 see two.
+    expected = [8 * (1 + 1 + 1 / 2 + 1 / 2) / 4, 0, 4 * (1 / 2 + 1 / 2) / 2, 1 / 2]
+    assert shared(values, values > 2)[0].tolist() == pytest.approx(expected)
+    neuron = SinkNeuron(Unit(0, None, 0), 2.0, 3.0)
+    assert neuron.fires(values).tolist() == [[True, False, True, False]]
+    assert neuron.sinks(values).tolist() == [[True, False, False, False]]
+    assert neuron._replace(fires_beyond=-2.0, threshold=-3.0).sinks(-values).tolist() == neuron.sinks(values).tolist()
+    # Control: were it alone, the second would be a sink.
+    assert neuron.sinks(values * torch.tensor([0, 1, 1, 1])).tolist() == [[False, False, True, False]]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3", "falcon", "gpt_oss", "deepseek_v3"])
 def test_step_by_step_with_a_cache_the_mask_is_that_of_one_pass(family):
     assert family in CONFIGURATIONS
@@ -80,7 +93,7 @@ def test_step_by_step_with_a_cache_the_mask_is_that_of_one_pass(family):
     places = [(layer.index, expert) for layer in anatomy_of(model).layers for expert, _ in layer.down_weights()]
     masks = []
     for layer, expert in (places[0], places[-1], places[len(places) // 2]):
-        neuron = SinkNeuron(Unit(layer, expert, 5), 1e-3)
+        neuron = SinkNeuron(Unit(layer, expert, 5), 1e-3, 2e-4)
         with torch.no_grad(), sinkscope.SinkWatch(model, _neurons(neuron)) as watch:
             model(ids, use_cache=False)
             masks.append(watch.mask)

@@ -25,7 +25,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
 from sinkscope.remedies.sink_neurons import SinkNeurons
-from sinkscope.remedies.sink_tokens import fired_tokens, sink_neurons
+from sinkscope.remedies.sink_tokens import neuron_sinks, sink_neurons
 
 MOST_TOKENS = 32
 """Longest prefix that is tried."""
@@ -88,14 +88,15 @@ def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
             next_step=f"Give `length={batch.length - MOST_TOKENS}`",
         )
     neurons = neurons or sink_neurons(loaded, batch)
-    fired_BT = fired_tokens(loaded, batch.ids, neurons)
+    _, fired_BT = neuron_sinks(loaded, batch.ids, neurons)
     before = float(fired_BT.sum(1).double().mean())
     counts: dict[tuple[int, ...], float] = {(): before}
     for head, text in _heads(batch.ids, fired_BT, most):
         others_BT = batch.ids[[number for number in range(len(batch.ids)) if number != text]]
         others_BT = others_BT[:, int(batch.bos) :]  # a text that follows a prefix has no BOS of its own
         after_BT = torch.cat([torch.tensor(head).expand(len(others_BT), -1), others_BT], 1)
-        counts[head] = float(fired_tokens(loaded, after_BT, neurons)[:, len(head) :].sum(1).double().mean())
+        _, fires_BT = neuron_sinks(loaded, after_BT, neurons)
+        counts[head] = float(fires_BT[:, len(head) :].sum(1).double().mean())
     enough = min(counts.values()) + CLEARLY_FEWER * before
     chosen = min((head for head, count in counts.items() if count <= enough), key=len)
     layers = cache_of(loaded, chosen) if chosen else ()

@@ -1,14 +1,18 @@
 """The super neurons that tell a model's sinks without its attention: one threshold each, found once on some texts.
 
+Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
+a token counts with its activation times its share, the mean over the queries from it on of one over the tokens that
+fired so far; it is a sink where that is beyond the neuron's threshold.
 Candidates are the units of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
-other and at most one a layer: the unit and the threshold that bring the mask "any of them fires" nearest to the sinks
-(by F1, the harmonic mean of precision and recall), as long as it gets nearer.
+other and at most one a layer: the unit and the threshold that bring the mask "a sink by any of them" nearest to the
+sinks (by F1, the harmonic mean of precision and recall), as long as it gets clearly nearer.
 Axes: B sequences, T positions, N = B * T tokens, n sinks, U units of a layer, C candidates.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,20 +36,41 @@ NUM_CANDIDATES = 8
 MOST_NEURONS = 4
 NEARLY_ALL = 0.25
 """Units are ranked by the write that all but this share of the sinks reach: what fires for one sink tells no other."""
+CLEARLY_NEARER = 0.02
+"""Of F1: what a further neuron must bring. Less than that is chance on a few texts."""
+FIRES_FROM = 0.5
+"""A neuron fires from this share of the activation that tells sinks best by itself."""
 
 
 class SinkNeuron(NamedTuple):
     unit: Unit
-    threshold: float
+    fires_beyond: float
     """It fires where its activation is beyond this, on the side of its sign."""
+    threshold: float
+    """A token is a sink where its shared activation is beyond this, on the same side."""
 
-    def fires(self, activation: Tensor) -> Tensor:
-        return activation > self.threshold if self.threshold > 0 else activation < self.threshold
+    def fires(self, values_BT: Tensor) -> Tensor:
+        return _beyond(values_BT, self.fires_beyond)
+
+    def sinks(self, values_BT: Tensor) -> Tensor:
+        return _beyond(shared(values_BT, self.fires(values_BT)), self.threshold)
+
+
+def _beyond(values: Tensor, threshold: float) -> Tensor:
+    return values > threshold if threshold > 0 else values < threshold
+
+
+def shared(values_BT: Tensor, fires_BT: Tensor) -> Tensor:
+    """Each activation times the share of attention that its token can get, mean over the queries from it on: every
+    token that fired so far gets the same part of a query."""
+    part_BT = 1 / fires_BT.cumsum(1).clamp(min=1).double()
+    num_queries_T = torch.arange(values_BT.shape[1], 0, -1, device=values_BT.device)
+    return values_BT * (part_BT.flip(1).cumsum(1).flip(1) / num_queries_T).to(values_BT.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SinkNeurons:
-    """Neurons of which one or another fires at a sink; none for texts without sinks."""
+    """Neurons of which one or another tells a sink; none for texts without sinks."""
 
     neurons: tuple[SinkNeuron, ...]
     precision: float
@@ -54,7 +79,7 @@ class SinkNeurons:
     num_sinks: int
 
     def __repr__(self) -> str:
-        fire = ", ".join(f"{unit} beyond {threshold:.3g}" for unit, threshold in self.neurons) or "none"
+        fire = ", ".join(f"{unit} beyond {threshold:.3g}" for unit, _, threshold in self.neurons) or "none"
         found = f"{self.num_sinks} sinks, precision {self.precision:.2f}, recall {self.recall:.2f}"
         return f"SinkNeurons({fire}; found on {found})"
 
@@ -80,39 +105,46 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
         name="candidates", tap=Tap.UNITS, reduce=keep_candidates, merge=Rows(), axes="L", meaning="Kept in `seen`"
     )
     record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
-    # What comes too late to be a sink by attention says nothing about the neurons.
-    early_T = eligible_positions(batch.length)
-    return _chosen({unit: values_BT[:, early_T] for unit, values_BT in seen.items()}, mask_BT[:, early_T])
+    return _chosen(seen, mask_BT)
 
 
 def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
-    fired_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
+    # What comes too late to be a sink by attention says nothing about the neurons.
+    early_T = eligible_positions(mask_BT.shape[1])
+    mask_BT = mask_BT[:, early_T]
+    shares: dict[Unit, tuple[float, Tensor]] = {}
+    for unit, values_BT in seen.items():
+        *_, alone = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
+        fires_BT = _beyond(values_BT, FIRES_FROM * alone)
+        shares[unit] = FIRES_FROM * alone, shared(values_BT, fires_BT)[:, early_T]
+    told_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
     while len(neurons) < MOST_NEURONS:
         layers = {neuron.unit.layer for neuron in neurons}
         tried = [
-            (*_best_threshold(values_BT, mask_BT, fired_BT), unit)
-            for unit, values_BT in seen.items()
+            (*_best_threshold(shared_BT, mask_BT, told_BT), unit)
+            for unit, (_, shared_BT) in shares.items()
             if unit.layer not in layers
         ]
         score, _, threshold, unit = max(tried, default=(0.0, 0.0, 0.0, None))
-        if unit is None or score <= best:
+        if unit is None or score <= best + CLEARLY_NEARER * bool(neurons):
             break
         best = score
-        neurons.append(SinkNeuron(unit, threshold))
-        fired_BT |= neurons[-1].fires(seen[unit])
-    hits, num_sinks = int((fired_BT & mask_BT).sum()), int(mask_BT.sum())
+        fires_beyond, shared_BT = shares[unit]
+        neurons.append(SinkNeuron(unit, fires_beyond, threshold))
+        told_BT |= _beyond(shared_BT, threshold)
+    hits, num_sinks = int((told_BT & mask_BT).sum()), int(mask_BT.sum())
     return SinkNeurons(
-        neurons=tuple(neurons), precision=hits / int(fired_BT.sum()), recall=hits / num_sinks, num_sinks=num_sinks
+        neurons=tuple(neurons), precision=hits / int(told_BT.sum()), recall=hits / num_sinks, num_sinks=num_sinks
     )
 
 
-def _best_threshold(values_BT: Tensor, mask_BT: Tensor, fired_BT: Tensor) -> tuple[float, float, float]:
-    """(F1 of the tokens beyond the threshold and those that others fire at, how wide the gap around the threshold is,
+def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tuple[float, float, float]:
+    """(F1 of the tokens beyond the threshold and those that others tell, how wide the gap around the threshold is,
     the threshold: the middle of that gap)."""
     sign = -1.0 if float(values_BT[mask_BT].median()) < 0 else 1.0
-    values_N, order_N = (sign * values_BT[~fired_BT].double()).sort(descending=True)
-    hits_N = (fired_BT & mask_BT).sum() + mask_BT[~fired_BT][order_N].cumsum(0)
-    num_N = fired_BT.sum() + torch.arange(1, len(values_N) + 1)
+    values_N, order_N = (sign * values_BT[~told_BT].double()).sort(descending=True)
+    hits_N = (told_BT & mask_BT).sum() + mask_BT[~told_BT][order_N].cumsum(0)
+    num_N = told_BT.sum() + torch.arange(1, len(values_N) + 1)
     score_N = 2 * hits_N / (num_N + mask_BT.sum())
     score_N[values_N <= 0] = 0
     last = int(score_N[:-1].argmax())
@@ -143,7 +175,15 @@ class SinkWatch:
 
     @property
     def mask(self) -> Tensor:
+        """[B, T] which tokens are sinks of the text so far, on the CPU."""
+        return self._any(SinkNeuron.sinks)
+
+    @property
+    def fired(self) -> Tensor:
         """[B, T] at which tokens one of the neurons fired, on the CPU."""
+        return self._any(SinkNeuron.fires)
+
+    def _any(self, tell: Callable[[SinkNeuron, Tensor], Tensor]) -> Tensor:
         if len({num_sequences for num_sequences, _ in self._shapes}) != 1:
             raise InputError(
                 expected="a text that was read, or several side by side",
@@ -153,7 +193,7 @@ class SinkWatch:
         mask_BT = torch.zeros(self._shapes[0][0], sum(length for _, length in self._shapes), dtype=torch.bool)
         for neuron, steps in zip(self.neurons, self._seen, strict=True):
             values = [values_N.view(shape).cpu() for values_N, shape in zip(steps, self._shapes, strict=True)]
-            mask_BT |= neuron.fires(torch.cat(values, 1))
+            mask_BT |= tell(neuron, torch.cat(values, 1))
         return mask_BT
 
     def __enter__(self) -> SinkWatch:

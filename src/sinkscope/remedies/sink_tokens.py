@@ -2,7 +2,8 @@
 
 From attention: a token is a sink of its text where at least 5 % of all layers and heads give it more than 0.3 of their
 attention on average (`measures.sink_score`, the published rate, of one sequence alone). No map is ever kept.
-From neurons: a token is a sink where a super neuron fires (`sink_neurons`), so no attention is read.
+From neurons: a token is a sink where a super neuron fires and few others share it (`sink_neurons`), so no attention
+is read.
 Axes: L layers, B sequences, T positions.
 """
 
@@ -52,19 +53,18 @@ class SinkTokens:
 def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkTokens:
     """The sinks of each text, anywhere in it.
 
-    With `neurons`, found once by `sink_neurons` on other text, the mask is where they fire and no attention is read.
+    With `neurons`, found once by `sink_neurons` on other text, the mask is theirs and no attention is read.
     Without, it comes from attention, and `fired` from the neurons that agree best with it on these texts.
     """
     loaded = load(model)
     batch = as_batch(loaded, ids)
     if neurons is not None:
-        fired = fired_tokens(loaded, batch.ids, neurons)
-        return SinkTokens(mask=fired, fired=fired, rate=None, received=None, neurons=neurons)
+        told, fired = neuron_sinks(loaded, batch.ids, neurons)
+        return SinkTokens(mask=told, fired=fired, rate=None, received=None, neurons=neurons)
     mask, rate, received = attention_sinks(loaded, batch)
     neurons = calibrated(loaded, batch, mask)
-    return SinkTokens(
-        mask=mask, fired=fired_tokens(loaded, batch.ids, neurons), rate=rate, received=received, neurons=neurons
-    )
+    _, fired = neuron_sinks(loaded, batch.ids, neurons)
+    return SinkTokens(mask=mask, fired=fired, rate=rate, received=received, neurons=neurons)
 
 
 def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
@@ -81,11 +81,12 @@ def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Ten
     return are_sinks(rate_BT), rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
 
 
-def fired_tokens(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> Tensor:
-    """[B, T] at which tokens one of the neurons fires, a few texts at a time."""
-    anatomy, fired = anatomy_of(loaded.model), []
+def neuron_sinks(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> tuple[Tensor, Tensor]:
+    """[B, T] each: which tokens are sinks, and at which one of the neurons fires; a few texts at a time."""
+    anatomy, told, fired = anatomy_of(loaded.model), [], []
     for ids in ids_BT.split(max(1, BATCH_TOKENS // ids_BT.shape[1])):
         with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
             anatomy.decoder(input_ids=ids.to(input_device(anatomy)), use_cache=False)
-        fired.append(watch.mask)
-    return torch.cat(fired)
+        told.append(watch.mask)
+        fired.append(watch.fired)
+    return torch.cat(told), torch.cat(fired)
