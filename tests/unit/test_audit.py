@@ -4,6 +4,8 @@ Axes: N texts, T positions, V vocabulary.
 """
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -124,6 +126,17 @@ def test_the_module_of_the_super_neuron_is_blamed_and_its_exemption_wins_the_dam
     assert [trial.won.change for trial in audited.advice] == sorted(
         (trial.won.change for trial in audited.advice), reverse=True
     )
+
+
+def test_torchao_is_asked_where_it_is_installed(audited):
+    by_emulation = next(cell.measured for cell in audited.at("model") if cell.scheme == "weights-8-channel")
+    installed = find_spec("torchao") is not None
+    assert (audited.by_torchao is not None) == installed
+    assert replace(audited, by_torchao=None).summary["torchao"] is None
+    same, other = (replace(by_emulation, change=by_emulation.change + apart) for apart in (0.001, 0.1))
+    assert replace(audited, by_torchao=same).summary["torchao"].startswith("torchao agrees: 8-bit weights")
+    assert "does not agree" in replace(audited, by_torchao=other).summary["torchao"]
+    assert audited.torchao_says is None or "torchao agrees" in audited.torchao_says
 
 
 def test_sixteen_bits_and_all_keys_change_nothing(audited):

@@ -24,6 +24,7 @@ from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
 from sinkscope.remedies.audited import Audit, Cell
+from sinkscope.remedies.by_torchao import TORCHAO_SCHEME, torchao_damage
 from sinkscope.remedies.damage import Damage, damage, input_ranges
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
@@ -61,9 +62,18 @@ def audit(
     batch = texts_to_measure(loaded, text, length, num_sequences, seed)
     setting = _setting(loaded, batch, seed)
     cells, trials, refused = _measured(setting, measured, progress or (lambda done, total: None))
+    real = None
+    if TORCHAO_SCHEME in {scheme.name for scheme in measured}:
+        real = torchao_damage(setting.model, setting.ids, setting.plain)
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
     return Audit(
-        loaded=loaded, batch=held_out, setting=setting, cells=tuple(cells), trials=tuple(trials), refused=refused
+        loaded=loaded,
+        batch=held_out,
+        setting=setting,
+        cells=tuple(cells),
+        trials=tuple(trials),
+        refused=refused,
+        by_torchao=real,
     )
 
 

@@ -13,6 +13,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial
 from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
+from sinkscope.remedies.by_torchao import TORCHAO_SCHEME
 from sinkscope.remedies.damage import Damage
 from sinkscope.remedies.recipe import write_recipe
 from sinkscope.remedies.schemes import layers_of, scheme_in_words
@@ -47,6 +48,8 @@ class Audit(Result):
     trials: tuple[Trial, ...]
     refused: dict[str, str]
     """Remedies that this model does not allow, with the reason."""
+    by_torchao: Damage | None = None
+    """Of one scheme for real; None where torchao is not installed."""
 
     @property
     def has_sinks(self) -> bool:
@@ -71,6 +74,16 @@ class Audit(Result):
         """The same between the measurements on every other text and on the rest: what no prediction can pass by far."""
         halves = [[np.mean(cell.measured.by_text[half::2]) for cell in self.at("group")] for half in (0, 1)]
         return _correlation(*halves)
+
+    @property
+    def torchao_says(self) -> str | None:
+        """Whether torchao agrees with the emulation, in a sentence; None where it is not installed."""
+        if self.by_torchao is None:
+            return None
+        emulated = next(cell.measured.change for cell in self.at("model") if cell.scheme == TORCHAO_SCHEME)
+        agrees = "agrees" if abs(self.by_torchao.change - emulated) < NEGLIGIBLE else "does not agree"
+        found = f"{self.by_torchao.change:+.4f} for real, {emulated:+.4f} emulated"
+        return f"torchao {agrees}: {scheme_in_words(TORCHAO_SCHEME)} cost {found}."
 
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:
@@ -162,6 +175,7 @@ def _summary(audit: Audit) -> dict[str, Any]:
             for trial in audit.advice
         ],
         "refused": audit.refused,
+        "torchao": audit.torchao_says,
         "story": _story(audit),
     }
 

@@ -284,6 +284,8 @@ def show_audit(result: Audit, path: Path) -> None:
         f"Rank correlation of prediction and measurement over {len(result.at('group'))} cells: "
         f"{result.rank_correlation:.2f}; of two halves of the texts: {result.repeatability:.2f}",
     )
+    if result.torchao_says is not None:
+        _say(console, result.torchao_says)
     _say(console, result.story, style="bold")
     _say_where(console, path)
 
