@@ -7,7 +7,6 @@ from math import exp, log
 from statistics import fmean
 
 from sinkscope.report import html
-from sinkscope.report.rate_figures import DOSED
 from sinkscope.report.run import Run
 from sinkscope.report.text import NO_VALUE, escaped, interval, number
 from sinkscope.report.trace import unit_name
@@ -56,25 +55,33 @@ def factorial(run: Run) -> str:
     )
 
 
+MOMENTS = ("variance", "energy", "squared_mean", "mean_share")
+
+
 def _other_ways(run: Run) -> str:
-    """What else was done to the aggregation of a target, and what it did to its variance and energy."""
+    """What every condition outside of the factorial did to the aggregation where it acts, beside its effect."""
+    cells = {row["mixing"] for row in run.rows("factorial")}
+    changes, did = defaultdict(list), defaultdict(list)
+    for row in run.rows("effects", quantity="sink_rate_at_target"):
+        changes[row["condition"], row["factor"]].append(row["difference"])
+    for row in run.rows("manipulation"):
+        if row["condition"].split("+")[0] not in cells:
+            did[row["condition"], row["factor"]].append(row)
     rows = []
-    for name in DOSED:
-        effects = [row for row in run.rows("effects", condition=name, quantity="sink_rate_at_target") if row["factor"]]
-        for factor in sorted({row["factor"] for row in effects}):
-            rises = [row["difference"] for row in effects if row["factor"] == factor]
-            did = run.rows("manipulation", condition=name, factor=factor)
-            moments = [[row[moment] for row in did if row[moment]] for moment in ("variance", "energy", "squared_mean")]
-            means = [fmean(map(log, own)) for own in moments if own]
-            if len(means) == len(moments):
-                rows.append((name, factor, fmean(rises), *map(exp, means)))
+    for condition, own in did.items():
+        seen = [[row[moment] for row in own if row[moment]] for moment in MOMENTS]
+        means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
+        change = fmean(changes[condition]) if changes[condition] else NO_VALUE
+        rows.append((condition[0], condition[1] or NO_VALUE, change, *means))
     if not rows:
         return ""
+    columns = ("condition", "factor", "change of the rate", "variance", "energy", "squared mean", "|mu| / |o|")
     return (
-        "<details><summary>Other ways to raise the variance, or to leave it alone</summary>"
-        '<p class="caption">Means over positions; variance, energy and squared mean over the untouched ones, geometric '
-        "means over layers.</p>"
-        f"{html.table(('condition', 'factor', 'rise', 'variance', 'energy', 'squared mean'), rows)}</details>"
+        "<details><summary>What the other conditions did to the aggregation</summary>"
+        '<p class="caption">Where each acts, means over positions; variance, energy and squared mean over the '
+        "untouched ones, geometric means over layers. Scaling, a random direction and another sequence's deviation are "
+        "other ways to raise the variance; the shift of the mean leaves it alone in the first layer.</p>"
+        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
     )
 
 
