@@ -76,7 +76,7 @@ def test_tokens_that_fire_share_the_queries_that_see_them():
     values = torch.tensor([[8.0, 0.0, 4.0, 1.0]])
     # Queries 0 and 1 see one token that fired, queries 2 and 3 see two.
     expected = [8 * (1 + 1 + 1 / 2 + 1 / 2) / 4, 0, 4 * (1 / 2 + 1 / 2) / 2, 1 / 2]
-    assert shared(values, values > 2)[0].tolist() == pytest.approx(expected)
+    assert shared(values, 2.0)[0].tolist() == pytest.approx(expected)
     neuron = SinkNeuron(Unit(0, None, 0), 2.0, 3.0)
     assert neuron.fires(values).tolist() == [[True, False, True, False]]
     assert neuron.sinks(values).tolist() == [[True, False, False, False]]

@@ -2,7 +2,7 @@
 
 Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
 a token counts with its activation times its share, the mean over the queries from it on of one over the tokens that
-fired so far; it is a sink where that is beyond the neuron's threshold.
+fired, or half did, so far; it is a sink where that is beyond the neuron's threshold.
 Candidates are the units of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
 other and at most one a layer: the unit and the threshold that bring the mask "a sink by any of them" nearest to the
 sinks (by F1, the harmonic mean of precision and recall), as long as it gets clearly nearer.
@@ -38,14 +38,14 @@ NEARLY_ALL = 0.25
 """Units are ranked by the write that all but this share of the sinks reach: what fires for one sink tells no other."""
 CLEARLY_NEARER = 0.02
 """Of F1: what a further neuron must bring. Less than that is chance on a few texts."""
-FIRES_FROM = 0.5
-"""A neuron fires from this share of the activation that tells sinks best by itself."""
+SHARES_FROM = 0.5
+"""Tokens share attention from this part on of the activation at which a neuron fires."""
 
 
 class SinkNeuron(NamedTuple):
     unit: Unit
     fires_beyond: float
-    """It fires where its activation is beyond this, on the side of its sign."""
+    """It fires where its activation is beyond this, on the side of its sign: what tells sinks best by itself."""
     threshold: float
     """A token is a sink where its shared activation is beyond this, on the same side."""
 
@@ -53,17 +53,17 @@ class SinkNeuron(NamedTuple):
         return _beyond(values_BT, self.fires_beyond)
 
     def sinks(self, values_BT: Tensor) -> Tensor:
-        return _beyond(shared(values_BT, self.fires(values_BT)), self.threshold)
+        return _beyond(shared(values_BT, self.fires_beyond), self.threshold)
 
 
 def _beyond(values: Tensor, threshold: float) -> Tensor:
     return values > threshold if threshold > 0 else values < threshold
 
 
-def shared(values_BT: Tensor, fires_BT: Tensor) -> Tensor:
+def shared(values_BT: Tensor, fires_beyond: float) -> Tensor:
     """Each activation times the share of attention that its token can get, mean over the queries from it on: every
-    token that fired so far gets the same part of a query."""
-    part_BT = 1 / fires_BT.cumsum(1).clamp(min=1).double()
+    token so far at which the neuron fires, or half does, gets the same part of a query."""
+    part_BT = 1 / _beyond(values_BT, SHARES_FROM * fires_beyond).cumsum(1).clamp(min=1).double()
     num_queries_T = torch.arange(values_BT.shape[1], 0, -1, device=values_BT.device)
     return values_BT * (part_BT.flip(1).cumsum(1).flip(1) / num_queries_T).to(values_BT.dtype)
 
@@ -115,8 +115,7 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
     shares: dict[Unit, tuple[float, Tensor]] = {}
     for unit, values_BT in seen.items():
         *_, alone = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
-        fires_BT = _beyond(values_BT, FIRES_FROM * alone)
-        shares[unit] = FIRES_FROM * alone, shared(values_BT, fires_BT)[:, early_T]
+        shares[unit] = alone, shared(values_BT, alone)[:, early_T]
     told_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
     while len(neurons) < MOST_NEURONS:
         layers = {neuron.unit.layer for neuron in neurons}
