@@ -209,6 +209,10 @@ def test_no_more_than_twice_the_share_is_held_out(tmp_path):
     sizes = {split: sum(len(text) for own, text in pairs if own == split) for split in ("train", "validation")}
     assert 0 < sizes["validation"] <= 0.2 * sum(sizes.values())
     assert len(pairs) == 41
+    # With `max_tokens` less text is read than was drawn from: here the long document comes first.
+    config = TokenizeConfig(data=(str(path),), vocab_size=300, validation_share=0.4, max_tokens=500)
+    shards = tokenize_module.tokenize(config, tmp_path / "out", progress=lambda text: None)
+    assert 0 < shards.num_tokens("validation") <= 0.8 * 500
 
 
 def test_validation_can_be_given(text_file, tmp_path):

@@ -8,6 +8,7 @@ one that is held out.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,11 +58,16 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
                 next_step="Choose another `tokenizer`, or leave it out to train one",
             )
         writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
+        # What is held out was drawn from more text than `max_tokens` lets in.
+        most = sys.maxsize
+        if config.max_tokens is not None and not config.validation:
+            most = int(MOST_HELD_OUT * config.validation_share * config.max_tokens)
         for batch in _batches(_split_documents(config)):
             texts = [text for _, text in batch]
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
             for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
-                writer.add(split, [*ids, end])  # type: ignore[list-item]
+                room = None if split == "train" else max(0, most - writer.num_tokens[split])
+                writer.add(split, [*ids, end][:room])  # type: ignore[list-item]
             progress(f"{counted(writer.num_tokens['train'])} training tokens")
             if config.max_tokens is not None and writer.num_tokens["train"] >= config.max_tokens:
                 break
