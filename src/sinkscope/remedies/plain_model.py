@@ -30,10 +30,11 @@ def _check_plain(model: Any, folder: RunFolder) -> None:
     try:
         with quiet():
             again: Any = AutoModelForCausalLM.from_pretrained(folder.path, dtype=model.dtype, local_files_only=True)
-        apart = float((again.eval()(ids).logits - model(ids.to(model.device)).logits.cpu()).abs().max())
+        logits = model(ids.to(model.device)).logits.cpu()
+        apart = float((again.eval()(ids).logits - logits).abs().max())
     except (OSError, ValueError, RuntimeError) as error:
         raise _not_plain(str(error).splitlines()[0]) from error
-    if apart > 1e-3 * float(model(ids.to(model.device)).logits.abs().max()):
+    if apart > 1e-3 * float(logits.abs().max()):
         raise _not_plain(f"logits that differ by {apart:.1e} when it is loaded again")
 
 

@@ -77,10 +77,11 @@ def remedy(
         treated.append(Treated(name="prefix", model=loaded.model, prefix=found))
         other = other_prefix(loaded, found, seed=seed)
         treated.append(Treated(name="random prefix", model=loaded.model, prefix=other, is_control=True))
-    if exempt:
-        treated += _exempted(loaded.model, calibration, seed)
+    blamed = _blamed(loaded.model, calibration, seed) if exempt else None
+    if blamed is not None:
+        treated += _exempted(loaded.model, blamed, seed)
     if len([each for each in treated if not each.is_control]) > 2:
-        together = _together(loaded, calibration, rotate=rotate, prefix=prefix, units=units, exempt=exempt, seed=seed)
+        together = _together(loaded, calibration, rotate=rotate, units=units, prefix=found, blamed=blamed, seed=seed)
         treated.append(together)
         found = together.prefix
     needless = ["unplug: nothing to do, no super neuron writes a sink"] if unplug and not units else []
@@ -116,9 +117,8 @@ def _rotated(model: Any, seed: int) -> Any:
     return rotate(model, seed=seed)
 
 
-def _exempted(model: Any, calibration: TokenBatch, seed: int) -> list[Treated]:
-    modules, blamed = list(linear_layers(model)), _blamed(model, calibration, seed)
-    others = other_modules(modules, blamed, seed=seed)
+def _exempted(model: Any, blamed: Sequence[str], seed: int) -> list[Treated]:
+    others = other_modules(list(linear_layers(model)), blamed, seed=seed)
     return [
         Treated(name="exempt", model=model, exempted=blamed),
         Treated(name="random modules exempt", model=model, exempted=others, is_control=True),
@@ -138,17 +138,20 @@ def _together(
     calibration: TokenBatch,
     *,
     rotate: bool,
-    prefix: bool,
     units: tuple[Any, ...],
-    exempt: bool,
+    prefix: SinkPrefix | None,
+    blamed: Sequence[str] | None,
     seed: int,
 ) -> Treated:
+    """All remedies in one model. Prefix and modules are those of the original, found again where the model is
+    another."""
     model = unplug(loaded.model, units) if units else loaded.model
     model = _rotated(model, seed) if rotate else model
-    found = sink_prefix(replace(loaded, model=model), calibration) if prefix else None
-    blamed = _blamed(model, calibration, seed) if exempt else ()
-    kept = found if found is not None and found.ids else None
-    return Treated(name="all together", model=model, prefix=kept, exempted=blamed)
+    if model is not loaded.model:
+        prefix = None if prefix is None else sink_prefix(replace(loaded, model=model), calibration)
+        blamed = None if blamed is None else _blamed(model, calibration, seed)
+    kept = prefix if prefix is not None and prefix.ids else None
+    return Treated(name="all together", model=model, prefix=kept, exempted=blamed or ())
 
 
 def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Measured:
