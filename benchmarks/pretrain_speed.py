@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from sinkscope.pretrain import step as training_step
 from sinkscope.pretrain.config import TRAINING_PRESETS, decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.probes import probe, random_batch
-from sinkscope.pretrain.step import flops_per_token
 from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards
 from sinkscope.results.run_folder import run_folder
 
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict:
             "startup_s": startup_s,
             "losses": losses,
             "seconds": seconds,
-            "flops_per_token": flops_per_token(model, arguments.length),
+            "flops_per_token": training_step.flops_per_token(model, arguments.length),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None,
         }
         if arguments.contestant == "sinkscope":
