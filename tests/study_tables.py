@@ -25,9 +25,13 @@ HOSTILE_TOKENS = (
     " ",
 )
 VERDICT = (
-    "Position 0 is a sink for 62.0% of heads. 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause "
-    "and effect hold; does not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions. Without "
-    "its minimal set of units the sink is shifted to position 1 (12.0%)."
+    "Position 0 is a sink for 62.0% of heads. A token that sees only itself becomes a sink, and it needs the variance "
+    "that this brings; its variance is enough. Without its minimal set of units the sink is shifted to position 1 "
+    "(12.0%)."
+)
+COUNTS = (
+    "6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does not hold: "
+    "equalising_removes_sink; undecided: mediation_amplification_dimensions."
 )
 
 
@@ -62,6 +66,7 @@ def write_study_folder(
             if sink
             else [],
             "verdict": VERDICT if sink else "No sink to explain: position 0 is one for 1.0% of heads.",
+            "counts": COUNTS if sink else "",
         }
         _write(folder, summary, TRACE_TABLES, tables, "study")
         texts = [] if tokens is None else [tokens[position % len(tokens)] for position in range(LENGTH)]

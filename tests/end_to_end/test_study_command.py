@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 
@@ -124,7 +125,11 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["command"].startswith(f"sinkscope study {chain_folder} --out run")
     assert (config["num_sequences"], config["length"], config["bos"]) == (16, 32, "auto")
-    assert summary["verdict"] in (run / "report.html").read_text(encoding="utf-8")
+    page = (run / "report.html").read_text(encoding="utf-8")
+    (answer,) = re.findall('<p class="answer">(.*?)</p>', page)
+    assert summary["verdict"] in answer
+    assert " hold" not in answer, "the counts stand below, not in the answer"
+    assert page.index(summary["counts"]) > page.index(answer)
     assert "amplify_variance.position_10.factor_8.layer_2" in load_file(run / "calibration.safetensors")
 
 

@@ -164,8 +164,11 @@ def test_the_lock_equals_keys_made_by_hand():
             for place, position in enumerate((2, 7)):
                 for kind, x in enumerate((state, state - (state @ top)[..., None] * top)):
                     key = rotated(attention.k_proj(x).unflatten(-1, (2, 12))[:, :, head // 2], cos, sin)
-                    expected = (query[:, position:] * key[:, [position]]).sum((1, 2))
+                    own, *later = (query[:, position:] * key[:, [position]]).sum(2).T
+                    expected = torch.stack(later).sum(0)
                     np.testing.assert_allclose(found[:, place, kind, number], expected, rtol=1e-3, atol=1e-2)
+                    # Control: with the query at the key itself it is another number.
+                    assert not np.allclose(found[:, place, kind, number], expected + own, rtol=1e-3, atol=1e-2)
 
 
 def keep_arguments(seen, module, args, kwargs):

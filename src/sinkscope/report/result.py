@@ -54,7 +54,11 @@ MAIN = {
 def in_notebook(result: Result) -> str:
     """The story, the table that says most and, of a chain, its picture; without script and without a network."""
     name, *columns = result.headline
-    parts = [f"<p><b>{type(result).__name__}</b>: {isolated(result.story)}</p>"]
+    answer, *below = result.story.split("\n\n")
+    parts = [
+        f"<p><b>{type(result).__name__}</b>: {isolated(answer)}</p>",
+        *(f"<p>{isolated(each)}</p>" for each in below),
+    ]
     if (table := result.tables.get(name)) is not None:
         rows = list(zip(*(list(table[column])[:MOST_ROWS] for column in columns), strict=True))
         cut = f", {len(rows)} of {len(table[columns[0]])} rows" if len(rows) < len(table[columns[0]]) else ""

@@ -35,6 +35,7 @@ SUMMARY = {
     },
     "story": Maybe(Text()),
     "verdict": Maybe(Text()),
+    "counts": Maybe(Text()),
     "command": Maybe(Text()),
 }
 TRACED = {

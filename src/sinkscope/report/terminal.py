@@ -181,8 +181,9 @@ def _length(tokens: dict) -> str:
 
 
 def show_study(study: Study, path: Path) -> None:
-    """The verdicts as a table, and the answer in a sentence."""
+    """The answer in a sentence, the verdicts as a table, and how many there are of each."""
     console = Console()
+    _say(console, study.verdict, style="bold")
     rows = []
     for judgement in study.judgements:
         interval = "" if judgement.low is None else f"{judgement.low:.3g} to {judgement.high:.3g}"
@@ -190,7 +191,8 @@ def show_study(study: Study, path: Path) -> None:
         control = "" if judgement.control is None else f"{judgement.control:.3g}"
         rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
     _table(console, "claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
-    _say(console, study.verdict)
+    if study.counts:
+        _say(console, study.counts)
     _say_where(console, path)
 
 

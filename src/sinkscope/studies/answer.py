@@ -1,6 +1,7 @@
 """The answer of a study in a few sentences: what makes the sink of this model, by the claims that decided it.
 
-Every clause rests on verdicts alone; where they don't decide, the answer says so.
+Every clause rests on verdicts alone; where they don't decide, the answer says so. How many claims hold is said apart:
+claims point opposite ways, and their number names no cause.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ class Verdicts(dict[str, Verdict]):
 
 
 def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -> str:
-    """What makes the sink, what writes it, and how many claims hold."""
+    """What makes the sink, and what writes it."""
     verdicts = Verdicts({judgement.id: judgement.verdict for judgement in judgements})
     rate = judgements[0].effect or 0.0
     text = f"Position {study.plan.sink} is a sink for {rate:.1%} of heads. "
-    text += f"{cause(verdicts)} {_writers(verdicts, study, went)}"
+    return text + f"{cause(verdicts)} {_writers(verdicts, study, went)}"
+
+
+def counts(judgements: Sequence[Judgement]) -> str:
+    """How many claims hold, and which do not."""
     others = judgements[1:]
-    text += _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
-    text += _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
-    return text.strip()
+    links = _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
+    return f"{links} {_count([j for j in others if j.claim.link == CAUSAL], 'claims on cause and effect')}"
 
 
 def cause(verdicts: Verdicts) -> str:
@@ -85,7 +89,7 @@ def _unmixed(verdicts: Verdicts) -> str:
 def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     """The units that write the sink."""
     if went is None:
-        return "No set of units was found that carries it. "
+        return "No set of units was found that carries it."
     units = ", ".join(map(str, study.minimal[:SHOWN_UNITS]))
     if (more := len(study.minimal) - SHOWN_UNITS) > 0:
         units += f" and {more} more"
@@ -93,17 +97,17 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     left = f"falls below the {percent(SINK_RATE)} of a sink" if went == "gone" else f"is {went}"
     without = f"without {'it' if len(study.minimal) == 1 else 'them'} the sink {left}"
     if verdicts.hold("super_neurons_necessary"):
-        return f"{named.capitalize()}: {without}. "
-    return f"Whether {named} is not settled: {without}. "
+        return f"{named.capitalize()}: {without}."
+    return f"Whether {named} is not settled: {without}."
 
 
 def _count(judged: Sequence[Judgement], words: str) -> str:
     applicable = [j for j in judged if j.verdict != "not applicable"]
     if not applicable:
-        return f"None of the {words} can be judged here. "
+        return f"None of the {words} can be judged here."
     held = [j for j in applicable if j.verdict == "holds"]
     text = f"{len(held)} of {len(applicable)} {words} hold"
     for verdict in ("does not hold", "undecided"):
         if named := [j.id for j in applicable if j.verdict == verdict]:
             text += f"; {verdict}: {', '.join(named)}"
-    return text + ". "
+    return text + "."

@@ -127,7 +127,7 @@ def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
     positions."""
     positions_Q = torch.tensor(positions, device=call.state.device)
     queries_n = sampled_queries(call.passing.length, call.state.device)
-    later_Qn = (queries_n >= positions_Q[:, None]).float()
+    later_Qn = (queries_n > positions_Q[:, None]).float()
     query_sum_BHQD = later_Qn @ call.query.index_select(2, queries_n).float()
     made_of = call.state.index_select(1, positions_Q), call.arguments, positions_Q, call.passing.length
     return made_of, call.key.index_select(2, positions_Q), query_sum_BHQD

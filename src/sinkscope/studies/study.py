@@ -30,7 +30,7 @@ from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
-from sinkscope.studies.answer import answer
+from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
 from sinkscope.studies.controls import draw_controls, read_activity
@@ -96,6 +96,7 @@ class Study(Result):
         return {
             **self.trace.summary,
             "verdict": self.verdict,
+            "counts": self.counts,
             "claims": claims,
             "minimal_set": units,
             "sink_without_minimal_set": self.went,
@@ -117,7 +118,7 @@ class Study(Result):
 
     @property
     def verdict(self) -> str:
-        """What a reader takes home: is there a sink, what makes it, and how many claims hold."""
+        """What a reader takes home: is there a sink, and what makes it."""
         sink = self.judgements[0]
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
@@ -127,8 +128,13 @@ class Study(Result):
         return answer(self.judgements, self.measured, self.went)
 
     @property
+    def counts(self) -> str:
+        """How many claims hold; empty where there is no sink that they could explain."""
+        return counts(self.judgements) if self.judgements[0].verdict == "holds" else ""
+
+    @property
     def story(self) -> str:
-        return self.verdict
+        return f"{self.verdict}\n\n{self.counts}".rstrip()
 
     def write(self, folder: RunFolder) -> None:
         """Writes the summary, every table and the calibration means into an open run folder."""
