@@ -117,7 +117,8 @@ def run_command(arguments: list[str], environment: Mapping[str, str]) -> str:
         stderr=subprocess.PIPE,
         text=True,
     )
-    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    told = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]  # killed, it says nothing
+    return "" if done.returncode == 0 else told[-1]
 
 
 def study_one(entry: Entry, out: Path, run: Run, environment: Mapping[str, str]) -> str:
@@ -133,7 +134,9 @@ def study_all(entries: list[Entry], out: Path, run: Run = run_command) -> list[s
     """Every model, one on each GPU or one after the other; returns what went wrong."""
     import torch
 
-    devices = [{"CUDA_VISIBLE_DEVICES": str(number)} for number in range(torch.cuda.device_count())] or [{}]
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",")[:count] if visible else map(str, range(count))
+    devices = [{"CUDA_VISIBLE_DEVICES": name} for name in names] or [{}]
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for device in devices:
         free.put(device)

@@ -1,6 +1,8 @@
 """The atlas: what is finished is not run again, what fails is told, and the page and the table say what was found."""
 
 import json
+import subprocess
+import threading
 from pathlib import Path
 
 import atlas
@@ -82,6 +84,37 @@ def test_an_atlas_goes_on_where_it_was_stopped(models, tmp_path, capsys):
     assert page.read_text() == f"before\n\n{table}\nafter | all\n"
     page.write_text("no table")
     assert atlas.main([str(models), "--out", str(out), "--into", str(page)], planted(calls)) == 2
+
+
+def test_each_gpu_takes_a_model_and_one_that_fails_leaves_its_gpu_to_the_next(tmp_path, monkeypatch):
+    """a and b begin side by side; b fails at once; a ends only when c has begun, so c must be on b's GPU."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    together, c_began, seen = threading.Barrier(2, timeout=10), threading.Event(), {}
+
+    def run(arguments, environment):
+        model = arguments[1]
+        seen[model] = environment["CUDA_VISIBLE_DEVICES"]
+        if model == "c":
+            c_began.set()
+            return ""
+        together.wait()
+        return "out of memory" if model == "b" else "" if c_began.wait(10) else "c never began"
+
+    entries = [atlas.Entry(name, name) for name in "abc"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert atlas.study_all(entries, tmp_path, run) == ["b: out of memory"]
+    assert {seen["a"], seen["b"]} == {"0", "1"}
+    assert seen["c"] == seen["b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")  # those that the user may have, by the names he gave
+    c_began.clear()
+    assert atlas.study_all(entries, tmp_path, run) == ["b: out of memory"]
+    assert {seen["a"], seen["b"]} == {"5", "GPU-7"}
+
+
+def test_a_command_that_dies_without_a_word_is_told(monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: killed)
+    assert atlas.run_command(["study"], {}) == "ended with exit code -9"
 
 
 def test_the_commands_can_be_typed(models, tmp_path):

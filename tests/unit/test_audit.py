@@ -10,14 +10,16 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from planted_models import planted_chain
+from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 from torch.nn.functional import kl_div, linear
 
 from sinkscope.errors import InputError
-from sinkscope.remedies.advice import Trial, _as_many
-from sinkscope.remedies.audit import audit
-from sinkscope.remedies.damage import Damage, input_ranges
+from sinkscope.models.loading import load
+from sinkscope.models.token_batches import given_batch
+from sinkscope.remedies.advice import Trial, _after, _as_many
+from sinkscope.remedies.audit import _setting, audit, texts_to_measure
+from sinkscope.remedies.damage import Damage, input_ranges, losses
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.readings import Reading
 from sinkscope.remedies.schemes import SCHEMES, linear_layers, rounded_input
@@ -129,14 +131,45 @@ def test_the_module_of_the_super_neuron_is_blamed_and_its_exemption_wins_the_dam
 
 
 def test_torchao_is_asked_where_it_is_installed(audited):
-    by_emulation = next(cell.measured for cell in audited.at("model") if cell.scheme == "weights-8-channel")
-    installed = find_spec("torchao") is not None
-    assert (audited.by_torchao is not None) == installed
+    assert (audited.by_torchao is not None) == (find_spec("torchao") is not None)
     assert replace(audited, by_torchao=None).summary["torchao"] is None
-    same, other = (replace(by_emulation, change=by_emulation.change + apart) for apart in (0.001, 0.1))
-    assert replace(audited, by_torchao=same).summary["torchao"].startswith("torchao agrees: 8-bit weights")
-    assert "does not agree" in replace(audited, by_torchao=other).summary["torchao"]
-    assert audited.torchao_says is None or "torchao agrees" in audited.torchao_says
+
+    def says(*changes):
+        found = (Damage(change=change, low=0.0, high=0.0, by_text=()) for change in changes)
+        return replace(audited, by_torchao=tuple(found)).summary["torchao"]
+
+    assert says(0.66, 0.68) == (
+        "torchao agrees: 8-bit activations, per tensor, dynamic with 8-bit weights, per channel cost "
+        "+0.6600 for real, +0.6800 emulated."
+    )
+    assert says(-0.002, 0.003).startswith("torchao agrees")
+    assert says(0.02, 0.04).startswith("torchao does not agree")
+    assert says(0.6, 0.68).startswith("torchao does not agree")
+    if audited.by_torchao is not None:
+        emulated = audited.by_torchao[1].change
+        assert "torchao agrees" in audited.torchao_says
+        by_weights = next(cell.measured for cell in audited.at("model") if cell.scheme == "weights-8-channel")
+        assert "does not agree" in says(by_weights.change, emulated), "weights alone do not make this damage"
+
+
+def test_texts_may_begin_with_bos_which_no_prefix_is_followed_by():
+    model, facts = planted_chain(0)
+    model.config.bos_token_id = 5
+    loaded = load(model)
+    for bos in (True, False):
+        written = texts_to_measure(loaded, None, bos=bos, length=4, num_sequences=1, seed=0)
+        assert written.bos == bos == bool((written.ids[:, 0] == 5).all())
+    ids = random_tokens(facts, num_sequences=12, length=32)
+    with pytest.raises(InputError, match="Leave `bos` out"):
+        texts_to_measure(loaded, ids, bos=True, length=32, num_sequences=4, seed=0)
+    ids[:, 0] = 5
+    setting = _setting(loaded, given_batch(ids, model=model), seed=0)
+    assert np.array_equal(setting.plain, losses(model, setting.ids)[:, 1:]), "what follows BOS is not counted"
+    prefix, _ = setting.prefixes
+    sixteen = SCHEMES["activations-8-dynamic"].control()
+    after = losses(model, torch.cat([torch.tensor(prefix.ids).expand(4, -1), setting.ids[:, 1:]], 1))
+    assert np.allclose(_after(setting, sixteen, prefix), after[:, len(prefix.ids) :], atol=1e-3)
+    assert setting.losses(sixteen).shape == setting.plain.shape
 
 
 def test_sixteen_bits_and_all_keys_change_nothing(audited):

@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.remedies.damage import losses
 from sinkscope.remedies.prefix import LOADER, cache_of, other_prefix
-from sinkscope.remedies.remedied import Measured
+from sinkscope.remedies.remedied import Measured, card
 from sinkscope.results.run_folder import run_folder
 
 
@@ -137,11 +137,19 @@ def test_shares_of_hand_worked_losses(remedied):
 def test_a_model_without_sinks_is_told_that_there_is_nothing_to_do():
     model = tiny_model("llama", scale=1.0)
     ids = torch.randint(97, (10, 24), generator=torch.Generator().manual_seed(0))
-    result = sinkscope.remedy(model, ids, prefix=True, unplug=True)
-    assert result.verdicts == [
-        "unplug: nothing to do, no super neuron writes a sink",
-        "prefix: nothing to do, no token is a sink",
-    ]
+    result = sinkscope.remedy(model, ids, prefix=True, unplug=True, rotate=True, exempt=True)
+    needless = ["unplug: nothing to do, no super neuron writes a sink", "prefix: nothing to do, no token is a sink"]
+    assert result.verdicts[:2] == needless
+    assert [reading.name for reading in result.readings][-1] == "all together"
+    assert all(f"- {said}." in card(result) for said in needless)
+    assert result.prefix is None
+
+
+def test_a_prefix_that_the_other_remedies_make_needless_is_told(chain):
+    """Without its super neuron the planted chain has no sink; with it, one."""
+    result = sinkscope.remedy(chain[0], chain[1], prefix=True, unplug=True)
+    assert result.verdicts[0] == "prefix: nothing to do beside the others, no token is a sink"
+    assert {"prefix", "unplug", "all together"} <= {reading.name for reading in result.readings}
     assert result.prefix is None
 
 

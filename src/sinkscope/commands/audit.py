@@ -11,6 +11,7 @@ import typer
 
 from sinkscope.arguments import check_audit, check_batch
 from sinkscope.commands.options import (
+    Bos,
     Length,
     ModelOptions,
     Output,
@@ -29,6 +30,7 @@ class AuditOptions:
     text: Annotated[
         Path | None, typer.Option(help="Text file; without one the model writes its own.", show_default=False)
     ] = None
+    bos: Bos = None
     length: Length = 128
     num_sequences: Annotated[int, typer.Option(help="Held-out texts, after 8 that calibrate.")] = 16
     seed: Seed = 0

@@ -19,6 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.loading import load
 from sinkscope.models.rotation import rotate
+from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.damage import Damage, damage, input_ranges, losses, scheme_losses
 from sinkscope.remedies.prediction import Prediction
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
@@ -43,11 +44,14 @@ class Setting:
     plain: np.ndarray
     prediction: Prediction
     seed: int = 0
+    bos: bool = False
+    """Whether texts begin with BOS. One that follows a prefix has none of its own, so no loss counts the token after
+    BOS: T below is without it."""
 
-    def losses(self, scheme: Scheme, **options: Any) -> np.ndarray:
+    def losses(self, scheme: Scheme, *, model: Any = None, **options: Any) -> np.ndarray:
         """[N, T - 1] under a scheme, with the static ranges of the calibration unless others are given."""
         options.setdefault("ranges", self.ranges)
-        return scheme_losses(self.model, scheme, self.ids, **options)
+        return scheme_losses(model or self.model, scheme, self.ids, **options)[:, int(self.bos) :]
 
     def damage(self, scheme: Scheme, **options: Any) -> Damage:
         return damage(self.losses(scheme, **options), self.plain, scheme)
@@ -62,11 +66,11 @@ class Setting:
     def prefixes(self) -> tuple[SinkPrefix, SinkPrefix]:
         """The model's own sink tokens as a cache, found on the calibration texts, and the control."""
         loaded = load(self.model)
-        prefix = sink_prefix(loaded, self.calibration)
+        prefix = sink_prefix(loaded, TokenBatch(ids=self.calibration, kind="given", bos=self.bos))
         if not prefix.ids:
             raise InputError(
-                expected="tokens that keep the super neurons of a text silent, for a prefix",
-                found="none that do",
+                expected="tokens whose cache spares a text its own sinks, for a prefix",
+                found=f"none: {prefix.why_none}",
                 next_step="Try another of the remedies",
             )
         return prefix, other_prefix(loaded, prefix, seed=self.seed)
@@ -155,7 +159,7 @@ def _random_modules(setting: Setting, scheme: Scheme) -> list[str]:
 def _turned(setting: Setting, scheme: Scheme, rotation: Tensor | None) -> np.ndarray:
     model = rotate(setting.model, rotation, seed=setting.seed)
     ranges = input_ranges(model, setting.calibration) if scheme.shared_by == "calibration" else None
-    return scheme_losses(model, scheme, setting.ids, ranges=ranges)
+    return setting.losses(scheme, model=model, ranges=ranges)
 
 
 def _as_they_were(setting: Setting, scheme: Scheme) -> np.ndarray:
@@ -164,10 +168,11 @@ def _as_they_were(setting: Setting, scheme: Scheme) -> np.ndarray:
 
 
 def _after(setting: Setting, scheme: Scheme, prefix: SinkPrefix) -> np.ndarray:
+    calibration, ids = (each[:, int(setting.bos) :] for each in (setting.calibration, setting.ids))
     ranges = None
     if scheme.shared_by == "calibration":
-        ranges = input_ranges(setting.model, setting.calibration, prefix=prefix.cache)
-    return setting.losses(scheme, ranges=ranges, prefix=prefix.cache)
+        ranges = input_ranges(setting.model, calibration, prefix=prefix.cache)
+    return scheme_losses(setting.model, scheme, ids, ranges=ranges, prefix=prefix.cache)
 
 
 def _as_many(mask_NT: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,7 +24,7 @@ from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
 from sinkscope.remedies.audited import Audit, Cell
-from sinkscope.remedies.by_torchao import TORCHAO_SCHEME, torchao_damage
+from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages
 from sinkscope.remedies.damage import Damage, damage, input_ranges
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
@@ -45,6 +45,7 @@ def audit(
     text: str | Path | Tensor | TokenBatch | None = None,
     *,
     schemes: Sequence[str] | None = None,
+    bos: bool | None = None,
     length: int = 128,
     num_sequences: int = 16,
     seed: int = 0,
@@ -54,17 +55,16 @@ def audit(
     """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
 
     `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
-    are measured, all ten without it. Further options go to `load`.
+    are measured, all ten without it. `bos` puts a BOS token at position 0, or leaves it out; None means what the
+    tokenizer itself does with a text. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     measured = _schemes(schemes)
     loaded = load(model, **options)
-    batch = texts_to_measure(loaded, text, length, num_sequences, seed)
+    batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     setting = _setting(loaded, batch, seed)
     cells, trials, refused = _measured(setting, measured, progress or (lambda done, total: None))
-    real = None
-    if TORCHAO_SCHEME in {scheme.name for scheme in measured}:
-        real = torchao_damage(setting.model, setting.ids, setting.plain)
+    asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
     return Audit(
         loaded=loaded,
@@ -73,16 +73,24 @@ def audit(
         cells=tuple(cells),
         trials=tuple(trials),
         refused=refused,
-        by_torchao=real,
+        by_torchao=torchao_damages(setting) if asks_torchao else None,
     )
 
 
-def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences: int, seed: int) -> TokenBatch:
+def texts_to_measure(
+    loaded: LoadedModel, text: Any, *, bos: bool | None, length: int, num_sequences: int, seed: int
+) -> TokenBatch:
     """The calibration texts, and the held-out ones."""
     count = CALIBRATION + num_sequences
     if isinstance(text, str | Path):
-        return token_batch(loaded, f"text:{text}", length=length, num_sequences=count)
+        return token_batch(loaded, f"text:{text}", bos=bos, length=length, num_sequences=count)
     if text is not None:
+        if bos is not None:
+            raise InputError(
+                expected="`bos` for a text file, or for what the model writes itself",
+                found=f"`bos={bos}` beside ids, which begin as they are",
+                next_step="Leave `bos` out",
+            )
         batch = as_batch(loaded, text)
         if batch.num_sequences <= CALIBRATION + 1:
             raise InputError(
@@ -92,7 +100,7 @@ def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences:
             )
         return batch
     model: Any = loaded.model
-    first = token_batch(loaded, "random", length=2, num_sequences=count, seed=seed)
+    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=count, seed=seed)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         ids_NT = model.generate(
@@ -105,7 +113,7 @@ def texts_to_measure(loaded: LoadedModel, text: Any, length: int, num_sequences:
             min_new_tokens=length - 2,
             max_new_tokens=length - 2,
         )
-    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, source="written by the model itself")
+    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source="written by the model itself")
 
 
 def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
@@ -116,11 +124,12 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
     return Setting(
         model=model,
         ids=ids,
+        bos=batch.bos,
         is_sink=is_sink[CALIBRATION:],
         calibration=calibration,
         calibration_sinks=is_sink[:CALIBRATION],
         ranges=ranges,
-        plain=check_plain(model, ids),
+        plain=check_plain(model, ids)[:, int(batch.bos) :],
         prediction=predict(model, calibration, ranges=ranges, is_sink=is_sink[:CALIBRATION], seed=seed),
         seed=seed,
     )

@@ -13,13 +13,17 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial
 from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
-from sinkscope.remedies.by_torchao import TORCHAO_SCHEME
+from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES
 from sinkscope.remedies.damage import Damage
 from sinkscope.remedies.recipe import write_recipe
 from sinkscope.remedies.schemes import layers_of, scheme_in_words
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.statistics import rank_correlation
+
+AGREEMENT = 0.1
+"""Share of the damage by which torchao may differ: its scales are a little finer (127.5 steps, not 127), so it rounds
+other values up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,8 @@ class Audit(Result):
     trials: tuple[Trial, ...]
     refused: dict[str, str]
     """Remedies that this model does not allow, with the reason."""
-    by_torchao: Damage | None = None
-    """Of one scheme for real; None where torchao is not installed."""
+    by_torchao: tuple[Damage, Damage] | None = None
+    """Of two schemes at once, for real and emulated; None where torchao is not installed."""
 
     @property
     def has_sinks(self) -> bool:
@@ -80,10 +84,10 @@ class Audit(Result):
         """Whether torchao agrees with the emulation, in a sentence; None where it is not installed."""
         if self.by_torchao is None:
             return None
-        emulated = next(cell.measured.change for cell in self.at("model") if cell.scheme == TORCHAO_SCHEME)
-        agrees = "agrees" if abs(self.by_torchao.change - emulated) < NEGLIGIBLE else "does not agree"
-        found = f"{self.by_torchao.change:+.4f} for real, {emulated:+.4f} emulated"
-        return f"torchao {agrees}: {scheme_in_words(TORCHAO_SCHEME)} cost {found}."
+        real, emulated = (found.change for found in self.by_torchao)
+        agrees = "agrees" if abs(real - emulated) < max(NEGLIGIBLE, AGREEMENT * emulated) else "does not agree"
+        schemes = " with ".join(scheme_in_words(name) for name in TORCHAO_SCHEMES)
+        return f"torchao {agrees}: {schemes} cost {real:+.4f} for real, {emulated:+.4f} emulated."
 
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:

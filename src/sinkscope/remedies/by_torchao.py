@@ -1,27 +1,35 @@
-"""One scheme for real, where torchao is installed: what its 8-bit weights cost, beside the emulation."""
+"""8-bit activations and weights for real, where torchao is installed, beside their emulation."""
 
 from __future__ import annotations
 
 import copy
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
+from sinkscope.remedies.advice import Setting
 from sinkscope.remedies.damage import Damage, damage, losses
-from sinkscope.remedies.schemes import linear_layers
+from sinkscope.remedies.schemes import SCHEMES, linear_layers
 
-TORCHAO_SCHEME = "weights-8-channel"
+TORCHAO_SCHEMES = ("activations-8-dynamic", "weights-8-channel")
+"""Torchao rounds activations and weights together, so both are emulated at once."""
 
 
-def torchao_damage(model: Any, ids_NT: Tensor, plain_NT: np.ndarray) -> Damage | None:
-    """The damage of torchao's int8 weights, one scale an output channel; None without torchao, or for a model whose
-    linear layers it does not know (Conv1D of GPT-2)."""
-    layers = linear_layers(model)
+def torchao_damages(setting: Setting) -> tuple[Damage, Damage] | None:
+    """What both cost: (for real, emulated); None without torchao, or for a model whose linear layers it does not know
+    (Conv1D of GPT-2)."""
+    layers = linear_layers(setting.model)
     if find_spec("torchao") is None or not all(type(layer) is nn.Linear for layer in layers.values()):
         return None
-    quantization, real = import_module("torchao.quantization"), copy.deepcopy(model)
-    quantization.quantize_(real, quantization.Int8WeightOnlyConfig(), filter_fn=lambda part, name: name in layers)
-    return damage(losses(real, ids_NT), plain_NT)
+    quantization, model = import_module("torchao.quantization"), copy.deepcopy(setting.model)
+    scales = [quantization.PerTensor(), quantization.PerRow()]
+    how = quantization.Int8DynamicActivationInt8WeightConfig(granularity=scales, set_inductor_config=False)
+    quantization.quantize_(model, how, filter_fn=lambda part, name: name in layers)
+    # One text at a time: its tensor is all that is read at once.
+    real_NT = np.concatenate([losses(model, ids_T[None]) for ids_T in setting.ids])[:, int(setting.bos) :]
+    activations, weights = (SCHEMES[name] for name in TORCHAO_SCHEMES)
+    with weights.on(setting.model):
+        emulated_NT = setting.losses(activations)
+    return damage(real_NT, setting.plain), damage(emulated_NT, setting.plain)

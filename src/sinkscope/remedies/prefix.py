@@ -46,7 +46,7 @@ for layer in range(len(kept) // 2):
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class SinkPrefix:
-    """Tokens, and the cache that they leave. Without tokens: the model has no sinks, and nothing is needed."""
+    """Tokens, and the cache that they leave; without tokens where none help, and `why_none` says why."""
 
     ids: tuple[int, ...]
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -54,6 +54,10 @@ class SinkPrefix:
     fired: tuple[float, float]
     """Tokens of a text at which super neurons fire: without the prefix, and after it."""
     config: Any
+
+    @property
+    def why_none(self) -> str:
+        return "no tokens before a text keep its super neurons silent" if self.fired[0] else "no token is a sink"
 
     def cache(self, num_sequences: int = 1) -> Any:
         """A new cache for so many texts; give it as past_key_values."""

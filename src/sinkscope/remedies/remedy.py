@@ -50,6 +50,7 @@ def remedy(
     prefix: bool = False,
     unplug: bool = False,
     exempt: bool = False,
+    bos: bool | None = None,
     length: int = 128,
     num_sequences: int = 16,
     seed: int = 0,
@@ -58,12 +59,12 @@ def remedy(
     """A model with one remedy or several, measured on `num_sequences` held-out texts of `length` tokens.
 
     `text` is a file, or token ids [texts, positions], of which the first 8 calibrate; without one the model writes
-    its own.
+    its own. `bos` is as for `audit`.
     """
     check_remedies(rotate=rotate, prefix=prefix, unplug=unplug, exempt=exempt)
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     loaded = load(model)
-    batch = texts_to_measure(loaded, text, length, num_sequences, seed)
+    batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     calibration, held_out = (replace(batch, ids=ids) for ids in (batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]))
     units = super_neurons(loaded, calibration) if unplug else ()
     check_plain(loaded.model, held_out.ids)
@@ -78,14 +79,17 @@ def remedy(
         other = other_prefix(loaded, found, seed=seed)
         treated.append(Treated(name="random prefix", model=loaded.model, prefix=other, is_control=True))
     blamed = _blamed(loaded.model, calibration, seed) if exempt else None
-    if blamed is not None:
+    if blamed:
         treated += _exempted(loaded.model, blamed, seed)
     if len([each for each in treated if not each.is_control]) > 2:
         together = _together(loaded, calibration, rotate=rotate, units=units, prefix=found, blamed=blamed, seed=seed)
         treated.append(together)
         found = together.prefix
     needless = ["unplug: nothing to do, no super neuron writes a sink"] if unplug and not units else []
-    needless += ["prefix: nothing to do, no token is a sink"] if found is not None and not found.ids else []
+    if found is not None and not found.ids:
+        beside = " beside the others" if any(each.name == "prefix" for each in treated) else ""
+        needless.append(f"prefix: nothing to do{beside}, {found.why_none}")
+    needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
     readings = []
     for number, each in enumerate(treated):
         readings.append(_reading(each, calibration, held_out))
@@ -150,14 +154,13 @@ def _together(
     if model is not loaded.model:
         prefix = None if prefix is None else sink_prefix(replace(loaded, model=model), calibration)
         blamed = None if blamed is None else _blamed(model, calibration, seed)
-    kept = prefix if prefix is not None and prefix.ids else None
-    return Treated(name="all together", model=model, prefix=kept, exempted=blamed or ())
+    return Treated(name="all together", model=model, prefix=prefix, exempted=blamed or ())
 
 
 def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Measured:
     """The losses of a treated model. A text that follows a prefix has no BOS of its own, so no loss counts the token
     after BOS."""
-    start, cache = int(held_out.bos), None if each.prefix is None else each.prefix.cache
+    start, cache = int(held_out.bos), each.prefix.cache if each.prefix is not None and each.prefix.ids else None
     begin = start if cache is not None else 0
     ids_NT = held_out.ids[:, begin:]
     ranges = input_ranges(each.model, calibration.ids[:, begin:], prefix=cache)
