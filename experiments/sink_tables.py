@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ QUANTITIES: dict[str, tuple[Callable[[dict], float], str]] = {
     "loss": (lambda measures: fmean(measures["loss"]["windows"]), ".4f"),
     "sink, random": (lambda measures: fmean(measures["random"]["first"]["sink_rate_by_layer"]), ".1%"),
     "sink, text": (lambda measures: fmean(measures["text"]["first"]["sink_rate_by_layer"]), ".1%"),
+    "variance ratio": (lambda measures: variance_discrepancy(measures["text"]), ".2f"),
     "DomRatio, text": (lambda measures: fmean(measures["residual"]["dom_ratio"]), ".1f"),
     "norm ratio": (lambda measures: fmean(measures["residual"]["norm_ratio"]), ".2f"),
     "top direction": (lambda measures: fmean(measures["residual"]["top_direction"]), ".2f"),
@@ -50,7 +51,7 @@ QUANTITIES: dict[str, tuple[Callable[[dict], float], str]] = {
     "largest activation": (lambda measures: max(measures["residual"]["largest"]), ",.0f"),
     "kurtosis": (lambda measures: fmean(measures["residual"]["kurtosis"]), ",.0f"),
 }
-"""What the table shows of each run: means over layers, except for the largest activation; at position 0."""
+"""What the table shows of each run at position 0; means over layers where nothing else is said."""
 DAMAGES = {
     "8-bit activations, per tensor": "8-bit activations, per tensor",
     "8-bit activations, per token": "per token",
@@ -61,6 +62,12 @@ DAMAGES = {
 
 ByArm = dict[str, dict[int, dict[str, Any]]]
 """Measures by arm and seed."""
+
+
+def variance_discrepancy(text: dict[str, Any]) -> float:
+    """The geometric mean over layers up to the birth of disparity; over all layers where there is none."""
+    last = min(text["birth_layers"], default=len(text["variance_ratio"]))
+    return geometric_mean(text["variance_ratio"][: last + 1])
 
 
 def main() -> None:

@@ -39,8 +39,16 @@ def drawing(figures: Sequence[Figure]) -> Drawing:
     """The figures side by side as one matplotlib figure. Needs the extra `report`."""
     height = min(max(figure.height for figure in figures) / PIXELS_AN_INCH, 10)
     whole = drawing_class()(figsize=(6 * len(figures), max(height, 3.5)), layout="constrained")
-    for axes, figure in zip(whole.subplots(1, len(figures), squeeze=False)[0], figures, strict=True):
+    panels = whole.subplots(1, len(figures), squeeze=False)[0]
+    for axes, figure in zip(panels, figures, strict=True):
         _draw(axes, figure)
+    labels = {tuple(axes.get_legend_handles_labels()[1]) for axes in panels}
+    if len(panels) > 1 and len(labels) == 1 and any(*labels):
+        whole.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    else:
+        for axes in panels:
+            if any(axes.get_legend_handles_labels()[1]):
+                axes.legend(fontsize=7)
     return whole
 
 
@@ -83,8 +91,6 @@ def _draw(axes: Axes, figure: Figure) -> None:
         if asked.get("autorange") == "reversed":
             getattr(axes, f"invert_{name}axis")()
     axes.tick_params(labelsize=8)
-    if any(label for label in axes.get_legend_handles_labels()[1]):
-        axes.legend(fontsize=7)
 
 
 def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> None:
