@@ -8,7 +8,7 @@ import typer
 from sinkscope import arguments, cli
 from sinkscope.attention.variants import VARIANTS
 from sinkscope.commands.options import Output, command
-from sinkscope.commands.pretrain import TrainingOptions
+from sinkscope.commands.pretrain import TrainingFlags
 from sinkscope.origins.bias_controls import CONTROLS
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.metrics import PACKAGES
@@ -43,4 +43,4 @@ def test_every_entry_of_a_training_is_an_option():
     options = {parameter.name for parameter in cli.command_line().commands["pretrain"].params}
     entries = {field.name for field in fields(TrainingConfig)}
     assert entries <= options
-    assert {field.name for field in fields(TrainingOptions)} == entries - {"snapshots"}  # --keep, a list
+    assert {field.name for field in fields(TrainingFlags)} == entries - {"snapshots"}  # --keep, a list

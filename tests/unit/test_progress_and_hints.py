@@ -29,8 +29,9 @@ def test_lines_say_what_is_done_and_left(monkeypatch):
 
 
 def hints() -> list[tuple[str, str]]:
-    """Every parameter with a value that an error names, as Python writes it; those that are filled in are left out."""
-    return sorted({(name, value) for name, value in re.findall(r"`([a-z_]+)=([^`{}]+)`", SOURCE)})
+    """Every parameter with a value that an error names, as Python writes it; 7 stands for what is filled in."""
+    found = re.findall(r"`([a-z_]+)=((?:[^`{}]|\{[^`{}]+\})+)`", SOURCE)
+    return sorted({(name, re.sub(r"\{[^{}]+\}", "7", re.sub(r"\{[^{}]+!r\}", "'7'", value))) for name, value in found})
 
 
 def refuses_hint(name: str, value: str) -> list[str]:

@@ -86,10 +86,10 @@ def _training_options() -> list[tuple[str, Any, None]]:
     return [(name, Annotated[kind | None, text], None) for name, (kind, text) in described.items()]
 
 
-TrainingOptions = make_dataclass("TrainingOptions", _training_options(), frozen=True, kw_only=True)
+TrainingFlags = make_dataclass("TrainingFlags", _training_options(), frozen=True, kw_only=True)
 
 
-def pretrain_command(asked: PretrainOptions, training: TrainingOptions) -> None:  # type: ignore[valid-type]
+def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  # type: ignore[valid-type]
     """Train a small decoder from scratch and watch the sink being born.
 
     What is not given comes from --config.
