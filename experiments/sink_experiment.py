@@ -1,4 +1,4 @@
-"""Trains the runs of sink_experiment.yaml, several at a time, and asks each finished one what the plan asks.
+"""Trains the runs of sink_experiment.yaml or another plan, several at a time, and asks each what the plan asks.
 
     python experiments/sink_experiment.py --data tokens --runs runs/sink --keep kept --jobs 6
 
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sink_plan import chosen_runs, configuration, planned_runs, read_plan
+from sink_plan import PLAN, chosen_runs, configuration, planned_runs, read_plan
 from training_pool import TrainingPool, add_options, positive_number, say, stop_with_the_parent
 
 from sinkscope.errors import InputError
@@ -33,13 +33,14 @@ def main() -> None:
     stop_with_the_parent()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--plan", type=Path, default=PLAN, help="what is trained; %(default)s without it")
     parser.add_argument("--only", help="runs of the plan by name, such as softmax-1,head_norm-1; all without it")
     parser.add_argument("--steps", type=positive_number, help="for a trial: steps of every run")
     parser.add_argument("--small", action="store_true", help="for a trial: a tiny model, and few windows to measure")
     options = parser.parse_args()
     try:
         open_shards(Path(options.data))
-        missing = carry_out(options, read_plan())
+        missing = carry_out(options)
     except InputError as error:
         print(f"sink_experiment: {error}", file=sys.stderr)
         sys.exit(2)
@@ -49,15 +50,15 @@ def main() -> None:
     say("all runs are complete")
 
 
-def carry_out(options: argparse.Namespace, plan: dict[str, Any]) -> list[str]:
+def carry_out(options: argparse.Namespace) -> list[str]:
     """The names of the runs that are missing when the budget is spent."""
-    plan = trial(plan, options.steps, options.small)
+    plan = trial(read_plan(options.plan), options.steps, options.small)
     runs = planned_runs(plan)
     if options.only:
         runs = chosen_runs({run.name: run for run in runs}, options.only.split(","))
 
     def measure(folder: Path) -> list[str]:
-        command = [sys.executable, str(MEASURES), str(folder), "--data", options.data]
+        command = [sys.executable, str(MEASURES), str(folder), "--data", options.data, "--plan", str(options.plan)]
         return [*command, "--small"] if options.small else command
 
     pool = TrainingPool(options, lambda run: configuration(plan, run), measure=measure)

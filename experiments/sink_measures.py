@@ -29,7 +29,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from downstream import all_conditions, condition_losses
-from sink_plan import read_plan
+from sink_plan import PLAN, read_plan
 
 import sinkscope
 from sinkscope.errors import InputError
@@ -52,9 +52,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished training run")
     parser.add_argument("--data", type=Path, required=True, help="its token shards")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="the plan that the run belongs to")
     parser.add_argument("--small", action="store_true", help="few windows, for a trial")
     options = parser.parse_args()
-    settings = read_plan()["measures"] | (SMALL if options.small else {})
+    settings = read_plan(options.plan)["measures"] | (SMALL if options.small else {})
     try:
         record = measures(options.run, options.data, settings)
     except InputError as error:

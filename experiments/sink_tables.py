@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from kept_results import read_results, write_run
-from sink_plan import read_plan
+from sink_plan import PLAN, read_plan
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.comparison import compare_training
@@ -73,18 +73,19 @@ def variance_discrepancy(text: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kept", type=Path, help="folder that sink_experiment.py --keep wrote")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="the plan that the runs belong to")
     parser.add_argument("--write-books", type=Path, metavar="TOKENS", help="write how many windows each book has")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the arms that have the plan's schedule")
     options = parser.parse_args()
     try:
+        plan = read_plan(options.plan)
         if options.write_books:
-            plan = read_plan()
             counts = windows_of_books(
                 options.write_books, plan["recipe"]["training"]["sequence_length"], plan["measures"]["loss_windows"]
             )
             (options.kept / BOOKS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
         results = read_results(options.kept)
-        print("\n".join(tables(results, read_books(options.kept))))
+        print("\n".join(tables(results, read_books(options.kept), plan["verdicts"])))
         if options.figure:
             draw(results, options.figure)
     except InputError as error:
@@ -110,7 +111,7 @@ def read_books(kept: Path) -> list[int]:
     return json.loads((kept / BOOKS).read_text(encoding="utf-8"))
 
 
-def tables(results: list[dict[str, Any]], books: Sequence[int]) -> list[str]:
+def tables(results: list[dict[str, Any]], books: Sequence[int], rules: dict[str, Any]) -> list[str]:
     """All tables as lines of Markdown."""
     arms: ByArm = {}
     for result in results:
@@ -118,7 +119,8 @@ def tables(results: list[dict[str, Any]], books: Sequence[int]) -> list[str]:
             arms.setdefault(result["run"]["arm"], {})[result["run"]["seed"]] = result["measures"]
     if BASELINE not in arms:
         raise InputError(expected=f"a run of {BASELINE}", found="none", next_step="Go on with sink_experiment.py")
-    parts = (ends_table(arms, books), damage_table(arms), verdicts(arms, books, results), course_table(results))
+    judged = verdicts(arms, books, results, rules)
+    parts = (ends_table(arms, books), damage_table(arms), judged, course_table(results))
     failed = [f"Diverged: {result['name']}." for result in results if result["diverged"]]
     return [line for part in (*parts, failed) for line in (*part, "")]
 
@@ -170,9 +172,8 @@ def interval_text(mean: float, low: float, high: float) -> str:
     return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
-def verdicts(arms: ByArm, books: Sequence[int], results: list[dict[str, Any]]) -> list[str]:
+def verdicts(arms: ByArm, books: Sequence[int], results: list[dict[str, Any]], rules: dict[str, Any]) -> list[str]:
     """What the plan calls confirmed, applied to what is there."""
-    rules = read_plan()["verdicts"]
     lines = []
     if NORM in arms:
         holds, found = confirmed(arms, NORM, books, rules["confirmed"])

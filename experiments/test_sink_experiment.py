@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sink_experiment
 import sink_measures
+import sink_plan
 import sink_tables
 import torch
 import training_pool
@@ -43,9 +44,21 @@ def test_every_run_of_the_plan_can_be_trained_and_sees_the_batches_of_its_seed(t
     assert len(shown) == len(runs), "no two runs are the same"
 
 
+def test_the_larger_plan_is_the_same_question_of_a_larger_model(tmp_path):
+    larger = read_plan(sink_plan.PLAN.with_name("larger_run.yaml"))
+    pool = training_pool.TrainingPool(options(tmp_path), lambda run: configuration(larger, run))
+    configs = [pool.resolved(run) for run in planned_runs(larger)]
+    assert [config.model.get("attention_variant", "softmax") for config in configs] == ["softmax", "head_norm"]
+    assert all(config.training.sequence_length == config.model["max_position_embeddings"] for config in configs)
+    assert larger["verdicts"].items() <= PLAN["verdicts"].items()
+    assert larger["arms"].items() < {arm: {**PLAN["arms"][arm], "seeds": [1]} for arm in PLAN["arms"]}.items()
+
+
 def options(folder, **changes):
     values = dict(data="tokens", runs=folder / "runs", keep=folder / "kept", done=None, jobs=2, budget_s=float("inf"))
-    return argparse.Namespace(**values | dict(only="softmax-1,scale-1", steps=None, small=False) | changes)
+    return argparse.Namespace(
+        **values | dict(plan=sink_plan.PLAN, only="softmax-1,scale-1", steps=None, small=False) | changes
+    )
 
 
 # Stands in for `sinkscope pretrain`: what it leaves in the folder, without training.
@@ -76,7 +89,7 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 def test_runs_are_measured_kept_and_left_out_the_next_time(stand_ins, tmp_path, capsys):
-    assert sink_experiment.carry_out(options(tmp_path), PLAN) == []
+    assert sink_experiment.carry_out(options(tmp_path)) == []
     kept = {result["name"]: result for result in read_results(tmp_path / "kept")}
     assert {name: result["measures"] for name, result in kept.items()} == {
         "softmax-1": {"found": 1}, "scale-1": {"found": 1}
@@ -85,16 +98,16 @@ def test_runs_are_measured_kept_and_left_out_the_next_time(stand_ins, tmp_path, 
     assert capsys.readouterr().out.count("begins") == 2
     again = options(tmp_path, done=tmp_path / "kept", keep=tmp_path / "more", runs=tmp_path / "new")
     again.only = "softmax-1,scale-1,head_norm-1"
-    assert sink_experiment.carry_out(again, PLAN) == []
+    assert sink_experiment.carry_out(again) == []
     assert capsys.readouterr().out.count("begins") == 1
     assert len(read_results(tmp_path / "more")) == 3
     with pytest.raises(InputError, match="found 'head_norm-9'"):
-        sink_experiment.carry_out(options(tmp_path, only="head_norm-9"), PLAN)
+        sink_experiment.carry_out(options(tmp_path, only="head_norm-9"))
 
 
 def test_measures_that_fail_lose_no_run_and_a_run_that_fails_stops_no_other(stand_ins, tmp_path, monkeypatch, capsys):
     (tmp_path / "measures.py").write_text("raise SystemExit('no measures today')")
-    assert sink_experiment.carry_out(options(tmp_path, only="softmax-1"), PLAN) == []
+    assert sink_experiment.carry_out(options(tmp_path, only="softmax-1")) == []
     assert read_results(tmp_path / "kept")[0]["measures"] is None
     assert "its measures failed: no measures today" in capsys.readouterr().out
     works = training_pool.training_command
@@ -105,7 +118,7 @@ def test_measures_that_fail_lose_no_run_and_a_run_that_fails_stops_no_other(stan
 
     monkeypatch.setattr(training_pool, "training_command", command)
     with pytest.raises(InputError, match=r"scale-1 to train to its end; found exit code 1, broken"):
-        sink_experiment.carry_out(options(tmp_path, only="scale-1,softmax-2,head_norm-2", jobs=1), PLAN)
+        sink_experiment.carry_out(options(tmp_path, only="scale-1,softmax-2,head_norm-2", jobs=1))
     assert {result["name"] for result in read_results(tmp_path / "kept")} == {"softmax-2", "head_norm-2"}
 
 
@@ -117,10 +130,15 @@ def planted_results(folder, losses):
         write_training_folder(folder / run.name, variant=arm, seed=seed, sink=arm == "softmax")
         layers = {"dom_ratio": [90.0 if arm == "softmax" else 30.0], "norm_ratio": [2.0], "top_direction": [0.5]}
         first = {"sink_rate_by_layer": [0.2 if arm == "softmax" else 0.08]}
+        text = {
+            "birth_layers": [1],
+            "variance_ratio": [9.0, 4.0, 0.1],
+            "effective_rank": [100.0 if arm == "softmax" else 150.0],
+        }
         measures = {
             "loss": {"windows": windows},
             "random": {"first": first},
-            "text": {"first": first, "effective_rank": [100.0 if arm == "softmax" else 150.0]},
+            "text": text | {"first": first},
             "residual": layers | {"largest": [5.0], "kurtosis": [3.0]},
             "downstream": {name: [0.0, 0.0] for name in sink_tables.DAMAGES},
         }
@@ -132,8 +150,8 @@ def planted_results(folder, losses):
 def test_verdicts_of_losses_that_are_known(tmp_path):
     base, lower, mixed = [3.0, 3.1, 3.2, 3.3, 3.4, 3.5], [2.9, 3.0, 3.1, 3.2, 3.3, 3.4], [2.9, 3.2, 3.3, 3.4, 3.3, 3.4]
     losses = {("softmax", 1): base, ("head_norm", 1): lower, ("scale", 1): mixed}
-    text = "\n".join(sink_tables.tables(planted_results(tmp_path, losses), [1, 3, 2]))
-    assert "| head_norm-1 | -0.1000 [-0.1000, -0.1000] | 3.1500 | 8.0% | 8.0% | 30.0 |" in text
+    text = "\n".join(sink_tables.tables(planted_results(tmp_path, losses), [1, 3, 2], PLAN["verdicts"]))
+    assert "| head_norm-1 | -0.1000 [-0.1000, -0.1000] | 3.1500 | 8.0% | 8.0% | 6.00 | 30.0 |" in text
     assert "- confirmed: head_norm ends lower on every seed" in text
     assert "- not confirmed: head_norm removes the sink (8.0% left, 20.0% in softmax)" in text
     assert "- confirmed: head_norm halves the sink (40% of it)" in text
@@ -142,10 +160,10 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
     assert "- not run: whether head_norm accelerates" in text
     swapped = {("softmax", 1): lower, ("head_norm", 1): base}  # the control
     (tmp_path / "swapped").mkdir()
-    text = "\n".join(sink_tables.tables(planted_results(tmp_path / "swapped", swapped), [1, 3, 2]))
+    text = "\n".join(sink_tables.tables(planted_results(tmp_path / "swapped", swapped), [1, 3, 2], PLAN["verdicts"]))
     assert "- not confirmed: head_norm ends lower on every seed" in text
     with pytest.raises(InputError, match=r"expected 6 windows in books\.json; found 5"):
-        sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2])
+        sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2], PLAN["verdicts"])
 
 
 def test_an_interval_over_books_is_wider_than_one_over_windows():
