@@ -241,7 +241,7 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
         "manipulation": _columns(
             "manipulation",
             [
-                ("mask_to_self", TARGETS[0], None, layer, 9.0, 1.2, 1.0, 0.3)
+                ("mask_to_self", TARGETS[0], None, "output projection", layer, 9.0, 1.2, 1.0, 0.3, "")
                 for layer in range(BIRTH + 1 if sink else 0)
             ],
         ),
@@ -298,7 +298,7 @@ def _factorial() -> list[tuple]:
     ]
     targets = ", ".join(map(str, TARGETS))
     return [
-        (mixing, variance, energy, targets, rise, rise - 0.03, rise + 0.03, 9.0, 1.2, missed, 32)
+        (mixing, variance, energy, "output projection", targets, rise, rise - 0.03, rise + 0.03, 9.0, 1.2, missed, 32)
         for mixing, variance, energy, rise, missed in cells
     ]
 

@@ -43,6 +43,10 @@ EXCLUDED = (
 """What the planted chain, which runs on variance and on the direction that keys read, is not about."""
 
 
+MARKED = {"equalising_removes_sink"}
+"""16 sequences know the variance of one position too badly: here it seems to miss its level. 32 find that it holds."""
+
+
 @pytest.fixture(scope="session")
 def chain_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "chain"
@@ -111,9 +115,12 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert [claim["id"] for claim in summary["claims"]] == list(CLAIMS)
     for claim in summary["claims"]:
         assert claim.keys() == {"id", "verdict", "effect", "low", "high", "control", "n"}
+        assert claim["n"] == 16
+        if claim["id"] in MARKED:
+            assert (claim["verdict"], claim["effect"]) == ("not applicable", None)
+            continue
         assert claim["verdict"] in (("does not hold",) if claim["id"] in EXCLUDED else ("holds", "undecided"))
         assert claim["low"] <= claim["effect"] <= claim["high"]
-        assert claim["n"] == 16
     facts = planted_chain(0)[1]
     assert summary["minimal_set"] == [{"layer": 2, "expert": None, "neuron": facts.super_neurons[0][1]}]
     assert summary["sink_without_minimal_set"] == "gone"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sinkscope
 from sinkscope.attention.head_norm import HeadRMSNorm
+from sinkscope.capture.replay import Replay
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
@@ -213,3 +214,21 @@ def test_variance_is_matched_on_the_side_of_the_norm_that_is_asked_for():
     assert matched == pytest.approx(untouched, rel=1e-3)
     assert control == pytest.approx(masked, rel=1e-3)
     assert masked > 1.5 * untouched
+
+
+def test_both_sides_of_the_norm_are_read_as_an_edit_before_it_leaves_them():
+    model, entering = tiny_model("llama"), {}
+    batch = given_batch(torch.randint(3, 97, (64, 20), generator=torch.Generator().manual_seed(2)))
+    (norm, *_) = insert_head_norm(model)
+    replay = Replay(anatomy_of(model), model, batch.ids)
+    norm.register_forward_hook(lambda module, args, output: entering.update(before=args[0], behind=output))
+    with sinkscope.amplify_variance(model, 5, 4.0, calibration=batch, layers=[0], before_norm=True) as edit:
+        squares_BS2T = replay.read(edit.first_layer).squares_LBS2T[0]
+    for side, name in enumerate(("behind", "before")):
+        o_BC = entering[name].reshape(64, 20, -1)[:, 5]
+        torch.testing.assert_close(squares_BS2T[:, side, 0, 5].mean(), o_BC.var(0).mean(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(squares_BS2T[:, side, 1, 5].mean(), o_BC.square().mean(), rtol=1e-4, atol=0)
+    before_BS2T = replay.untouched.squares_LBS2T[0]
+    raised_S = squares_BS2T[:, :, 0, 5].mean(0) / before_BS2T[:, :, 0, 5].mean(0)
+    assert float(raised_S[1]) == pytest.approx(16, rel=1e-3)
+    assert float(raised_S[0]) < 8  # the control: the norm takes scale away again

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels, resample_weights
+from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import Condition
 from sinkscope.studies.judging import Bar, Claim, Empty, Numbers, judge, second_over_first
 from sinkscope.studies.minimal_set import minimal_set
+from sinkscope.studies.study import _numbers
 
 N = 32
 
@@ -237,14 +240,36 @@ def test_no_unit_of_a_minimal_set_can_be_put_back():
     ],
 )
 def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number, not_judged):
+    def rise_B(name, **levels):
+        if Condition(name, 10, **levels).label == marked:
+            raise MarkedError(marked)
+        return np.full(4, 0.2)
+
     study: Any = SimpleNamespace(
-        plan=SimpleNamespace(targets=(10,)),
-        missed=lambda *conditions: conditions[0].label if conditions[0].label == marked else None,
-        rise_B=lambda name, **levels: np.full(4, 0.2),
-        where="",
+        plan=SimpleNamespace(targets=(10,)), sides=(False,), rise_B=rise_B, where="", by_side=lambda values: ""
     )
     claims = ("variance_is_what_matters", "variance_suffices", "energy_is_what_matters", "energy_suffices")
-    found = {claim: CLAIMS[claim].numbers(study) for claim in claims}
+    found = {claim: _numbers(CLAIMS[claim], study) for claim in claims}
     assert {claim for claim, numbers in found.items() if isinstance(numbers, Empty)} == not_judged
     judged = {claim: numbers for claim, numbers in found.items() if isinstance(numbers, Numbers)}
     assert {claim for claim, numbers in judged.items() if numbers.control is None} == without_number
+
+
+def test_a_claim_is_judged_on_the_side_of_a_norm_that_speaks_most_for_it():
+    """Brought back before the norm the variance leaves a quarter of the rise, brought back behind it all of it."""
+
+    def judged(*sides):
+        left = {"before_norm": 0.05, "behind": 0.2}
+
+        def rise_B(name, factor=None, held=None, *, before_norm=False, **levels):
+            return np.full(N, left["before_norm" if before_norm else "behind"] if levels else 0.2)
+
+        study: Any = SimpleNamespace(
+            plan=SimpleNamespace(targets=(10,)), sides=sides, rise_B=rise_B, where="", by_side=lambda values: ""
+        )
+        claim = CLAIMS["variance_is_what_matters"]
+        return judge([(claim, claim.numbers(study))], N)[0]
+
+    assert (judged(False, True).verdict, judged(False, True).effect) == ("holds", pytest.approx(0.25))
+    # The control: behind the norm alone it would fail.
+    assert (judged(False).verdict, judged(False).effect) == ("does not hold", pytest.approx(1.0))

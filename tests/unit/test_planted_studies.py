@@ -138,17 +138,17 @@ def test_the_referees_table_says_what_a_condition_left_alone():
 def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():
     """The control of `variance_discrepancy`, by the slow way: a whole fresh model of the same configuration."""
     model, found, _ = small_chain()
-    fresh_NLT = found.measured.fresh_variance_NLT
-    assert fresh_NLT is not None
-    assert fresh_NLT.shape == (3, len(found.plan.layers), SMALL["length"])
+    fresh_NLST = found.measured.fresh_variance_NLST
+    assert fresh_NLST is not None
+    assert fresh_NLST.shape == (3, len(found.plan.layers), 1, SMALL["length"])
     batch = found.trace.recording.batch
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = len(found.plan.layers)
     plain = trace(draw(Configuration(name="fresh", config=config), 1), batch, effective_rank=False)
-    np.testing.assert_allclose(fresh_NLT[1], plain.recording["value_variance"], rtol=1e-4)
+    np.testing.assert_allclose(fresh_NLST[1, :, 0], plain.recording["value_variance"], rtol=1e-4)
     judged = {judgement.id: judgement for judgement in found.judgements}["variance_discrepancy"]
-    later = fresh_NLT[:, -1, -(SMALL["length"] // 2) :].mean(-1)
-    assert judged.control == pytest.approx(float(np.prod(fresh_NLT[:, -1, 0] / later) ** (1 / 3)))
+    later = fresh_NLST[:, -1, 0, -(SMALL["length"] // 2) :].mean(-1)
+    assert judged.control == pytest.approx(float(np.prod(fresh_NLST[:, -1, 0, 0] / later) ** (1 / 3)))
     assert judged.effect != pytest.approx(judged.control, rel=0.01)
 
 
@@ -159,10 +159,11 @@ IDLE_UNIT = {
     **{"super_neurons_necessary": FAILS, "super_neurons_sufficient": FAILS},
     **{claim: FAILS for claim in CAUSAL if claim.startswith("mediation")},
 }
-VARIANCE_DOES_IT = dict.fromkeys(
-    ("variance_discrepancy", "unmixing_creates_sink", "amplification_creates_sink", "equalising_removes_sink"),
-    HOLDS,
-)
+VARIANCE_DOES_IT = {
+    **dict.fromkeys(("variance_discrepancy", "unmixing_creates_sink", "amplification_creates_sink"), HOLDS),
+    # 16 sequences know the variance of one position too badly to tell that it was brought to its level.
+    "equalising_removes_sink": EMPTY,
+}
 # Heads have their sink in the very layer where disparity is born: later tokens carry the first one's value there.
 SINK_AT_BIRTH = {"variance_discrepancy": FAILS}
 LINKS: dict[str, dict[str, str]] = {

@@ -82,6 +82,8 @@ class LayerCall:
     attention: AttentionReading
     aggregation: Tensor
     """[B, T, C] the value aggregation of all heads, which enters the output projection."""
+    before_norm: Tensor | None = None
+    """[B, T, C] the same as it enters the norm on the aggregation; None where there is no norm."""
     projected: Tensor
     """[B, T, E] what leaves the output projection."""
     residual: Tensor
@@ -106,11 +108,6 @@ class LayerCall:
     def state_dom_ratio(self) -> Tensor:
         """[B, T]."""
         return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
-
-    @property
-    def before_norm(self) -> Tensor | None:
-        """[B, T, C] the value aggregation as it leaves attention, where a norm follows; None where none does."""
-        return None if self.layer.aggregation_norm is None else self.attention.output.flatten(2)
 
     @cached_property
     def alpha(self) -> Tensor:

@@ -30,7 +30,8 @@ class Tap(Enum):
 
     ATTENTION_IN = "attention_in"  # state
     ATTENTION = "attention"  # query, key, value, rule, attention
-    AGGREGATION = "aggregation"  # aggregation
+    BEFORE_NORM = "before_norm"  # before_norm; only where a norm on the aggregation is
+    AGGREGATION = "aggregation"  # aggregation, before_norm
     PROJECTED = "projected"  # projected
     RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
     RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
@@ -185,7 +186,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="value_variance_before_norm",
-        tap=Tap.ATTENTION,
+        tap=Tap.BEFORE_NORM,
         reduce=lambda call: call.before_norm,
         merge=Moments(),
         axes="LT",

@@ -134,7 +134,7 @@ class Recorder:
             wanted = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
             if left.get(observable.name) and (silent := sorted(wanted - left[observable.name].keys())):
                 raise RuntimeError(f"layer {silent[0]} reported no {observable.name}: {blame(self.anatomy)}")
-            if observable.name not in left and wanted and observable.tap is not Tap.ATTENTION:
+            if observable.name not in left and wanted and observable.tap not in (Tap.ATTENTION, Tap.BEFORE_NORM):
                 raise RuntimeError(f"no layer reported {observable.name}: {blame(self.anatomy)}")
 
 

@@ -48,8 +48,11 @@ class ConditionReading:
     aggregation_norm_LBT: Tensor
     residual_norm_LBT: Tensor
     dom_ratio_LBT: Tensor
-    squares_LB2T: Tensor
-    """Of the aggregation: squared deviation from the batch's mean, whose mean is the batch variance; and energy."""
+    own_mixing_LBT: Tensor
+    """The part of it that a position's own key has: a_tt^2, mean over heads."""
+    squares_LBS2T: Tensor
+    """Of the aggregation: squared deviation from the batch's mean, whose mean is the batch variance; and energy. As it
+    enters the output projection and, where a norm comes before that, as it enters the norm."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
     units: dict[tuple[int, int | None], Tensor]
@@ -126,15 +129,23 @@ def _observables(
         by_sequence(
             "later_heads_LBS", Tap.ATTENTION, lambda call: call.is_sink_later.sum(1), Rows(), asks="own weights"
         ),
-        by_sequence("squares_LB2T", Tap.AGGREGATION, lambda call: _squares(call.aggregation.float()), Rows()),
+        by_sequence(
+            "own_mixing_LBT",
+            Tap.ATTENTION,
+            lambda call: call.attention.own.square().mean(1),
+            Rows(),
+            asks="own weights",
+        ),
+        by_sequence("squares_LBS2T", Tap.AGGREGATION, _squares, Rows()),
         by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
         by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
 
 
-def _squares(aggregation_BTC: Tensor) -> Tensor:
-    """[B, 2, T]."""
-    return torch.stack([squared_deviation(aggregation_BTC), aggregation_BTC.square().mean(-1)], 1)
+def _squares(call: LayerCall) -> Tensor:
+    """[B, S, 2, T]."""
+    sides = [side.float() for side in (call.aggregation, call.before_norm) if side is not None]
+    return torch.stack([torch.stack([squared_deviation(side), side.square().mean(-1)], 1) for side in sides], 1)
 
 
 @dataclass

@@ -68,6 +68,9 @@ class _Listening:
             if taps & {Tap.ATTENTION_IN, Tap.ATTENTION}:
                 hook = in_this_thread(self._enter_attention(layer.index, taps))
                 module_hooks.append(layer.attention.register_forward_pre_hook(hook, with_kwargs=True))
+            if taps & {Tap.BEFORE_NORM, Tap.AGGREGATION} and layer.aggregation_norm is not None:
+                hook = in_this_thread(self._leave_aggregation_norm(layer.index, taps))
+                module_hooks.append(layer.aggregation_norm.register_forward_hook(hook))
             if taps & {Tap.AGGREGATION, Tap.PROJECTED}:
                 hook = in_this_thread(self._leave_output_projection(layer.index, taps))
                 module_hooks.append(layer.output_projection.register_forward_hook(hook))
@@ -140,6 +143,15 @@ class _Listening:
 
         return attend
 
+    def _leave_aggregation_norm(self, layer: int, taps: set[Tap]):
+        def hook(module, args, output) -> None:
+            call = self._call(layer)
+            call.before_norm = args[0].reshape(*self.passing.shape, -1)
+            if Tap.BEFORE_NORM in taps:
+                self.on_tap(Tap.BEFORE_NORM, call)
+
+        return hook
+
     def _leave_output_projection(self, layer: int, taps: set[Tap]):
         def hook(module, args, output) -> None:
             call = self._call(layer)
@@ -147,7 +159,7 @@ class _Listening:
             for tap in (Tap.AGGREGATION, Tap.PROJECTED):
                 if tap in taps:
                     self.on_tap(tap, call)
-            call.let_go("aggregation", "projected")
+            call.let_go("aggregation", "before_norm", "projected")
 
         return hook
 

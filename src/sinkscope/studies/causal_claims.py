@@ -30,6 +30,8 @@ from sinkscope.studies.judging import (
     Empty,
     Found,
     Numbers,
+    least_left,
+    most_left,
     percent,
     second_over_first,
 )
@@ -49,17 +51,20 @@ def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, A
 def _equalising(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    sink, other = (Condition("equalise_variance", place) for place in (study.plan.sink, *study.plan.targets[:1]))
-    control = float(study.at_sink_B(other).mean() / study.at_sink_B().mean())
-    return Numbers(by_bar=[study.left_B2(sink)], control=control)
+    left, other = study.left_BS2("equalise_variance"), study.plan.targets[:1]
+    return Numbers(
+        by_bar=[left],
+        control=study.left_by("equalise_variance", other[0]) if other else None,
+        note=study.by_side(left),
+    )
 
 
 def _mean_suffices(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    alike, without_mean = (Condition(name, study.plan.sink) for name in ("remove_deviation", "remove_mean"))
-    control = float(study.at_sink_B(without_mean).mean() / study.at_sink_B().mean())
-    return Numbers(by_bar=[study.left_B2(alike)], control=control)
+    alike = study.left_BS2("remove_deviation")
+    without_mean = study.left_by("remove_mean", study.plan.sink)
+    return Numbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
 
 
 def _necessity(study: Measured) -> Found:
@@ -173,7 +178,7 @@ CAUSAL_CLAIMS = (
         id="equalising_removes_sink",
         link=CAUSAL,
         statement="Bringing the sink's variance down to that of later positions leaves under a quarter of the sink",
-        bars=(TAKEN_AWAY,),
+        bars=(Bar("below", QUARTER, least_left),),
         numbers=_equalising,
         control_is="left when another position is equalised",
     ),
@@ -181,7 +186,7 @@ CAUSAL_CLAIMS = (
         id="mean_suffices",
         link=CAUSAL,
         statement="With the mean of its aggregation over sequences alone, the sink keeps half of its rate",
-        bars=(Bar("at least", 0.5, second_over_first),),
+        bars=(Bar("at least", 0.5, most_left),),
         numbers=_mean_suffices,
         control_is="left with that mean taken out",
     ),

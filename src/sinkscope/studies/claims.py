@@ -37,43 +37,48 @@ def _sink(study: Measured) -> Found:
 
 
 def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
-    """Position 0 over the later half in the last layer, of variances [..., L, T]."""
-    return variance_ratio(torch.from_numpy(means[..., -1, :])).numpy()
+    """Position 0 over the later half in the last layer, of variances [..., L, S, T], on the side of a norm on the
+    aggregation where it is most."""
+    return variance_ratio(torch.from_numpy(means[..., -1, :, :])).numpy().max(-1)
 
 
 def _variance_discrepancy(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     layers = study.plan.before_sink
-    deviation_BLT = study.evidence.squared_deviation_LBT[layers].swapaxes(0, 1)
-    note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratio(deviation_BLT.mean(0)):.3g}"
-    if study.fresh_variance_NLT is None:
-        return Numbers(by_bar=[deviation_BLT], note=f"{note}; this machine cannot hold a model drawn afresh")
-    fresh_NLT = study.fresh_variance_NLT[:, layers]
+    deviation_BLST = study.evidence.squared_deviation_LBST[layers].swapaxes(0, 1)
+    note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratios(deviation_BLST.mean(0))}"
+    if study.fresh_variance_NLST is None:
+        return Numbers(by_bar=[deviation_BLST], note=f"{note}; this machine cannot hold a model drawn afresh")
+    fresh_NLST = study.fresh_variance_NLST[:, layers]
     return Numbers(
-        by_bar=[deviation_BLT],
-        control=float(np.exp(np.log(_ratio_at_birth(fresh_NLT)).mean())),
-        note=f"{note}, at initialisation {_mean_ratio(fresh_NLT):.3g}",
+        by_bar=[deviation_BLST],
+        control=float(np.exp(np.log(_ratio_at_birth(fresh_NLST)).mean())),
+        note=f"{note}, at initialisation {_mean_ratios(fresh_NLST)}",
     )
 
 
-def _mean_ratio(variance: np.ndarray) -> float:
-    """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, T]."""
-    return float(variance_ratio(torch.from_numpy(variance)).log().mean().exp())
+def _mean_ratios(variance: np.ndarray) -> str:
+    """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, S, T]; by side."""
+    ratio_S = variance_ratio(torch.from_numpy(variance)).log().flatten(0, -2).mean(0).exp().tolist()
+    behind, *before = (f"{ratio:.3g}" for ratio in ratio_S)
+    return behind if not before else f"{behind} behind the norm and {before[0]} before it"
 
 
 def _mean_r_squared(means: np.ndarray) -> np.ndarray:
-    """log R^2 of the law, mean over layers, of variances and the law's [..., 2, L, T]."""
-    variance, law = torch.from_numpy(means[..., 0, :, :]), torch.from_numpy(means[..., 1, :, :])
-    return log_r_squared(variance, law).mean(-1).numpy()
+    """log R^2 of the law, mean over layers, of the law and the variances it is to predict [..., L, 1 + S, T], on the
+    side of a norm on the aggregation where it is most: the law is about averages, which a norm changes."""
+    law, variance = torch.from_numpy(means[..., :1, :]), torch.from_numpy(means[..., 1:, :])
+    return log_r_squared(variance, law.expand_as(variance)).mean(-2).numpy().max(-1)
 
 
 def _averaging_law(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    both = np.stack([study.evidence.squared_deviation_LBT, study.evidence.averaging_law_LBT]).transpose(2, 0, 1, 3)
+    law_LBT, deviation_LBST = study.evidence.averaging_law_LBT, study.evidence.squared_deviation_LBST
+    both = np.concatenate([law_LBT[:, :, None], deviation_LBST], 2).swapaxes(0, 1)
     moved = both.mean(0)
-    moved[1] = np.roll(moved[1], both.shape[-1] // 2, axis=-1)
+    moved[:, 0] = np.roll(moved[:, 0], both.shape[-1] // 2, axis=-1)
     return Numbers(by_bar=[both], control=float(_mean_r_squared(moved)))
 
 

@@ -10,14 +10,15 @@ study that was interrupted reads it back instead of running it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.interventions.aggregation import AGGREGATION, FORMULAS, AggregationEdit, amplify_variance
+from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, FORMULAS, AggregationEdit
 from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
@@ -62,6 +63,8 @@ class Condition:
     variance: str | None = None
     energy: str | None = None
     """The mixing at whose level the batch variance or the energy of the aggregation is; None where it is left alone."""
+    before_norm: bool = False
+    """Whether it acts on what enters the norm on the aggregation, in models that have one."""
 
     @property
     def levelled(self) -> bool:
@@ -73,7 +76,8 @@ class Condition:
         """What is done, in a word."""
         held = [] if self.held is None else [f"clamp_{self.held}"]
         levels = {"variance_of": self.variance, "energy_of": self.energy}
-        return "+".join([*held, self.name, *(f"{what}_{of}" for what, of in levels.items() if of is not None)])
+        side = ["before_norm"] if self.before_norm else []
+        return "+".join([*held, self.name, *(f"{what}_{of}" for what, of in levels.items() if of is not None), *side])
 
     @property
     def part(self) -> str:
@@ -93,7 +97,7 @@ QUANTITIES = {
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
 ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
 """What is kept of every position's row of attention, means over layers, by where a reading has it."""
-ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_2KBL", "units_BTn")
+ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "units_BTn")
 STORED = (*ARRAYS, "places")
 """Of every outcome, and what its part holds at least."""
 
@@ -114,8 +118,11 @@ class Outcome:
     """Each of ROWS at every position."""
     norm_LPB: np.ndarray
     """Norm of the residual after each layer, at each place and, last, as a mean over all other positions."""
-    squares_2KBL: np.ndarray
-    """Squared deviation and energy of the aggregation at each place, in the layers up to the birth."""
+    squares_S2PBL: np.ndarray
+    """Squared deviation and energy of the aggregation at each place and, last, as a mean over the later half of
+    positions, in the layers up to the birth: as it enters the output projection and the norm before it, if any."""
+    weights_2KBL: np.ndarray
+    """Mixing of the attention at each place in those layers, and the part of it that its own key has."""
     units_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
@@ -131,14 +138,22 @@ class Outcome:
         """[B] one of ROWS, mean over all positions but one."""
         return np.delete(self.rows_QBT[list(ROWS).index(quantity)], position, axis=1).mean(1)
 
-    def moments(self, position: int) -> np.ndarray:
+    def moments(self, position: int, before_norm: bool = False) -> np.ndarray:
         """[3, L] batch variance, energy and squared mean of the aggregation at the sink or a target."""
-        variance_L, energy_L = self.squares(position).mean(1)
+        variance_L, energy_L = self.squares(position, before_norm).mean(1)
         return np.stack([variance_L, energy_L, energy_L - variance_L * (1 - 1 / len(self.rate_BS))])
 
-    def squares(self, position: int) -> np.ndarray:
+    def squares(self, position: int, before_norm: bool = False) -> np.ndarray:
         """[2, B, L] what the first two are means of."""
-        return self.squares_2KBL[:, self.places.index(position)]
+        return self.squares_S2PBL[int(before_norm), :, self.places.index(position)]
+
+    def later_squares(self, before_norm: bool = False) -> np.ndarray:
+        """[2, B, L] the same as a mean over the later half of positions."""
+        return self.squares_S2PBL[int(before_norm), :, -1]
+
+    def weights(self, position: int) -> np.ndarray:
+        """[2, B, L] mixing and its own key's part of it, at the sink or a target."""
+        return self.weights_2KBL[:, self.places.index(position)]
 
     def tensors(self) -> dict[str, np.ndarray]:
         """What is written to a part."""
@@ -163,7 +178,12 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
     norm_LTB = reading.residual_norm_LBT.float().numpy().swapaxes(1, 2)
-    elsewhere = np.setdiff1d(np.arange(norm_LTB.shape[1]), places)
+    length = norm_LTB.shape[1]
+    elsewhere = np.setdiff1d(np.arange(length), places)
+    squares_LBS2T = reading.squares_LBS2T[plan.mixed].double()
+    later_LBS2 = squares_LBS2T[..., length - length // 2 :].mean(-1, keepdim=True)
+    squares_LBS2P = torch.cat([squares_LBS2T[..., list(places)], later_LBS2], -1)
+    weights = [each[plan.mixed][..., list(places)] for each in (reading.mixing_LBT, reading.own_mixing_LBT)]
     return Outcome(
         rate_BS=reading.rate_BS.numpy(),
         later_BS=reading.later_rate_BS.numpy(),
@@ -171,7 +191,8 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
         at_QKB=np.stack(at),
         rows_QBT=np.stack([getattr(reading, name).double().nanmean(0).float().numpy() for name in ROWS.values()]),
         norm_LPB=np.concatenate([norm_LTB[:, places], norm_LTB[:, elsewhere].mean(1, keepdims=True)], 1),
-        squares_2KBL=reading.squares_LB2T[plan.mixed][..., list(places)].double().permute(2, 3, 1, 0).numpy(),
+        squares_S2PBL=squares_LBS2P.permute(2, 3, 4, 1, 0).numpy(),
+        weights_2KBL=torch.stack(weights).double().permute(0, 3, 2, 1).numpy(),
         units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )
@@ -193,7 +214,7 @@ class Conditions:
         self.controls = controls
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
-        self._levels: dict[tuple[str, int], Mapping[int, Moments]] = {}
+        self._levels: dict[tuple[str, int, bool], Mapping[int, Moments]] = {}
         """Of a mixing at a position, on the calibration sequences."""
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
@@ -202,10 +223,12 @@ class Conditions:
         conditions = [condition for target in targets for condition in self._at_target(target)]
         if sink == 0:
             conditions += [Condition("open_to_later", sink)]
-            conditions += _levelled("open_to_later", sink) if sink_varies else []
+            conditions += self._both_sides(_levelled("open_to_later", sink)) if sink_varies else []
         if sink_varies:
-            conditions += [Condition("equalise_variance", position) for position in (sink, *targets[:1])]
-        conditions += [Condition(name, sink) for name in ("remove_mean", "remove_deviation", "remove_energy")]
+            equalised = (Condition("equalise_variance", position) for position in (sink, *targets[:1]))
+            conditions += self._both_sides(equalised)
+        removed = (Condition(name, sink) for name in ("remove_mean", "remove_deviation", "remove_energy"))
+        conditions += self._both_sides(removed)
         if self.minimal:
             names = ("ablate", "mean", "densify", "move", "turn")
             conditions += [Condition(f"{name}_minimal_set", sink) for name in names]
@@ -217,14 +240,13 @@ class Conditions:
         yield Condition("mask_to_self", target)
         yield Condition("mask_but_self", target)
         yield from (Condition(mixing, target) for mixing in MIXINGS)
-        yield from _levelled(SEE_SELF, target)
+        yield from self._both_sides(_levelled(SEE_SELF, target))
         if target == plan.targets[0]:
             for mixing in MIXINGS[1:]:
                 yield from (c for c in _levelled(mixing, target) if c.name == mixing)
-        for factor in FACTORS:
+        for factor in FACTORS[:-1]:
             yield Condition("amplify_variance", target, factor)
-        if self.replay.anatomy.layers[0].aggregation_norm is not None:  # on its other side
-            yield Condition("amplify_before_norm", target, DOSE)
+        yield from self._both_sides([Condition("amplify_variance", target, DOSE)])
         for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
             yield Condition(control, target, DOSE)
         if plan.dimensions:
@@ -241,6 +263,13 @@ class Conditions:
         if target == plan.targets[0]:
             yield Condition("mask_to_self", target, held=NORMS)
             yield Condition("amplify_variance", target, DOSE, held=NORMS)
+
+    def _both_sides(self, conditions: Iterable[Condition]) -> Iterator[Condition]:
+        """The same on each side of the norm on the aggregation, in models that have one."""
+        for condition in conditions:
+            yield condition
+            if self.replay.anatomy.layers[0].aggregation_norm is not None:
+                yield replace(condition, before_norm=True)
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
@@ -268,6 +297,7 @@ class Conditions:
                 1.0 if condition.factor is None else condition.factor,
                 calibration=self.calibration,
                 layers=self.plan.layers,
+                before_norm=condition.before_norm,
             )
         return self._edits[condition]
 
@@ -275,18 +305,21 @@ class Conditions:
         """A mixing with its moments at the level of another."""
         mixing = [] if condition.name == UNTOUCHED else [MAKERS[condition.name](self, condition)]
         variance, energy = (
-            None if of is None else self._level(of, condition.target) for of in (condition.variance, condition.energy)
+            None if of is None else self._level(of, condition.target, condition.before_norm)
+            for of in (condition.variance, condition.energy)
         )
         # What cannot be met shows in the check.
         where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.mixed, nearest=True)
+        where["before_norm"] = condition.before_norm
         return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
 
-    def _level(self, mixing: str, target: int) -> Mapping[int, Moments]:
-        if (mixing, target) not in self._levels:
+    def _level(self, mixing: str, target: int, before_norm: bool) -> Mapping[int, Moments]:
+        if (key := (mixing, target, before_norm)) not in self._levels:
             made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
-            place = Place(on=AGGREGATION, layers=tuple(self.plan.mixed), positions=(target,))
-            self._levels[mixing, target] = moments_under(made, self.loaded.model, self.calibration, place)
-        return self._levels[mixing, target]
+            on = BEFORE_NORM if before_norm else AGGREGATION
+            place = Place(on=on, layers=tuple(self.plan.mixed), positions=(target,))
+            self._levels[key] = moments_under(made, self.loaded.model, self.calibration, place)
+        return self._levels[key]
 
     def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
         """The outcome of one condition on the judging sequences."""
@@ -333,13 +366,7 @@ def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[
     return set_dimensions(study.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive)
 
 
-def _amplify_before_norm(study: Conditions, c: Condition) -> Intervention:
-    where = dict(calibration=study.calibration, layers=study.plan.layers, before_norm=True)
-    return amplify_variance(study.loaded, c.target, c.factor or DOSE, **where)  # type: ignore[arg-type]
-
-
 MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
-    "amplify_before_norm": _amplify_before_norm,
     "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
     "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
     SEE_SELF: _seeing(0),

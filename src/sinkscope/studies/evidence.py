@@ -1,7 +1,7 @@
 """The links in the untouched model, by sequence: the numbers that its claims are judged on.
 
-One pass. Axes: L layers up to birth, A layers with disparity, B sequences, T positions, C channels, E width, M massive
-dimensions, U units.
+One pass. Axes: L layers up to birth, A layers with disparity, B sequences, S sides of a norm on the aggregation, T
+positions, C channels, E width, M massive dimensions, U units.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sinkscope.studies.plan import Plan
 class Evidence:
     """Numbers by sequence; a mean over sequences is a claim's statistic, or enters it."""
 
-    squared_deviation_LBT: np.ndarray
+    squared_deviation_LBST: np.ndarray
     """n / (n - 1) times the squared deviation of the aggregation from its mean, mean over channels: its mean over
-    sequences is the variance."""
+    sequences is the variance. As it enters the output projection and, where a norm comes before that, the norm."""
     averaging_law_LBT: np.ndarray
     """sum_s a_ts^2 Var(v_s), mean over heads."""
     cosine_BAT: np.ndarray
@@ -66,7 +66,7 @@ def read_evidence(
     writes = [values.cpu() for values in found.get("writes", {}).values()]
     super_write, all_write, elsewhere = sum(writes, torch.zeros(shape[0], 3)).double().numpy().T
     return Evidence(
-        squared_deviation_LBT=stacked("squared_deviation", 0),
+        squared_deviation_LBST=stacked("squared_deviation", 0),
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
         direction_share_K=stacked("direction_share", 0).mean((0, 1)),
@@ -102,8 +102,9 @@ def _observables(plan: Plan) -> list[Observable]:
 
 
 def squared_deviation(call: LayerCall) -> Tensor:
-    """[B, T] of the aggregation."""
-    return value_variance.squared_deviation(call.aggregation.float())
+    """[B, S, T] of the aggregation, on each side of its norm."""
+    sides = [side.float() for side in (call.aggregation, call.before_norm) if side is not None]
+    return torch.stack([value_variance.squared_deviation(side) for side in sides], 1)
 
 
 def _cosine(call: LayerCall) -> Tensor:

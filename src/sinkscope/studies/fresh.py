@@ -1,7 +1,8 @@
 """The same architecture at initialisation: how large position 0's variance is before any training.
 
 Averaging alone gives position 0 more variance than later ones, so a ratio in a trained model says little without that
-of models drawn afresh from its configuration. Axes: N models, L layers up to birth, B sequences, T positions.
+of models drawn afresh from its configuration. Axes: N models, L layers up to birth, B sequences, S
+sides of a norm on the aggregation, T positions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")
 
 
 def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.ndarray | None:
-    """[N, L, T] variance of the aggregation in models drawn afresh, on the same tokens; None where this machine cannot
-    hold one."""
+    """[N, L, S, T] variance of the aggregation in models drawn afresh, on the same tokens; None where this machine
+    cannot hold one."""
     config = _shortened(loaded.model.config, num_layers)
     drawn = Configuration(name=loaded.name, config=config, trust_remote_code=loaded.trust_remote_code)
     device = str(input_device(anatomy_of(loaded.model)))

@@ -67,6 +67,20 @@ def second_over_first(means: np.ndarray) -> np.ndarray:
     return means[..., 1] / means[..., 0]
 
 
+def least_left(means: np.ndarray) -> np.ndarray:
+    """What is left [..., S, 2] on the side of the norm on the aggregation where it is least."""
+    return second_over_first(means).min(-1)
+
+
+def most_left(means: np.ndarray) -> np.ndarray:
+    return second_over_first(means).max(-1)
+
+
+def most(means: np.ndarray) -> np.ndarray:
+    """[..., S] on the side where it is most."""
+    return means.max(-1)
+
+
 @dataclass(frozen=True)
 class Bar:
     """A statistic with the threshold that it must clear."""
@@ -84,6 +98,7 @@ class Bar:
 
 
 UP = Bar("at least", RISE)
+UP_ON_A_SIDE = Bar("at least", RISE, most)
 TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
 
 

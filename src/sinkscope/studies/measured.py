@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sinkscope.capture.replay import ConditionReading
-from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
-from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
+from sinkscope.studies.checks import MarkedError, missed, unless_marked
 from sinkscope.studies.conditions import Condition, Outcome
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.plan import Plan
 
-CHECK_CONFIDENCE = 0.99
-"""Of the interval in each layer: there are several layers, and most conditions do what they say."""
 ROUNDING = 1e-10
 """A moment below this share of the energy is none."""
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
+Conditions = Sequence[Condition]
 NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
 
@@ -46,28 +45,50 @@ class Measured:
     """Why the residual basis was not turned; empty where it was."""
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
-    fresh_variance_NLT: np.ndarray | None
+    fresh_variance_NLST: np.ndarray | None
     """Of models drawn afresh; None where there is none, or nothing to compare with it."""
 
-    def rise_B(
-        self,
-        name: str,
-        factor: float | None = None,
-        held: str | None = None,
-        **levels: Any,
-    ) -> np.ndarray:
-        """How far the rate at each target rises over the untouched model's, by later queries, mean over targets."""
-        rises = [
-            self.outcomes[Condition(name, target, factor, held, **levels)].later_BS[:, target]
-            - self.untouched.later_BS[:, target]
-            for target in self.plan.targets
-        ]
+    @property
+    def sides(self) -> tuple[bool, ...]:
+        """Whether before the norm on the aggregation: behind it alone, and in models that have one before it too."""
+        return (False,) if self.anatomy.layers[0].aggregation_norm is None else (False, True)
+
+    def at_targets(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> Conditions:
+        """A condition at every target."""
+        return [Condition(name, target, factor, held, **more) for target in self.plan.targets]
+
+    @property
+    def by_target(self) -> dict[Condition, list[Condition]]:
+        """Conditions that differ in their target alone, by the first of them; random sets apart."""
+        groups: dict[Condition, list[Condition]] = defaultdict(list)
+        for condition in self.outcomes:
+            if condition.name != "random_set":
+                at_sink = condition.target == self.plan.sink
+                groups[replace(condition, target=self.plan.sink if at_sink else self.plan.targets[0])].append(condition)
+        return groups
+
+    def risen_B(self, conditions: Conditions) -> np.ndarray:
+        """How far the rate rises over the untouched model's where each acts, by later queries, mean over them."""
+        rises = [self.outcomes[c].later_BS[:, c.target] - self.untouched.later_BS[:, c.target] for c in conditions]
         return np.mean(rises, axis=0)
 
+    def rise_B(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> np.ndarray:
+        """The same of one condition at every target, as support of a claim."""
+        conditions = self.at_targets(name, factor, held, **more)
+        self.supports(*conditions)
+        return self.risen_B(conditions)
+
     def at_sink_B(self, condition: Condition | None = None) -> np.ndarray:
-        """The rate at the sink by later queries, untouched or under a condition."""
-        outcome = self.untouched if condition is None else self.outcomes[condition]
-        return outcome.later_BS[:, self.plan.sink]
+        """The rate at the sink by later queries, untouched or under a condition, as support of a claim."""
+        if condition is None:
+            return self.untouched.later_BS[:, self.plan.sink]
+        self.supports(condition)
+        return self.outcomes[condition].later_BS[:, self.plan.sink]
+
+    def supports(self, *conditions: Condition) -> None:
+        """Refuses a condition, at one or more targets, that did not do what its name says."""
+        if miss := missed(self, *conditions):
+            raise MarkedError(miss)
 
     @property
     def where(self) -> str:
@@ -78,38 +99,30 @@ class Measured:
         """The rate at the sink before and under a condition: the second over the first is what it leaves."""
         return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
-    def moments_over_untouched(self, condition: Condition) -> np.ndarray:
+    def left_by(self, name: str, position: int) -> float | None:
+        """What a condition at some position leaves of the sink, as a control; None where it is marked."""
+        before = self.at_sink_B().mean()
+        return unless_marked(lambda: float(self.at_sink_B(Condition(name, position)).mean() / before))
+
+    def left_BS2(self, name: str) -> np.ndarray:
+        """The same of a condition at the sink, on each side of the norm on the aggregation."""
+        sink = self.plan.sink
+        return np.stack([self.left_B2(Condition(name, sink, before_norm=side)) for side in self.sides], 1)
+
+    def by_side(self, values: np.ndarray) -> str:
+        """Numbers on each side, [B, S] or two [B, S, 2] whose ratio counts, in words; nothing where there is one."""
+        means = values.mean(0)
+        shares = means[:, 1] / means[:, 0] if means.ndim > 1 else means
+        words = ("behind the norm", "before it")[: len(shares)]
+        said = [f"{where} {share:.3g}" for where, share in zip(words, shares, strict=True)]
+        return ", ".join(said) if said[1:] else ""
+
+    def moments_over_untouched(self, condition: Condition, before_norm: bool) -> np.ndarray:
         """[3, L] batch variance, energy and squared mean at its target, over the untouched model's; NaN over what is
         there by rounding alone, as the variance of a token that is the same in every sequence."""
-        before_3L = self.untouched.moments(condition.target)
+        before_3L = self.untouched.moments(condition.target, before_norm)
         before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
-        return self.outcomes[condition].moments(condition.target) / before_3L
-
-    def missed(self, *conditions: Condition) -> str | None:
-        """The manipulation check of one condition at one or more targets: the level that it did not bring about, if
-        any.
-
-        A variance over a few dozen sequences is known to a tenth or so. So a level counts as missed in a layer where
-        the interval of what was found, over what was wanted, lies outside of the tolerance.
-        """
-        for row, moment in enumerate(("variance", "energy")):
-            if (mixing := getattr(conditions[0], moment)) is None:
-                continue
-            found_BL = np.sum([self.outcomes[c].squares(c.target)[row] for c in conditions], 0)
-            wanted_BL = np.sum([self._under(mixing, c.target).squares(c.target)[row] for c in conditions], 0)
-            weights_RB, tail = resample_weights(len(found_BL)), bootstrap_tail(len(found_BL), CHECK_CONFIDENCE)
-            ratio_RL = weighted_means(weights_RB, found_BL) / weighted_means(weights_RB, wanted_BL)
-            low_L, high_L = np.quantile(ratio_RL, [tail, 1 - tail], axis=0)
-            off_L = np.maximum(np.log(low_L), -np.log(high_L))
-            if off_L.max() > np.log(1 + TOLERANCE):
-                worst = int(off_L.argmax())
-                ratio = found_BL[:, worst].mean() / wanted_BL[:, worst].mean()
-                where = f"{ratio:.2f} of it in layer {self.plan.mixed[worst]}"
-                return f"{conditions[0].label} misses its {moment}: {where}"
-        return None
-
-    def _under(self, mixing: str, target: int) -> Outcome:
-        return self.untouched if mixing == UNTOUCHED else self.outcomes[Condition(mixing, target)]
+        return self.outcomes[condition].moments(condition.target, before_norm) / before_3L
 
     def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
         """(top energy share of the units' output vectors, that of the median unit of their layers), means over

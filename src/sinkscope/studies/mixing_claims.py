@@ -2,7 +2,8 @@
 and its variance amplified.
 
 A cell of the factorial is named by what a condition at any target has: its mixing, and the mixings at whose level its
-variance and its energy are.
+variance and its energy are. In a model with a norm on the aggregation each is set on both sides of the norm, and a
+claim is judged on the side that speaks most for the moment: a moment that does nothing does it on neither side.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.interventions.matching import UNTOUCHED
+from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.conditions import (
     DOSE,
     FACTORS,
@@ -22,20 +24,45 @@ from sinkscope.studies.conditions import (
     SEE_TWO,
     Condition,
 )
-from sinkscope.studies.judging import CAUSAL, RISE, TAKEN_AWAY, UP, Bar, Claim, Empty, Found, Numbers, second_over_first
+from sinkscope.studies.judging import (
+    CAUSAL,
+    RISE,
+    TAKEN_AWAY,
+    UP,
+    UP_ON_A_SIDE,
+    Bar,
+    Claim,
+    Empty,
+    Found,
+    Numbers,
+    least_left,
+    most,
+)
 from sinkscope.studies.measured import NO_TARGET, Measured
 
 
-def _rise(name: str, factor: float | None = None, *, control: tuple) -> Callable[[Measured], Found]:
-    """The rise under one condition, with that under another as its control."""
+def _rise(
+    name: str, factor: float | None = None, *, control: tuple, sides: bool = False
+) -> Callable[[Measured], Found]:
+    """The rise under one condition, with that under another as its control. `sides`: it acts on the aggregation."""
 
     def numbers(study: Measured) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
-        control_B = study.rise_B(*control)
-        return Numbers(by_bar=[study.rise_B(name, factor)], control=float(control_B.mean()), note=study.where)
+        risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
+        beside = unless_marked(lambda: float(study.rise_B(*control).mean()))
+        return Numbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
 
     return numbers
+
+
+def _risen_BS(study: Measured, cell: dict[str, Any]) -> np.ndarray:
+    """The rise in a cell on each side of the norm on the aggregation."""
+    return np.stack([study.rise_B(**cell, before_norm=side) for side in study.sides], 1)
+
+
+def _note(text: str, study: Measured, *by_side: np.ndarray) -> str:
+    return "; ".join(filter(None, [text, *map(study.by_side, by_side)]))
 
 
 def _dose_response(study: Measured) -> Found:
@@ -43,14 +70,13 @@ def _dose_response(study: Measured) -> Found:
     targets = study.plan.targets
     if not targets:
         return Empty(NO_TARGET)
+    for factor in FACTORS:
+        study.supports(*study.at_targets("amplify_variance", factor))
     rates_FKB = np.array(
         [
             [study.untouched.later_BS[:, target] for target in targets],
             *(
-                [
-                    study.outcomes[Condition("amplify_variance", target, factor)].later_BS[:, target]
-                    for target in targets
-                ]
+                [study.outcomes[c].later_BS[:, c.target] for c in study.at_targets("amplify_variance", factor)]
                 for factor in FACTORS
             ),
         ]
@@ -63,34 +89,21 @@ def _dose_response(study: Measured) -> Found:
     return Numbers(by_bar=[tau.mean(0)], control=0.0, note=note)
 
 
-def _missed(study: Measured, *cells: dict[str, Any]) -> Empty | None:
-    """A condition that did not do what its name says supports nothing."""
-    if not study.plan.targets:
-        return Empty(NO_TARGET)
-    for cell in cells:
-        if missed := study.missed(*(Condition(target=target, **cell) for target in study.plan.targets)):
-            return Empty(missed)
-    return None
-
-
-def _control(study: Measured, cell: dict[str, Any], total: float = 1.0) -> float | None:
-    """The rise under a cell that stands beside a claim; none where it did not do what its name says."""
-    return None if _missed(study, cell) else float(study.rise_B(**cell).mean() / total)
-
-
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
     """What cells of the factorial leave of the rise of a token that sees only itself."""
 
     def numbers(study: Measured) -> Found:
-        if empty := _missed(study, *cells):
-            return empty
+        if not study.plan.targets:
+            return Empty(NO_TARGET)
+        left = [_risen_BS(study, cell) for cell in cells]
         total_B = study.rise_B(SEE_SELF)
         if total_B.mean() < RISE:
             return Empty("a token that sees only itself makes no sink that could be taken apart")
+        by_bar = [np.stack([np.broadcast_to(total_B[:, None], each.shape), each], 2) for each in left]
         return Numbers(
-            by_bar=[np.stack([total_B, study.rise_B(**cell)], 1) for cell in cells],
-            control=_control(study, control, float(total_B.mean())),
-            note=f"of a rise of {total_B.mean():.1%}",
+            by_bar=by_bar,
+            control=unless_marked(lambda: float(study.rise_B(**control).mean() / total_B.mean())),
+            note=_note(f"of a rise of {total_B.mean():.1%}", study, *by_bar),
         )
 
     return numbers
@@ -101,16 +114,20 @@ def _single_key(study: Measured) -> Found:
         return Empty(NO_TARGET)
     previous_B, far_B = study.rise_B(SEE_PREVIOUS), study.rise_B(SEE_FAR)
     note = f"the key before {previous_B.mean():+.1%}, a far one {far_B.mean():+.1%}"
-    return Numbers(by_bar=[previous_B, far_B], control=float(study.rise_B(SEE_TWO).mean()), note=note)
+    control = unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
+    return Numbers(by_bar=[previous_B, far_B], control=control, note=note)
 
 
 def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
     def numbers(study: Measured) -> Found:
-        if empty := _missed(study, cell, *([control] if beats_control else [])):
-            return empty
-        risen_B = study.rise_B(**cell)
-        bars = [risen_B, risen_B - study.rise_B(**control)] if beats_control else [risen_B]
-        return Numbers(by_bar=bars, control=_control(study, control), note=study.where)
+        if not study.plan.targets:
+            return Empty(NO_TARGET)
+        risen_BS = _risen_BS(study, cell)
+        return Numbers(
+            by_bar=[risen_BS, risen_BS - _risen_BS(study, control)] if beats_control else [risen_BS],
+            control=unless_marked(lambda: float(study.rise_B(**control).mean())),
+            note=_note(study.where, study, risen_BS),
+        )
 
     return numbers
 
@@ -118,12 +135,12 @@ def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: b
 def _opening(study: Measured) -> Found:
     if study.plan.sink != 0:
         return Empty("the sink is not at position 0: it sees earlier keys already")
-    hidden = Condition("mask_but_self", study.plan.targets[0]) if study.plan.targets else None
-    control = float(study.at_sink_B(hidden).mean() / study.at_sink_B().mean()) if hidden else None
+    hidden = study.plan.targets[:1]
+    control = study.left_by("mask_but_self", hidden[0]) if hidden else None
     return Numbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
 
 
-_UNDER_HALF = Bar("below", 0.5, second_over_first)
+_UNDER_HALF = Bar("below", 0.5, least_left)
 _VARIANCE_BACK = dict(name=SEE_SELF, variance=UNTOUCHED)
 _VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=UNTOUCHED, energy=SEE_SELF)
 _ENERGY_BACK = dict(name=SEE_SELF, energy=UNTOUCHED)
@@ -138,7 +155,7 @@ MIXING_CLAIMS = (
         id="unmixing_creates_sink",
         link=CAUSAL,
         statement="A token that sees only itself up to the birth becomes a sink: rate up by 5 points",
-        bars=(UP,),
+        bars=(UP_ON_A_SIDE,),
         numbers=_rise(SEE_SELF, control=("mask_but_self",)),
         control_is="rise when it sees all but itself",
     ),
@@ -154,7 +171,7 @@ MIXING_CLAIMS = (
         id="unmixed_value_matters",
         link=CAUSAL,
         statement="With the variance and the energy of a mixed token, one that sees only itself keeps half of its rise",
-        bars=(Bar("at least", 0.5, second_over_first),),
+        bars=(Bar("at least", 0.5, least_left),),
         numbers=_share_left(_BOTH_BACK, control=_TWO_KEYS),
         control_is="share when it sees itself and the one before",
     ),
@@ -172,7 +189,7 @@ MIXING_CLAIMS = (
         link=CAUSAL,
         statement="A mixed token with the variance of one that sees only itself becomes a sink: up by 5 points, and by "
         "more than with its energy",
-        bars=(UP, Bar("above", 0.0)),
+        bars=(UP_ON_A_SIDE, Bar("above", 0.0, most)),
         numbers=_suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True),
         control_is="rise with its energy",
     ),
@@ -189,7 +206,7 @@ MIXING_CLAIMS = (
         id="energy_suffices",
         link=CAUSAL,
         statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
-        bars=(UP,),
+        bars=(UP_ON_A_SIDE,),
         numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE, beats_control=False),
         control_is="rise with its variance",
     ),
@@ -205,8 +222,8 @@ MIXING_CLAIMS = (
         id="amplification_creates_sink",
         link=CAUSAL,
         statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
-        bars=(UP,),
-        numbers=_rise("amplify_variance", DOSE, control=("scale_norm", DOSE)),
+        bars=(UP_ON_A_SIDE,),
+        numbers=_rise("amplify_variance", DOSE, control=("scale_norm", DOSE), sides=True),
         control_is="rise when the norm is scaled alike",
     ),
     Claim(

@@ -31,12 +31,13 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer, counts
+from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
 from sinkscope.studies.controls import draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
-from sinkscope.studies.judging import CAUSAL, Empty, Judgement, judge, percent
+from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set
 from sinkscope.studies.plan import Plan, make_plan
@@ -167,6 +168,14 @@ def study(
         return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
 
 
+def _numbers(claim: Claim, measured: Measured) -> Found:
+    """What a claim is judged on. A condition that did not do what its name says supports nothing."""
+    try:
+        return claim.numbers(measured)
+    except MarkedError as marked:
+        return Empty(str(marked))
+
+
 class _Run:
     """One study while it runs."""
 
@@ -189,7 +198,7 @@ class _Run:
         minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
         measured = self._measured(plan, minimal, has_sink)
         found = [
-            (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else claim.numbers(measured))
+            (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, measured))
             for claim in CLAIMS.values()
         ]
         judgements = judge(found, self.judging.num_sequences)
@@ -223,18 +232,18 @@ class _Run:
             controls=controls,
             not_turned=not_turned,
             sink_varies=sink_varies,
-            fresh_variance_NLT=self._fresh_variance(plan) if has_sink and sink_varies else None,
+            fresh_variance_NLST=self._fresh_variance(plan) if has_sink and sink_varies else None,
         )
 
     def _fresh_variance(self, plan: Plan) -> np.ndarray | None:
         """Kept as a part: large models take minutes to draw."""
 
         def drawn() -> dict[str, np.ndarray] | None:
-            variance_NLT = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
-            return None if variance_NLT is None else {"variance_NLT": variance_NLT}
+            variance_NLST = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
+            return None if variance_NLST is None else {"variance_NLST": variance_NLST}
 
-        kept = self.parts.kept("fresh", ("variance_NLT",), drawn)
-        return None if kept is None else kept["variance_NLT"]
+        kept = self.parts.kept("fresh", ("variance_NLST",), drawn)
+        return None if kept is None else kept["variance_NLST"]
 
     def _turn_basis(self, plan: Plan, outcomes: dict[Condition, Outcome]) -> str:
         """Adds the outcome of a copy of the model with its residual basis turned, or says why there is none."""

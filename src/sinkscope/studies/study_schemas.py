@@ -14,6 +14,7 @@ _CONDITION = Column("condition", "str", "What was done to the model")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
 _NEURON = Column("neuron", "int", "Unit within the layer or expert")
+_ENTERING = Column("entering", "str", "What the aggregation enters there: the output projection, or a norm on it")
 _N = Column("n", "int", "Sequences that the numbers are made of")
 
 CLAIMS = Schema(
@@ -60,6 +61,7 @@ FACTORIAL = Schema(
         Column("mixing", "str", "Whom the target sees: untouched, see_self, see_previous, ... up to the birth"),
         Column("variance_of", "str", "The mixing at whose level the batch variance is; null where it follows", True),
         Column("energy_of", "str", "The mixing at whose level the energy is; null where it follows", True),
+        _ENTERING,
         Column("targets", "str", "Positions that the numbers are means over"),
         Column("rise", "float", "Change of the sink rate at the target, by later queries"),
         Column("low", "float", "Lower end of its interval"),
@@ -76,11 +78,13 @@ MANIPULATION = Schema(
         _CONDITION,
         _TARGET,
         _FACTOR,
+        _ENTERING,
         _LAYER,
         Column("variance", "float", "Batch variance of the aggregation at the target, over the untouched one", True),
         Column("energy", "float", "Its energy, over the untouched one", True),
         Column("squared_mean", "float", "Its squared mean, over the untouched one", True),
         Column("mean_share", "float", "|mu| / |o|: the norm of the mean over the root of the energy", True),
+        Column("missed", "str", "What the condition did not do at its targets, though its name says so; may be empty"),
     ),
 )
 EFFECTS = Schema(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from sinkscope.capture.trace import Trace
 from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
+from sinkscope.studies.checks import missed
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
@@ -35,6 +36,8 @@ SHOWN_UNITS = 4
 LEADING = ("untouched", "mask_to_self", "amplify_variance")
 """Conditions whose histograms come first."""
 SHOWN_SEQUENCES = 4
+ENTERING = ("output projection", "norm")
+"""What the aggregation enters where it is looked at, by whether that is before the norm on it."""
 RULES = {
     "at least": "low >= threshold",
     "above": "low > threshold",
@@ -126,28 +129,26 @@ def _rates(study: Measured) -> _Rows:
 def _factorial(study: Measured) -> _Rows:
     """A row by cell: mixing, level of the variance and level of the energy."""
     rows = _Rows()
-    cells: dict[Condition, list[Condition]] = defaultdict(list)
-    for condition in study.outcomes:
-        if condition.name in (*MIXINGS, "open_to_later", UNTOUCHED):
-            at_sink = condition.target == study.plan.sink
-            cells[replace(condition, target=study.plan.sink if at_sink else study.plan.targets[0])].append(condition)
-    for cell, conditions in cells.items():
-        rise_B = np.mean([study.outcomes[c].later_BS[:, c.target] for c in conditions], 0)
-        rise_B = rise_B - np.mean([study.untouched.later_BS[:, c.target] for c in conditions], 0)
+    for cell, conditions in study.by_target.items():
+        if cell.name not in (*MIXINGS, "open_to_later", UNTOUCHED):
+            continue
+        rise_B = study.risen_B(conditions)
         low, high = bootstrap_mean_interval(rise_B)
+        ratios = [study.moments_over_untouched(c, cell.before_norm) for c in conditions]
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios_3 = np.exp(np.mean([np.log(study.moments_over_untouched(c)) for c in conditions], (0, 2)))
+            ratios_3 = np.exp(np.mean(np.log(ratios), (0, 2)))
         rows.add(
             mixing=cell.name,
             variance_of=cell.variance,
             energy_of=cell.energy,
+            entering=ENTERING[cell.before_norm],
             targets=", ".join(str(c.target) for c in conditions),
             rise=float(rise_B.mean()),
             low=float(low),
             high=float(high),
             variance=_number(ratios_3[0]),
             energy=_number(ratios_3[1]),
-            missed=study.missed(*conditions) or "",
+            missed=missed(study, *conditions) or "",
             n=len(rise_B),
         )
     return rows
@@ -156,22 +157,26 @@ def _factorial(study: Measured) -> _Rows:
 def _manipulation(study: Measured) -> _Rows:
     """What every condition did to the aggregation at its target, layer by layer."""
     rows = _Rows()
+    misses: dict[Condition, str] = {}
+    for conditions in study.by_target.values():
+        misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
     for condition, outcome in study.outcomes.items():
         if condition.name == "random_set":
             continue
-        ratios_3L = study.moments_over_untouched(condition)
-        _, energy_L, squared_mean_L = outcome.moments(condition.target)
-        for number, layer in enumerate(study.plan.mixed):
-            variance, energy, squared_mean = (_number(value) for value in ratios_3L[:, number])
+        for side, layer in product(study.sides, study.plan.mixed):
+            variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
+            _, own_energy, own_squared_mean = outcome.moments(condition.target, side)[:, layer]
             rows.add(
                 condition=condition.label,
                 target=condition.target,
                 factor=condition.factor,
+                entering=ENTERING[side],
                 layer=layer,
-                variance=variance,
-                energy=energy,
-                squared_mean=squared_mean,
-                mean_share=_number(np.sqrt(squared_mean_L[number] / energy_L[number])) if energy_L[number] else None,
+                variance=_number(variance),
+                energy=_number(energy),
+                squared_mean=_number(squared_mean),
+                mean_share=_number(np.sqrt(own_squared_mean / own_energy)) if own_energy else None,
+                missed=misses[condition],
             )
     return rows
 
@@ -272,7 +277,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
             if not any(condition.held == held for condition in study.outcomes):
                 continue
             total, random, direct = (
-                float(study.rise_B(cause, dose, of).mean()) for of in (None, RANDOM_OF[held], held)
+                float(study.risen_B(study.at_targets(cause, dose, of)).mean()) for of in (None, RANDOM_OF[held], held)
             )
             judged = by_id[f"mediation_{short}_{held}"]
             rows.add(
