@@ -23,6 +23,15 @@ mean      half of the tokens are dull, and in layer 0 attention falls on them al
           what arrives + 1/2: later tokens see -1, the first one -1 or 1, and 0 on average
 position  a slot of learned positions, as GPT-2 has them, that position 0 alone has
 
+What the heads lock on to (`LOCKS`) is behind the opening, which is that of the variance in each:
+
+coordinate  the chain: one unit writes one dimension, and keys read that dimension
+direction   the same along a vector of equal magnitudes: no dimension stands out
+aside       one unit writes one dimension, keys read a vector of equal magnitudes, so they see an eighth of the write,
+            and would of any other dimension with the right sign
+sparsity    a layer after the super neuron a unit for each dimension and sign opens where that one alone is nearly all
+            of the normalised stream, and all of them write one dense slot, which keys read
+
 Axes: E width, F neurons, V vocabulary, N size of a code, S slots, P products.
 """
 
@@ -46,40 +55,72 @@ CONSTANT_SIZE, CODE_SIZE, SPECIAL_SIZE, TOKEN_SIZE = 4.0, 4.0, 2.0, E**0.5
 SEEN = 0.5
 """What the stream shows of an aggregation of size 1 whose energy opens: so little that 8 times as much still leaves the
 constant to be read."""
+DETECTED, DETECTOR_GATE, DETECTOR_WRITE = 4.5, 4.0, 60.0
+"""A dimension of the normalised stream is alone where it exceeds the first: it is 8 if it is all, and 3 at most in a
+dense state. What it then writes outweighs the 1/8 of any dimension that SPECIAL happens to hold."""
 KEY_GAINS = {MASSIVE: (0.05, 0.35), CONSTANT: (0.6, 2.5), OPENING: (0.2, 0.6), SPECIAL: (0.06, 0.4)}
 """Range by slot of gain in: logit = gain * constant at the query * slot at the key. Its low end leaves a head without
 a sink, or nearly."""
 
-_MEDIATION = {
-    f"mediation_{cause}_{mediator}"
-    for cause in ("mask", "amplification")
-    for mediator in ("super_neurons", "dimensions")
+_AVERAGED = {"variance_discrepancy", "averaging_law"}
+_BY_VARIANCE = {
+    *("unmixing_creates_sink", "any_single_key_creates_sink", "variance_is_what_matters", "variance_suffices"),
+    *("opening_removes_sink", "amplification_creates_sink", "dose_response", "equalising_removes_sink"),
 }
-_READ = {"super_neurons", "channel_sparsity", "dimension_disparity"}
-_UNITS = {
-    "super_neurons_necessary",
-    "channel_sparsity_necessary",
-    "super_neurons_sufficient",
-    "dimensions_suffice",
-    *_MEDIATION,
+_DISPARITY = {"super_neurons", "channel_sparsity", "dimension_disparity"}
+_OF_UNIT = {
+    *("super_neurons_necessary", "super_neurons_sufficient"),
+    *("mediation_mask_super_neurons", "mediation_amplification_super_neurons"),
 }
-_VARIANCE = {
-    "unmixing_creates_sink",
-    "amplification_creates_sink",
-    "dose_response",
-    "equalising_removes_sink",
+
+Truth = tuple[set[str], str]
+"""Claims that are true of a model, and why."""
+_OPENS: Truth = (_BY_VARIANCE, "what opens is the deviation over the mean: the energy, or one key's value, has no part")
+_SEEN: Truth = (
+    _BY_VARIANCE | {"energy_suffices"},
+    "the norm sees most of the deviation that enters the stream, and some of whatever else does",
+)
+_AVERAGES: Truth = (_AVERAGED, "attention is nearly uniform up to the sink, over tokens drawn at random")
+_SINK: Truth = ({"sink"}, "heads read what position 0 has")
+_IDLE: Truth = (_DISPARITY, "one unit writes one dimension at position 0, and no head reads it")
+_CARRIED: Truth = (
+    {"averaging_law"},
+    "later tokens carry the first one's value where disparity is born: no discrepancy",
+)
+TRUTHS: dict[str, list[Truth]] = {
+    "sink_from_norm": [_SINK, _AVERAGES, _SEEN],
+    "sink_from_ordinary_units": [
+        _SINK,
+        _AVERAGES,
+        _OPENS,
+        ({"lock"}, "keys read one slot, which all states at position 0 share; a tenth of a layer's units write it"),
+    ],
+    "disparity_without_sink": [
+        _AVERAGES,
+        (_DISPARITY | {"directional_collapse"}, "the unit and its dimension are there; there is no sink to explain"),
+    ],
+    "large_neuron": [_SINK, _AVERAGES, _SEEN],
+    "disparity_beside_sink": [_SINK, _CARRIED, _OPENS, _IDLE, ({"lock"}, "keys read one slot, not the dimension")],
+    "disparity_after_sink": [
+        *(_SINK, _CARRIED, _SEEN, _IDLE),
+        ({"directional_collapse"}, "behind its sink position 0 is little but the dimension"),
+    ],
+    "special_token": [
+        _SINK,
+        ({"lock", "directional_collapse"}, "every sequence has the same token there, and keys read its slot"),
+    ],
+    "dense_neuron": [
+        *(_SINK, _AVERAGES, _OPENS),
+        ({"lock", "directional_collapse"}, "keys read one dense direction, and position 0 is little else"),
+        (_OF_UNIT, "one unit writes it, and opens by what makes the sink"),
+    ],
 }
-_ENERGY = {"energy_is_what_matters", "energy_suffices"}
-_UNMIXED = {"unmixed_value_matters"}
-# Where the variance of a mixed token is brought back, nothing of these sinks is left, whatever else is kept.
-_BY_VARIANCE_ALONE = _ENERGY | _UNMIXED
-_FACTORIAL = {
-    "any_single_key_creates_sink",
-    "variance_is_what_matters",
-    "variance_suffices",
-    "opening_removes_sink",
-    *_BY_VARIANCE_ALONE,
-}
+"""Of each decoy, by its construction: every other claim is false of it, and `holds` is then wrong."""
+
+
+def true_of(kind: str) -> set[str]:
+    """The claims that are true of a decoy."""
+    return set().union(*(claims for claims, _ in TRUTHS[kind]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +144,12 @@ class Plan:
     """Of the super neuron's output vector; other units have 0.7 to 1.3."""
     dense: bool = False
     """Whether the slot MASSIVE is a direction of equal entries instead of a dimension."""
+    aside: bool = False
+    """Whether the super neuron writes a dimension though the slot MASSIVE, which keys read, is dense."""
+    detectors: int | None = None
+    """The layer whose units each open where one dimension is nearly all of the stream, and write SPECIAL."""
+    key_gain: float = 1.0
+    """Times KEY_GAINS."""
     deviation: float = 2.0
     """Size at position 0 of what layer 1 writes of the deviation."""
     mean_size: float = 2.0
@@ -111,7 +158,6 @@ class Plan:
     """Of OPENING, per unit of the deviation's energy."""
     bos: bool = False
     """Whether sequences begin with the special token."""
-    not_holds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +170,6 @@ class Facts:
     massive_dimension: int | None
     bos: bool
     """Whether every sequence begins with token BOS, which stands nowhere else."""
-    not_holds: frozenset[str]
-    """Claims that a study must not find to hold."""
 
 
 _NORM_SINK = dict(key_slot=CONSTANT, key_sign=-1.0, readers=range(2, 4), deviation=14.0)
@@ -133,43 +177,19 @@ _OPENING_SINK = dict(key_slot=OPENING, readers=range(2, 4), opening=9.0)
 
 DECOYS: dict[str, Plan] = {
     # Keys avoid the constant, which the norm makes small where the aggregation is large: no unit has a part in it.
-    # Energy that the stream sees is a cause here, so claims about energy may hold; that a value is unmixed is none.
-    "sink_from_norm": Plan(
-        **_NORM_SINK, neuron_layer=None, not_holds=frozenset(_UNITS | _READ | _UNMIXED | {"directional_collapse"})
-    ),
+    "sink_from_norm": Plan(**_NORM_SINK, neuron_layer=None),
     # Keys read what many ordinary units write along a dense direction.
-    "sink_from_ordinary_units": Plan(
-        **_OPENING_SINK,
-        neuron_layer=None,
-        not_holds=frozenset(_UNITS | _READ | _BY_VARIANCE_ALONE | {"directional_collapse"}),
-    ),
-    "disparity_without_sink": Plan(key_slot=None, not_holds=frozenset({"sink"} | _UNITS | _VARIANCE | _FACTORIAL)),
+    "sink_from_ordinary_units": Plan(**_OPENING_SINK, neuron_layer=None),
+    "disparity_without_sink": Plan(key_slot=None),
     # The unit is as active as a super neuron, and writes a little into a dense direction that nobody reads.
-    "large_neuron": Plan(
-        **_NORM_SINK,
-        neuron_slot=NOISE.start,
-        output_size=0.05,
-        not_holds=frozenset(_UNITS | _READ | _UNMIXED | {"directional_collapse"}),
-    ),
+    "large_neuron": Plan(**_NORM_SINK, neuron_slot=NOISE.start, output_size=0.05),
     # One cause, two effects: what opens the super neuron is also what the keys read.
-    "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0, not_holds=frozenset(_UNITS | _BY_VARIANCE_ALONE)),
+    "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0),
     # The heads have their sink before the disparity is born, and those behind it read nothing.
-    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}, not_holds=frozenset(_UNITS | _UNMIXED)),
-    "special_token": Plan(
-        key_slot=SPECIAL,
-        readers=range(1, 4),
-        neuron_layer=None,
-        bos=True,
-        not_holds=frozenset({"variance_discrepancy"} | _VARIANCE | _FACTORIAL | _UNITS | _READ),
-    ),
+    "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}),
+    "special_token": Plan(key_slot=SPECIAL, readers=range(1, 4), neuron_layer=None, bos=True),
     # The unit is necessary, its output vector is not channel-sparse.
-    "dense_neuron": Plan(
-        dense=True,
-        not_holds=frozenset(
-            {"channel_sparsity_necessary", "dimensions_suffice", *_READ, *_BY_VARIANCE_ALONE}
-            | {m for m in _MEDIATION if "dimensions" in m}
-        ),
-    ),
+    "dense_neuron": Plan(dense=True),
 }
 
 
@@ -185,6 +205,20 @@ CAUSES: dict[str, Plan] = {
     "position": Plan(num_layers=6, cause="position"),
 }
 """Models in which one thing opens the super neuron; behind it the chain is whole in each."""
+
+
+LOCKS: dict[str, Plan] = {
+    "coordinate": CAUSES["variance"],
+    "direction": Plan(num_layers=6, dense=True),
+    "aside": Plan(num_layers=6, dense=True, aside=True, key_gain=E**0.5),
+    "sparsity": Plan(num_layers=7, activation=48.0, detectors=3, key_slot=SPECIAL, key_gain=0.7, readers=range(4, 7)),
+}
+"""Models whose heads lock on to one dimension, to a dense direction, or to whatever stands in a single dimension."""
+
+
+def locked(lock: str, seed: int) -> tuple[LlamaForCausalLM, Facts]:
+    """A model whose heads lock on to something of `LOCKS`, and what is planted in it."""
+    return _Planting(LOCKS[lock], seed).result()
 
 
 def caused(cause: str, seed: int) -> tuple[LlamaForCausalLM, Facts]:
@@ -237,6 +271,7 @@ class _Planting:
             eos_token_id=None,
             pad_token_id=None,
             tie_word_embeddings=False,
+            mlp_bias=plan.detectors is not None,
         )
         with torch.random.fork_rng():
             self.model = LlamaForCausalLM(config).eval()
@@ -251,13 +286,13 @@ class _Planting:
 
     def result(self) -> tuple[LlamaForCausalLM, Facts]:
         plan = self.plan
-        massive = plan.neuron_layer is not None and plan.neuron_slot == MASSIVE and not plan.dense
+        sparse = plan.aside or not plan.dense
+        massive = plan.neuron_layer is not None and plan.neuron_slot == MASSIVE and sparse
         return self.model, Facts(
             sink=None if plan.key_slot is None else 0,
             super_neurons=[] if plan.neuron_layer is None else [(plan.neuron_layer, self.neuron)],
             massive_dimension=self.dimension if massive else None,
             bos=plan.bos,
-            not_holds=plan.not_holds,
         )
 
     def normal(self, *shape: int, size: float = 1.0) -> Tensor:
@@ -333,7 +368,7 @@ class _Planting:
         part.o_proj.weight.copy_(output)
         if plan.key_slot is not None and layer in plan.readers:
             for row in range(STILL, channels, HEAD_SIZE):
-                gain = plan.key_sign * self.uniform(*KEY_GAINS[plan.key_slot])
+                gain = plan.key_sign * plan.key_gain * self.uniform(*KEY_GAINS[plan.key_slot])
                 part.q_proj.weight[row] = HEAD_SIZE**0.5 * slots[:, CONSTANT]
                 part.k_proj.weight[row] = gain * slots[:, plan.key_slot]
 
@@ -354,10 +389,24 @@ class _Planting:
             opening, constant = self.at_first(layer)
             gate_FE[self.neuron] = plan.gate / opening * self.slots_ES[:, OPENING]
             up_FE[self.neuron] = plan.activation / plan.gate / constant * self.slots_ES[:, CONSTANT]
-            down_FE[self.neuron] = plan.output_size * (self.slots_ES[:, plan.neuron_slot] + self.normal(E, size=0.003))
+            written_E = self.slots_ES[:, plan.neuron_slot]
+            if plan.aside:
+                written_E = written_E[self.dimension].sign() * torch.eye(E)[self.dimension]
+            down_FE[self.neuron] = plan.output_size * (written_E + self.normal(E, size=0.003))
+        if layer == plan.detectors:
+            gate_FE[: 2 * E] = DETECTOR_GATE * torch.cat([torch.eye(E), -torch.eye(E)])
+            up_FE[: 2 * E] = 0
+            opened = DETECTOR_GATE * (TOKEN_SIZE - DETECTED)  # of a state that is one dimension
+            down_FE[: 2 * E] = DETECTOR_WRITE / opened * self.slots_ES[:, SPECIAL]
         part.gate_proj.weight.copy_(gate_FE)
         part.up_proj.weight.copy_(up_FE)
         part.down_proj.weight.copy_(down_FE.T)
+        if plan.detectors is not None:
+            for projection in (part.gate_proj, part.up_proj, part.down_proj):
+                projection.bias.zero_()
+        if layer == plan.detectors:
+            part.gate_proj.bias[: 2 * E] = -DETECTOR_GATE * DETECTED
+            part.up_proj.bias[: 2 * E] = 1
 
     def products(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """([P, S] first factors, [P, S] second factors, [P, S] where their product is written) of a layer.

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import pytest
 import torch
-from planted_models import DECOYS, decoy, planted_chain, random_tokens
+from planted_models import DECOYS, decoy, planted_chain, random_tokens, true_of
 from torch import Tensor
 
 from sinkscope.capture.trace import trace
@@ -269,9 +269,9 @@ def mediated(cause: str, mediator: str) -> Callable[[Case], float]:
 STATISTICS: dict[str, tuple[Callable[[Case], float], float, float]] = {
     # claim: (statistic, at least in the chain, at most in a decoy of which the claim must not be said)
     "sink": (lambda found: float(found.run.rate_T[0]), 0.35, 0.0),
-    "variance_discrepancy": (variance_discrepancy, 20.0, 0.01),
+    "variance_discrepancy": (variance_discrepancy, 20.0, 2.0),
     "dimension_disparity": (dimension_disparity, 6.0, 2.0),
-    "directional_collapse": (directional_collapse, 0.95, 0.5),
+    "directional_collapse": (directional_collapse, 0.95, 0.9),
     "unmixing_creates_sink": (lambda found: min(found.masked), 0.3, 0.01),
     "amplification_creates_sink": (lambda found: min(found.changed(amplify())), 0.25, 0.01),
     "dose_response": (dose_response, 0.25, 0.01),
@@ -304,9 +304,9 @@ def test_the_chain_has_every_effect(claim, seed):
 
 
 @pytest.mark.parametrize("kind", DECOYS)
-def test_decoys_lack_what_must_not_be_claimed(kind):
+def test_decoys_lack_what_is_false_of_them(kind):
     found = case(kind, 0)
-    values = {claim: STATISTICS[claim][0](found) for claim in found.facts.not_holds & STATISTICS.keys()}
+    values = {claim: STATISTICS[claim][0](found) for claim in STATISTICS.keys() - true_of(kind)}
     assert {claim: value for claim, value in values.items() if value > STATISTICS[claim][2]} == {}
     assert values, "no effect was looked at"
 
