@@ -79,6 +79,13 @@ def outcome(numbers: dict[str, float]) -> Any:
     )
 
 
+def test_without_its_mean_a_token_that_never_varies_has_nothing_left_but_rounding():
+    condition = Condition("remove_mean", TARGET)
+    found = {condition: outcome({"variance": 1e-19, "energy": 1e-13})}
+    study: Any = SimpleNamespace(plan=SimpleNamespace(layers=range(L)), untouched=outcome({}), outcomes=found)
+    assert missed(study, condition) is None
+
+
 @pytest.mark.parametrize("condition", DONE, ids=lambda condition: condition.label)
 def test_a_condition_is_held_to_its_name(condition):
     def study(numbers: dict[str, float]) -> Any:

@@ -26,9 +26,11 @@ from sinkscope.studies.plan import Plan
 CONFIDENCE = 0.99
 """Of the interval in a single layer: there are several layers, and most conditions do what they say."""
 OPENED = 0.5
-"""A position that was opened to later keys averages where at most this share of sum a^2 is its own key's."""
+"""A position that was opened to later keys averages where at most this share of its sum a^2 is left."""
 
 
+ROUNDING = 1e-10
+"""A moment below this share of the energy is none."""
 FARTHEST = np.log(1e6)
 """No ratio counts as farther off than this: nothing over something would be infinitely so."""
 
@@ -99,7 +101,7 @@ def asked(study: Ran, condition: run.Condition) -> Iterator[Asked]:
         case "equalise_variance":
             yield Asked("variance", "at most", variance_BL, outcome.later_squares(side)[0, :, acted_on])
         case "remove_mean":
-            yield Asked("mean of 0", "at most", energy_BL, variance_BL)
+            yield Asked("mean of 0", "at most", energy_BL, variance_BL + ROUNDING * untouched[1, :, acted_on])
         case "remove_deviation":
             yield Asked("variance of 0", "at most", variance_BL, TOLERANCE * energy_BL)
         case "mask_to_self" | run.SEE_SELF:
@@ -112,7 +114,7 @@ def asked(study: Ran, condition: run.Condition) -> Iterator[Asked]:
         case run.SEE_TWO:
             yield Asked("sight of two keys", "at least", mixing_BL, np.full_like(mixing_BL, 0.5))
         case "open_to_later":
-            yield Asked("averaging", "at most", own_BL, OPENED * mixing_BL)
+            yield Asked("averaging", "at most", mixing_BL, OPENED * study.untouched.weights(target)[0])
 
 
 def _miss(rule: str, found_BL: np.ndarray, wanted_BL: np.ndarray) -> str | None:

@@ -12,15 +12,13 @@ import numpy as np
 from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
-from sinkscope.studies.checks import MarkedError, missed, unless_marked
+from sinkscope.studies.checks import ROUNDING, MarkedError, missed, unless_marked
 from sinkscope.studies.conditions import Condition, Outcome
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.plan import Plan
 
-ROUNDING = 1e-10
-"""A moment below this share of the energy is none."""
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 Conditions = Sequence[Condition]
 NO_TARGET = "no position is free of a sink and has enough later queries"
