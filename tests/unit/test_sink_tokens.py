@@ -72,15 +72,27 @@ def test_the_threshold_of_hand_worked_values():
     assert _best_threshold(values, mask, fired)[2] == 4.0
 
 
+def test_of_thresholds_near_the_best_the_one_that_tells_as_many_sinks_as_there_are():
+    values = torch.arange(200.0, 0.0, -1.0)[None]
+    mask = torch.zeros(1, 200, dtype=torch.bool)
+    mask[0, :99] = mask[0, 102] = True
+    # Telling 99 is best, F1 198 / 199; telling 100 is less than 0.01 worse, and as many as there are.
+    assert _best_threshold(values, mask, torch.zeros_like(mask))[::2] == pytest.approx((0.99, 100.5))
+    mask[0, 102], mask[0, 180:] = False, True
+    # As many as there are would be 119, F1 198 / 238: much worse than the best, 198 / 218. 198 / 220 is not.
+    assert _best_threshold(values, mask, torch.zeros_like(mask))[::2] == pytest.approx((0.9, 99.5))
+
+
 def test_tokens_that_fire_share_the_queries_that_see_them():
-    values = torch.tensor([[8.0, 0.0, 4.0, 1.0]])
-    # Queries 0 and 1 see one token that fired, queries 2 and 3 see two.
-    expected = [8 * (1 + 1 + 1 / 2 + 1 / 2) / 4, 0, 4 * (1 / 2 + 1 / 2) / 2, 1 / 2]
+    values = torch.tensor([[8.0, 0.0, 4.0, 2.0]])
+    claims = [16 / 17, 0, 4 / 5, 1 / 2]  # x^2 / (1 + x^2) of 4, 0, 2 and 1 times what makes the neuron fire
+    parts = [1 / (0.1 + sum(claims[: place + 1])) for place in range(4)]
+    expected = [claim * sum(parts[place:]) / (4 - place) for place, claim in enumerate(claims)]
     assert shared(values, 2.0)[0].tolist() == pytest.approx(expected)
-    neuron = SinkNeuron(Unit(0, None, 0), 2.0, 3.0)
+    neuron = SinkNeuron(Unit(0, None, 0), 2.0, 0.5)
     assert neuron.fires(values).tolist() == [[True, False, True, False]]
     assert neuron.sinks(values).tolist() == [[True, False, False, False]]
-    assert neuron._replace(fires_beyond=-2.0, threshold=-3.0).sinks(-values).tolist() == neuron.sinks(values).tolist()
+    assert neuron._replace(fires_beyond=-2.0).sinks(-values).tolist() == neuron.sinks(values).tolist()
     # Control: were it alone, the second would be a sink.
     assert neuron.sinks(values * torch.tensor([0, 1, 1, 1])).tolist() == [[False, False, True, False]]
 
@@ -93,7 +105,7 @@ def test_step_by_step_with_a_cache_the_mask_is_that_of_one_pass(family):
     places = [(layer.index, expert) for layer in anatomy_of(model).layers for expert, _ in layer.down_weights()]
     masks = []
     for layer, expert in (places[0], places[-1], places[len(places) // 2]):
-        neuron = SinkNeuron(Unit(layer, expert, 5), 1e-3, 2e-4)
+        neuron = SinkNeuron(Unit(layer, expert, 5), 1e-3, 0.15)
         with torch.no_grad(), sinkscope.SinkWatch(model, _neurons(neuron)) as watch:
             model(ids, use_cache=False)
             masks.append(watch.mask)

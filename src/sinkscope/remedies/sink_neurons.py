@@ -1,8 +1,7 @@
 """The super neurons that tell a model's sinks without its attention: one threshold each, found once on some texts.
 
 Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
-a token counts with its activation times its share, the mean over the queries from it on of one over the tokens that
-fired, or half did, so far; it is a sink where that is beyond the neuron's threshold.
+a token is a sink where its share (`shared`), the mean over the queries from it on, is beyond the neuron's threshold.
 Candidates are the units of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
 other and at most one a layer: the unit and the threshold that bring the mask "a sink by any of them" nearest to the
 sinks (by F1, the harmonic mean of precision and recall), as long as it gets clearly nearer.
@@ -38,8 +37,11 @@ NEARLY_ALL = 0.25
 """Units are ranked by the write that all but this share of the sinks reach: what fires for one sink tells no other."""
 CLEARLY_NEARER = 0.02
 """Of F1: what a further neuron must bring. Less than that is chance on a few texts."""
-SHARES_FROM = 0.5
-"""Tokens share attention from this part on of the activation at which a neuron fires."""
+NEARLY_BEST = 0.01
+"""Of F1: among thresholds that are so near the best, the one that tells as many sinks as there are. On a few texts the
+best alone favours precision or recall by chance."""
+OTHERS = 0.1
+"""What all tokens at which a neuron does not fire claim of a query together, where a sink claims 1 at most."""
 
 
 class SinkNeuron(NamedTuple):
@@ -47,13 +49,13 @@ class SinkNeuron(NamedTuple):
     fires_beyond: float
     """It fires where its activation is beyond this, on the side of its sign: what tells sinks best by itself."""
     threshold: float
-    """A token is a sink where its shared activation is beyond this, on the same side."""
+    """A token is a sink where its share is beyond this."""
 
     def fires(self, values_BT: Tensor) -> Tensor:
         return _beyond(values_BT, self.fires_beyond)
 
     def sinks(self, values_BT: Tensor) -> Tensor:
-        return _beyond(shared(values_BT, self.fires_beyond), self.threshold)
+        return shared(values_BT, self.fires_beyond) > self.threshold
 
 
 def _beyond(values: Tensor, threshold: float) -> Tensor:
@@ -61,11 +63,17 @@ def _beyond(values: Tensor, threshold: float) -> Tensor:
 
 
 def shared(values_BT: Tensor, fires_beyond: float) -> Tensor:
-    """Each activation times the share of attention that its token can get, mean over the queries from it on: every
-    token so far at which the neuron fires, or half does, gets the same part of a query."""
-    part_BT = 1 / _beyond(values_BT, SHARES_FROM * fires_beyond).cumsum(1).clamp(min=1).double()
+    """The share of attention that each token can get, mean over the queries from it on.
+
+    Heads read a state after its norm. Where the neuron's write is x times the rest, x^2 / (1 + x^2) of the normed
+    energy is the write's, however large it is: that is what a token claims, with x = 1 where the neuron fires. A query
+    is divided among the claims of all tokens so far, and OTHERS.
+    """
+    energy_BT = (values_BT.double() / fires_beyond).clamp(min=0).square()
+    claim_BT = energy_BT / (1 + energy_BT)
+    part_BT = 1 / (OTHERS + claim_BT.cumsum(1))
     num_queries_T = torch.arange(values_BT.shape[1], 0, -1, device=values_BT.device)
-    return values_BT * (part_BT.flip(1).cumsum(1).flip(1) / num_queries_T).to(values_BT.dtype)
+    return claim_BT * part_BT.flip(1).cumsum(1).flip(1) / num_queries_T
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,9 +87,9 @@ class SinkNeurons:
     num_sinks: int
 
     def __repr__(self) -> str:
-        fire = ", ".join(f"{unit} beyond {threshold:.3g}" for unit, _, threshold in self.neurons) or "none"
+        fire = ", ".join(f"{unit} beyond {fires:.3g}, share {share:.2f}" for unit, fires, share in self.neurons)
         found = f"{self.num_sinks} sinks, precision {self.precision:.2f}, recall {self.recall:.2f}"
-        return f"SinkNeurons({fire}; found on {found})"
+        return f"SinkNeurons({fire or 'none'}; found on {found})"
 
 
 def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkNeurons:
@@ -115,7 +123,8 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
     shares: dict[Unit, tuple[float, Tensor]] = {}
     for unit, values_BT in seen.items():
         *_, alone = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
-        shares[unit] = alone, shared(values_BT, alone)[:, early_T]
+        if alone:  # zero where a unit is silent at most sinks
+            shares[unit] = alone, shared(values_BT, alone)[:, early_T]
     told_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
     while len(neurons) < MOST_NEURONS:
         layers = {neuron.unit.layer for neuron in neurons}
@@ -130,7 +139,7 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
         best = score
         fires_beyond, shared_BT = shares[unit]
         neurons.append(SinkNeuron(unit, fires_beyond, threshold))
-        told_BT |= _beyond(shared_BT, threshold)
+        told_BT |= shared_BT > threshold
     hits, num_sinks = int((told_BT & mask_BT).sum()), int(mask_BT.sum())
     return SinkNeurons(
         neurons=tuple(neurons), precision=hits / int(told_BT.sum()), recall=hits / num_sinks, num_sinks=num_sinks
@@ -146,7 +155,8 @@ def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tupl
     num_N = told_BT.sum() + torch.arange(1, len(values_N) + 1)
     score_N = 2 * hits_N / (num_N + mask_BT.sum())
     score_N[values_N <= 0] = 0
-    last = int(score_N[:-1].argmax())
+    near_N = score_N[:-1] >= score_N.max() - NEARLY_BEST
+    last = int((num_N - mask_BT.sum())[:-1].abs().masked_fill(~near_N, len(num_N)).argmin())
     upper, lower = float(values_N[last]), max(float(values_N[last + 1]), 0.0)
     gap = 0.0 if upper <= 0 else 1 - lower / upper
     return float(score_N[last]), gap, sign * (upper + lower) / 2
