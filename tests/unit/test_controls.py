@@ -111,7 +111,9 @@ def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
     write_F[:3] = torch.tensor([30.0, 20.0, 10.0])
     magnitude_E = torch.ones(48)
     magnitude_E[5], magnitude_E[9], magnitude_E[7] = 100.0, 50.0, 60.0
-    activity = Activity(writes={(layer, None): write_F for layer in range(3)}, magnitude_E=magnitude_E, directions={})
+    activity = Activity(
+        writes={(layer, None): write_F for layer in range(3)}, magnitude_E=magnitude_E, directions={}, written={}
+    )
     units, minimal = (Unit(1, None, 0),), (Unit(1, None, 0), Unit(2, None, 1))
     plan = replace(PLAN, super_neurons=units, candidates=(Unit(1, None, 1),))
     found = draw_controls(activity, anatomy, plan, minimal)

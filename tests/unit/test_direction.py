@@ -12,9 +12,8 @@ from sinkscope.interventions.neurons import densify_neurons
 from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, dom_ratio_turned
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.studies.causal_claims import what_it_is
-from sinkscope.studies.claims import _gone
 from sinkscope.studies.controls import read_activity
-from sinkscope.studies.evidence import read_evidence
+from sinkscope.studies.evidence import gone, read_evidence
 from sinkscope.studies.plan import Plan
 
 IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))
@@ -116,16 +115,18 @@ def test_vectors_that_point_elsewhere_keep_their_norms():
 @pytest.mark.parametrize(
     ("spread", "moved", "turned", "basis", "found"),
     [
-        (0.01, 0.9, 0.02, 1.0, "it is the sparsity"),
-        (0.01, 0.02, 0.02, 1.0, "it is the direction that is read, neither"),
-        (0.01, 0.02, 0.02, 0.1, "it is the coordinate"),
-        (0.01, 0.02, 0.02, None, "it is the direction or the coordinate: the basis cannot be turned (why)"),
-        (0.9, 0.9, 0.9, 1.0, "it is neither the sparsity nor the direction"),
-        (0.9, 0.1, 0.1, 1.0, "it is not the sparsity alone"),
+        ([0.01, 0.2], [0.9, 0.3], [0.02, 0.0], 1.0, "it is the sparsity"),
+        ([0.01, 0.4], [0.9, 0.9], [0.0, 0.0], 1.0, "it is not the sparsity: what is left depends on the draw"),
+        ([0.0, 0.01], [0.9, 0.1], [0.0, 0.0], 1.0, "it is not the sparsity: what is left depends on the draw"),
+        ([0.01, 0.4], [0.0, 0.02], [0.02, 0.0], 1.0, "it is the coordinate that is read, not its sparsity; left"),
+        ([0.01, 0.0], [0.0, 0.02], [0.02, 0.0], "why", "it is the coordinate that is read, not its sparsity; left"),
+        ([0.9, 0.8], [0.9, 0.9], [0.9, 1.0], 1.0, "it is neither the sparsity nor the direction"),
     ],
 )
 def test_what_the_sink_needs_is_said(spread, moved, turned, basis, found):
-    assert what_it_is(spread, moved, turned, basis, "why").startswith(found)
+    said = what_it_is(spread, moved, turned, basis, "coordinate")
+    assert said.startswith(found)
+    assert said.endswith("the basis cannot be turned (why)" if basis == "why" else "turned with all readers 100.0%")
 
 
 # The lock
@@ -147,8 +148,8 @@ def test_the_lock_equals_keys_made_by_hand():
         sink_heads=((1, 3), (2, 0)),
     )
     directions = read_activity(anatomy, model, IDS, plan).directions
-    found = read_evidence(anatomy, model, IDS, plan, directions).lock_BQ2N
-    assert found.shape == (20, 2, 2, 2)
+    found = read_evidence(anatomy, model, IDS, plan, directions).lock_BQ3N
+    assert found.shape == (20, 2, 3, 2)
     for number, (layer, head) in enumerate(plan.sink_heads):
         attention, seen = anatomy.layers[layer].attention, {}
         hook = attention.register_forward_pre_hook(
@@ -162,7 +163,9 @@ def test_the_lock_equals_keys_made_by_hand():
             cos, sin = seen["position_embeddings"]
             query = rotated(attention.q_proj(state).unflatten(-1, (4, 12))[:, :, head], cos, sin)
             for place, position in enumerate((2, 7)):
-                for kind, x in enumerate((state, state - (state @ top)[..., None] * top)):
+                largest = torch.eye(len(top))[top.abs().argmax()]
+                without = [state - (state @ part)[..., None] * part for part in (top, largest)]
+                for kind, x in enumerate((state, *without)):
                     key = rotated(attention.k_proj(x).unflatten(-1, (2, 12))[:, :, head // 2], cos, sin)
                     own, *later = (query[:, position:] * key[:, [position]]).sum(2).T
                     expected = torch.stack(later).sum(0)
@@ -181,6 +184,6 @@ def rotated(x, cos, sin):
 
 def test_what_is_gone_by_hand():
     # Two heads, 4 and -1: of the first three quarters are gone, of the second half.
-    assert _gone(np.array([[4.0, -1.0], [1.0, -0.5]])) == pytest.approx((3 + 0.5) / 5)
-    assert _gone(np.array([[4.0, -1.0], [4.0, -1.0]])) == 0
-    assert _gone(np.array([[4.0], [8.0]])) == -1
+    assert gone(np.array([[4.0, -1.0], [1.0, -0.5]])) == pytest.approx((3 + 0.5) / 5)
+    assert gone(np.array([[4.0, -1.0], [4.0, -1.0]])) == 0
+    assert gone(np.array([[4.0], [8.0]])) == -1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted_models import DECOYS, caused, decoy, locked, planted_chain, random_tokens, true_of
+from planted_models import DECOYS, LOCKS, caused, decoy, locked, planted_chain, random_tokens, true_of
 
 from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.capture.trace import trace
@@ -51,6 +51,10 @@ def verdicts_of(found: Study) -> dict[str, str]:
     return verdicts
 
 
+def notes_of(found: Study) -> dict[str, str]:
+    return {judgement.id: judgement.note for judgement in found.judgements}
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     model, facts = planted_chain(seed)
@@ -64,6 +68,9 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     assert found.minimal_set == tuple(Unit(layer, None, neuron) for layer, neuron in facts.super_neurons)
     assert found.went == "gone"
     assert found.plan.dimensions == (facts.massive_dimension,)
+    notes = notes_of(found)
+    assert "a lock on a coordinate" in notes["lock"]
+    assert notes["channel_sparsity_necessary"].startswith("it is the coordinate that is read, not its sparsity")
 
 
 @functools.cache
@@ -179,7 +186,8 @@ LINKS: dict[str, dict[str, str]] = {
         # Every sequence has the same token there: what compares sequences says nothing about it.
         **dict.fromkeys(("variance_discrepancy", "equalising_removes_sink", "directional_collapse", "lock"), EMPTY),
     },
-    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, "super_neurons": FAILS, "lock": HOLDS},
+    # A dense writer, and a lock on a direction: the unit is found without a massive dimension.
+    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, **NO_UNIT, "super_neurons_necessary": HOLDS, "lock": HOLDS},
 }
 
 
@@ -263,6 +271,8 @@ def test_the_right_link_of_a_decoy_fails(kind):
     assert true_of(kind) <= CLAIMS.keys()
     assert {claim: verdicts[claim] for claim in LINKS[kind]} == LINKS[kind]
     assert wrongly_held(kind, verdicts) == set()
+    if kind == "dense_neuron":
+        assert "a lock on a direction" in kept["tables"]["claims"]["note"][list(CLAIMS).index("lock")]
 
 
 def wrongly_held(kind: str, verdicts: dict[str, str]) -> set[str]:
@@ -304,6 +314,33 @@ def test_where_the_unit_may_write(lock, least, most):
     assert before > 0.3
     assert max(left("spread", 1), left("turn", 1)) < 0.25
     assert least <= left("move", 1) < most
+
+
+NEEDS = {
+    "sparsity": (HOLDS, "a lock on a direction", "it is the sparsity"),
+    # A part of any vector is read, so that it is a matter of the draw what is left: one draw alone would mislead.
+    "aside": (FAILS, "a lock on a coordinate", "it is not the sparsity"),
+    "coordinate": (FAILS, "a lock on a coordinate", "it is the coordinate that is read, not its sparsity"),
+    "direction": (EMPTY, "a lock on a direction", "the set's output vectors are not channel-sparse"),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("lock", LOCKS)
+def test_what_heads_lock_on_to_is_told_right(lock):
+    model, facts = locked(lock, 1)
+    found = study(load(model), **SMALL)
+    verdicts, notes = verdicts_of(found), notes_of(found)
+    verdict, lock_note, needed = NEEDS[lock]
+    assert verdicts["lock"] == HOLDS
+    assert lock_note in notes["lock"]
+    assert verdicts["channel_sparsity_necessary"] == verdict
+    assert notes["channel_sparsity_necessary"].startswith(needed)
+    # One unit writes in each of them, sparsely or not.
+    assert verdicts["super_neurons_necessary"] == HOLDS
+    assert found.minimal_set == tuple(Unit(layer, None, neuron) for layer, neuron in facts.super_neurons)
+    for claim in ("super_neurons", "channel_sparsity", "dimension_disparity"):
+        assert (verdicts[claim] == HOLDS) == (facts.massive_dimension is not None), claim
 
 
 def test_a_sink_that_is_undecided_among_all_claims_explains_nothing(monkeypatch):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy as np
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
+    NUM_DRAWS,
     RANDOM_OF,
     SUPER_NEURONS,
     TURNED_BASIS,
     Condition,
+    draws,
 )
 from sinkscope.studies.controls import EMPTY, NUM_RANDOM_SETS
 from sinkscope.studies.judging import (
@@ -33,12 +35,11 @@ from sinkscope.studies.judging import (
     least_left,
     most_left,
     percent,
-    second_over_first,
 )
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
 
-NO_MINIMAL_SET = "no set of the units that write the massive dimensions takes the sink away"
+NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
 NO_DIMENSION = "there is no massive dimension"
 
 
@@ -85,42 +86,51 @@ def _least_over_first(means: np.ndarray) -> np.ndarray:
     return means[..., 1:].min(-1) / means[..., 0]
 
 
+def _most_over_first(means: np.ndarray) -> np.ndarray:
+    return means[..., 1:].max(-1) / means[..., 0]
+
+
 def _sparsity_necessity(study: Measured) -> Found:
     if not study.minimal:
         return Empty("no minimal set was found")
     if study.top_shares(study.minimal)[0] < TOP_SHARE:
         # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
         return Empty("the set's output vectors are not channel-sparse")
+    sink, before_B = study.plan.sink, study.at_sink_B()
     left = {
-        done: study.left_B2(Condition(f"{done}_minimal_set", study.plan.sink))
-        for done in ("ablate", "densify", "turn", "move")
+        done: np.stack([before_B, *(study.at_sink_B(draw) for draw in draws(done, sink))], 1)
+        for done in ("densify", "turn", "move")
     }
-    if not study.not_turned:
-        left["basis"] = study.left_B2(Condition(TURNED_BASIS, study.plan.sink))
-    shares = {done: float(second_over_first(values.mean(0))) for done, values in left.items()}
+    spread, turned, moved = (values.mean(0)[1:] / before_B.mean() for values in left.values())
+    basis = study.not_turned or float(study.at_sink_B(Condition(TURNED_BASIS, sink)).mean() / before_B.mean())
     return Numbers(
-        by_bar=[left["densify"], left["turn"], left["move"]],
-        control=shares["ablate"],
-        note=what_it_is(shares["densify"], shares["move"], shares["turn"], shares.get("basis"), study.not_turned),
+        by_bar=list(left.values()),
+        control=float(study.at_sink_B(Condition("ablate_minimal_set", sink)).mean() / before_B.mean()),
+        note=what_it_is(spread, moved, turned, basis, study.evidence.locked_on or "direction or the coordinate"),
     )
 
 
-def what_it_is(spread: float, moved: float, turned: float, basis: float | None, not_turned: str = "") -> str:
-    """Which of them the sink needs, by what is left of it: the coordinate, the direction, or the sparsity."""
-    gone = tuple(share < QUARTER for share in (spread, turned, moved))
-    if gone == (True, True, False):
-        found = "it is the sparsity: another single dimension does as well"
-    elif all(gone) and basis is None:
-        found = f"it is the direction or the coordinate: the basis cannot be turned ({not_turned})"
-    elif all(gone) and basis is not None:
-        stays = "it is the direction that is read, neither its sparsity nor its coordinate"
-        found = stays if basis >= QUARTER else "it is the coordinate"
-    elif not gone[0] and not gone[1]:
+def what_it_is(
+    spread: Sequence[float], moved: Sequence[float], turned: Sequence[float], basis: float | str, read: str
+) -> str:
+    """Which of them the sink needs, by what each draw leaves of it: the sparsity, or what is `read`, which is a
+    coordinate or a direction. What is left when all readers turn along (`basis`, or why it was not turned) is the
+    whole sink wherever that can be done, so it decides nothing: it stands beside as a check."""
+    most, least = max(*spread, *turned), min(moved)
+    if most < QUARTER <= least:
+        found = "it is the sparsity: any other single dimension does as well"
+    elif max(map(np.mean, (spread, turned, moved))) < QUARTER:
+        found = f"it is the {read} that is read, not its sparsity"
+    elif min(map(np.mean, (spread, turned))) >= QUARTER:
         found = "it is neither the sparsity nor the direction"
     else:
-        found = "it is not the sparsity alone"
-    shares = {"spread": spread, "another dimension": moved, "turned": turned, "turned with all readers": basis}
-    return found + "; left: " + ", ".join(f"{how} {share:.1%}" for how, share in shares.items() if share is not None)
+        found = "it is not the sparsity: what is left depends on the draw"
+    by_draw = {"spread": spread, "in another dimension": moved, "turned": turned}
+    ranges = [f"{how} {min(shares):.1%} to {max(shares):.1%}" for how, shares in by_draw.items()]
+    beside = f"the basis cannot be turned ({basis})"
+    if not isinstance(basis, str):
+        beside = f"turned with all readers {basis:.1%}"
+    return f"{found}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
 
 
 def _sufficiency(study: Measured) -> Found:
@@ -203,8 +213,12 @@ CAUSAL_CLAIMS = (
         id="channel_sparsity_necessary",
         link=CAUSAL,
         statement="With that set's output vectors spread over all dimensions, or turned, under a quarter of the sink "
-        "is left; in another single dimension more",
-        bars=(TAKEN_AWAY, TAKEN_AWAY, Bar("at least", QUARTER, second_over_first)),
+        f"is left by each of {NUM_DRAWS} draws; in another single dimension more by each",
+        bars=(
+            Bar("below", QUARTER, _most_over_first),
+            Bar("below", QUARTER, _most_over_first),
+            Bar("at least", QUARTER, _least_over_first),
+        ),
         numbers=_sparsity_necessity,
         control_is="left when they are removed",
     ),

@@ -14,6 +14,7 @@ from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.statistics import seen_mean
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition
+from sinkscope.studies.evidence import LOCKED, gone
 from sinkscope.studies.judging import (
     COSINE,
     DOM_RATIO,
@@ -132,20 +133,18 @@ def _any_basis(study: Measured) -> str:
     return text
 
 
-def _gone(means: np.ndarray) -> np.ndarray:
-    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
-    whole, rest = means[..., 0, :], means[..., 1, :]
-    return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
-
-
 def _lock(study: Measured) -> Found:
     if not study.sink_varies:  # all states are one, and without it nothing is left to read
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
         return Empty(f"no head has the sink in {percent(SINK_HEAD_RATE)} of sequences")
-    at_sink, *elsewhere = study.evidence.lock_BQ2N.swapaxes(0, 1)
-    control = float(_gone(elsewhere[0].mean(0))) if elsewhere else None
-    return Numbers(by_bar=[at_sink], control=control, note=f"over {len(study.plan.sink_heads)} heads with the sink")
+    at_sink, *elsewhere = study.evidence.lock_BQ3N.swapaxes(0, 1)
+    control = float(gone(elsewhere[0].mean(0))) if elsewhere else None
+    note = f"over {len(study.plan.sink_heads)} heads with the sink"
+    if gone(at_sink.mean(0)) >= LOCKED:
+        alone = f"without its largest coordinate alone {study.evidence.gone_with_coordinate:.1%} is gone"
+        note += f": a lock on a {study.evidence.locked_on}, {alone}"
+    return Numbers(by_bar=[at_sink], control=control, note=note)
 
 
 def _directional_collapse(study: Measured) -> Found:
@@ -227,7 +226,7 @@ LINK_CLAIMS = (
         id="lock",
         link="directional_collapse",
         statement="Without the one direction of the sink's state at least half of q . k on it is gone",
-        bars=(Bar("at least", 0.5, _gone),),
+        bars=(Bar("at least", LOCKED, gone),),
         numbers=_lock,
         control_is="gone at another position without that direction",
     ),

@@ -24,6 +24,7 @@ from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
 from sinkscope.interventions.neurons import (
     ClampNeurons,
+    Mode,
     ablate_neurons,
     densify_neurons,
     transplant_neurons,
@@ -44,6 +45,8 @@ SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
 """What can be held at its untouched values, and as many matched random ones."""
 
+NUM_DRAWS = 4
+"""Of each way to point the minimal set's vectors elsewhere: one alone may keep, or lose, what is read by chance."""
 TURNED_BASIS = "turn_basis"
 """A copy of the model whose residual basis is turned, with all that writes and reads it."""
 
@@ -59,7 +62,7 @@ class Condition:
     held: str | None = None
     """What is held at its untouched values meanwhile."""
     number: int | None = None
-    """Which of several random sets."""
+    """Which of several random sets, or of the draws after the first."""
     variance: str | None = None
     energy: str | None = None
     """The mixing at whose level the batch variance or the energy of the aggregation is; None where it is left alone."""
@@ -232,6 +235,7 @@ class Conditions:
         if self.minimal:
             names = ("ablate", "mean", "densify", "move", "turn")
             conditions += [Condition(f"{name}_minimal_set", sink) for name in names]
+            conditions += [draw for name in names[2:] for draw in draws(name, sink)[1:]]
             conditions += [Condition("random_set", sink, number=number) for number in range(NUM_RANDOM_SETS)]
         return conditions
 
@@ -343,6 +347,18 @@ def _levelled(mixing: str, target: int) -> Iterator[Condition]:
             yield Condition(name, target, variance=variance, energy=energy)
 
 
+def draws(name: str, sink: int) -> list[Condition]:
+    """The minimal set's vectors pointed elsewhere, by each draw."""
+    return [Condition(f"{name}_minimal_set", sink, number=number or None) for number in range(NUM_DRAWS)]
+
+
+def _elsewhere(mode: Mode) -> Callable[[Conditions, Condition], Intervention]:
+    def make(study: Conditions, c: Condition) -> Intervention:
+        return densify_neurons(study.loaded, study.minimal, mode, avoid=study.plan.dimensions, seed=c.number or 0)
+
+    return make
+
+
 def _seeing(*back: int) -> Callable[[Conditions, Condition], Intervention]:
     """The target sees the keys so far back and no others, in layers up to the birth."""
 
@@ -386,11 +402,9 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "mean_minimal_set": lambda study, c: ablate_neurons(
         study.loaded, study.minimal, "mean", calibration=study.calibration
     ),
-    "densify_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal),
-    "move_minimal_set": lambda study, c: densify_neurons(
-        study.loaded, study.minimal, "move", avoid=study.plan.dimensions
-    ),
-    "turn_minimal_set": lambda study, c: densify_neurons(study.loaded, study.minimal, "turn"),
+    "densify_minimal_set": _elsewhere("spread"),
+    "move_minimal_set": _elsewhere("move"),
+    "turn_minimal_set": _elsewhere("turn"),
     "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
 }
 """Conditions that are no formula on the aggregation."""

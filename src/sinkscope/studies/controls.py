@@ -21,7 +21,7 @@ from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder
 from sinkscope.interventions.neurons import Group, matched_units, nearest
 from sinkscope.models.anatomy import Anatomy, Unit
-from sinkscope.studies.plan import Plan
+from sinkscope.studies.plan import Plan, most_super_neurons
 
 NUM_RANDOM_SETS = 20
 EMPTY = 0.1
@@ -38,6 +38,8 @@ class Activity:
     """|h|, mean over the layers with disparity."""
     directions: dict[int, Tensor]
     """By layer [E]: the direction that the states which enter attention share most, of length 1."""
+    written: dict[int, Tensor]
+    """By layer [E]: that of the residual which leaves it."""
 
     def of(self, units: Sequence[Unit]) -> float:
         """What units write together."""
@@ -102,6 +104,7 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
         [
             _at_sink("writes", Tap.UNITS, lambda call: _writes(call, plan.sink)),
             _at_sink("direction", Tap.ATTENTION_IN, lambda call: _top_direction(wide(call.state[:, plan.sink]))[None]),
+            _at_sink("written", Tap.RESIDUAL_OUT, lambda call: _top_direction(wide(call.residual[:, plan.sink]))[None]),
             _at_sink("magnitude", Tap.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
         ],
     )
@@ -112,7 +115,34 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
         groups = found["writes"][layer.index].cpu().split(counts)
         writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
     alive = [found["magnitude"][layer].cpu() for layer in plan.alive]
-    return Activity(writes=writes, magnitude_E=torch.stack(alive).mean(0), directions=found["direction"])
+    return Activity(
+        writes=writes,
+        magnitude_E=torch.stack(alive).mean(0),
+        directions=found["direction"],
+        written=found["written"],
+    )
+
+
+def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Unit, ...]:
+    """As few units of each layer before the first head with the sink as can be super neurons: those that write most
+    along the direction that the sink's states have there. For a sink without a massive dimension, whose writers no
+    dimension gives away."""
+    first = min((layer for layer, _ in plan.sink_heads), default=0)
+    found: list[tuple[float, Unit]] = []
+    for layer in anatomy.layers[:first]:
+        direction_E = activity.written[first - 1].float().cpu()
+        ranked = []
+        for expert, _ in layer.down_weights():
+            along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
+            write_F = activity.writes[layer.index, expert].float() * along_F.abs()
+            values, neurons = write_F.topk(min(len(write_F), most_super_neurons(layer)))
+            ranked += [
+                (value, Unit(layer.index, expert, neuron))
+                for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
+            ]
+        ranked.sort(key=lambda each: -each[0])
+        found += ranked[: most_super_neurons(layer)]
+    return tuple(unit for _, unit in sorted(found, key=lambda each: -each[0]))
 
 
 def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
@@ -120,8 +150,9 @@ def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
 
 
 def _top_direction(states_BE: Tensor) -> Tensor:
-    """[E] their top right singular vector: of the energy of all states, none holds more."""
-    return torch.linalg.svd(states_BE, full_matrices=False).Vh[0]
+    """[E] their top right singular vector, turned their way: of the energy of all states, none holds more."""
+    top_E = torch.linalg.svd(states_BE, full_matrices=False).Vh[0]
+    return torch.where((states_BE @ top_E).sum() < 0, -top_E, top_E)
 
 
 def _writes(call: LayerCall, sink: int) -> Tensor:

@@ -41,15 +41,37 @@ class Evidence:
     direction_share_K: np.ndarray
     """Energy share of the top direction of the residual across sequences, at the sink and the targets, mean over layers
     with disparity."""
-    lock_BQ2N: np.ndarray
-    """q . k over later queries, at the sink and at the first target, as it is and without the direction that the sink's
-    states share, for each head that has the sink."""
+    lock_BQ3N: np.ndarray
+    """q . k over later queries, at the sink and at the first target, as it is, without the direction that the sink's
+    states share, and without its largest coordinate alone, for each head that has the sink."""
     super_write_B: np.ndarray
     """Squared write of the super neurons into the massive dimensions at the sink, over all birth layers."""
     all_write_B: np.ndarray
     """The same of all units."""
     super_write_elsewhere_B: np.ndarray
     """The super neurons' squared write at the other positions, mean over them."""
+
+    @property
+    def gone_with_coordinate(self) -> float | None:
+        """What of q . k on the sink is gone without the largest coordinate of its direction; None without a head that
+        has the sink."""
+        return float(gone(self.lock_BQ3N[:, 0, [0, 2]].mean(0))) if self.lock_BQ3N.size else None
+
+    @property
+    def locked_on(self) -> str | None:
+        """What heads read at the sink: the coordinate where that alone holds half of q . k, else the direction."""
+        share = self.gone_with_coordinate
+        return None if share is None else "coordinate" if share >= LOCKED else "direction"
+
+
+LOCKED = 0.5
+"""Heads lock on to what takes this share of q . k with it."""
+
+
+def gone(means: np.ndarray) -> np.ndarray:
+    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
+    whole, rest = means[..., 0, :], means[..., 1, :]
+    return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
 
 
 def read_evidence(
@@ -70,7 +92,7 @@ def read_evidence(
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
         direction_share_K=stacked("direction_share", 0).mean((0, 1)),
-        lock_BQ2N=_lock(anatomy, found.get("lock", {}), plan, directions),
+        lock_BQ3N=_lock(anatomy, found.get("lock", {}), plan, directions),
         super_write_B=super_write,
         all_write_B=all_write,
         super_write_elsewhere_B=elsewhere,
@@ -138,18 +160,20 @@ def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
 def _lock(
     anatomy: Anatomy, rows: Mapping[int, tuple[Any, ...]], plan: Plan, directions: Mapping[int, Tensor]
 ) -> np.ndarray:
-    """[B, Q, 2, N] as `Evidence.lock_BQ2N` says."""
+    """[B, Q, 3, N] as `Evidence.lock_BQ3N` says."""
     found = []
     with making_keys(anatomy) as key_of:
         for index, ((state_BQE, *call), key_BKQD, query_sum_BHQD) in rows.items():
             direction_E = directions[index].to(state_BQE)
             without_BQE = state_BQE - (state_BQE @ direction_E)[..., None] * direction_E
-            keys = key_BKQD, key_of(anatomy.layers[index], without_BQE, *call)
+            others_BQE = state_BQE.clone()
+            others_BQE[..., direction_E.abs().argmax()] = 0
+            keys = key_BKQD, *(key_of(anatomy.layers[index], rest, *call) for rest in (without_BQE, others_BQE))
             groups = query_sum_BHQD.shape[1] // key_BKQD.shape[1]
             agree = [(query_sum_BHQD * key.float().repeat_interleave(groups, dim=1)).sum(-1) for key in keys]
             heads = [head for layer, head in plan.sink_heads if layer == index]
             found.append(torch.stack(agree, 1)[:, :, heads].cpu().double().permute(0, 3, 1, 2))
-    return torch.cat(found, -1).numpy() if found else np.empty((0, 0, 2, 0))
+    return torch.cat(found, -1).numpy() if found else np.empty((0, 0, 3, 0))
 
 
 def _writes(call: LayerCall, plan: Plan) -> Tensor:

@@ -60,7 +60,7 @@ class Measured:
         """Conditions that differ in their target alone, by the first of them; random sets apart."""
         groups: dict[Condition, list[Condition]] = defaultdict(list)
         for condition in self.outcomes:
-            if condition.name != "random_set":
+            if condition.number is None:
                 at_sink = condition.target == self.plan.sink
                 groups[replace(condition, target=self.plan.sink if at_sink else self.plan.targets[0])].append(condition)
         return groups

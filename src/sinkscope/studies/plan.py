@@ -10,7 +10,7 @@ import torch
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.movers import SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Layer, Unit
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 
 SUPER_NEURON_SHARE = 0.005
@@ -45,7 +45,8 @@ class Plan:
     super_neurons: tuple[Unit, ...]
     """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
     candidates: tuple[Unit, ...]
-    """Every unit that moves a massive dimension at the sink, strongest write first: for the minimal set."""
+    """Every unit that moves a massive dimension at the sink or, where there is none, the strongest along the direction
+    of its states; strongest write first: for the minimal set."""
 
     sink_heads: tuple[tuple[int, int], ...] = ()
     """(layer, head) of those that have the sink."""
@@ -95,9 +96,7 @@ def make_plan(findings: Findings) -> Plan:
     sharp.sort(key=lambda unit: -unit.write_share)
     chosen: list[SuperNeuron] = []
     for layer in sorted({unit.layer for unit in sharp}):
-        num_units = sum(weight.shape[1] for _, weight in anatomy.layers[layer].down_weights())
-        allowed = max(1, math.floor(SUPER_NEURON_SHARE * num_units))
-        in_layer = [unit for unit in sharp if unit.layer == layer][:allowed]
+        in_layer = [unit for unit in sharp if unit.layer == layer][: most_super_neurons(anatomy.layers[layer])]
         chosen += [unit for unit in in_layer if layer in births or unit.write_share >= LATER_SHARE]
     chosen.sort(key=lambda unit: -abs(unit.write))
     return Plan(
@@ -114,6 +113,11 @@ def make_plan(findings: Findings) -> Plan:
             for layer, head in (recording["head_sink_rate"][:, :, sink] >= SINK_HEAD_RATE).nonzero().tolist()
         ),
     )
+
+
+def most_super_neurons(layer: Layer) -> int:
+    """How many units of a layer can be super neurons."""
+    return max(1, math.floor(SUPER_NEURON_SHARE * sum(weight.shape[1] for _, weight in layer.down_weights())))
 
 
 def candidate_units(findings: Findings, sink: int) -> list[Unit]:

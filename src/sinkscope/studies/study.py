@@ -34,7 +34,7 @@ from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
-from sinkscope.studies.controls import draw_controls, read_activity
+from sinkscope.studies.controls import Activity, direction_writers, draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
@@ -195,8 +195,12 @@ class _Run:
         chosen = trace(self.loaded, self.choosing, effective_rank=False)
         plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= SINK_RATE
         shown = trace(self.loaded, self.judging)
+        anatomy = anatomy_of(self.loaded.model)
+        activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
+        if not plan.candidates:
+            plan = replace(plan, candidates=direction_writers(activity, anatomy, plan))
         minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
-        measured = self._measured(plan, minimal, has_sink)
+        measured = self._measured(plan, activity, minimal, has_sink)
         found = [
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, measured))
             for claim in CLAIMS.values()
@@ -208,9 +212,8 @@ class _Run:
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
         return Study(loaded=self.loaded, trace=shown, measured=measured, judgements=judgements)
 
-    def _measured(self, plan: Plan, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
+    def _measured(self, plan: Plan, activity: Activity, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
-        activity = read_activity(anatomy, model, self.choosing.ids, plan)
         controls = draw_controls(activity, anatomy, plan, minimal)
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
         dimensions = (*plan.dimensions, *controls.dimensions)
@@ -274,7 +277,7 @@ class _Run:
             self.progress(number, len(wanted))
             tensors = self.parts.load(condition.part, STORED)
             if tensors is None:
-                loss = condition.target in with_loss and condition.name != "random_set" and not condition.levelled
+                loss = condition.target in with_loss and condition.number is None and not condition.levelled
                 tensors = conditions.run(condition, loss=loss).tensors()
                 self.parts.save(condition.part, tensors)
             found.append(tensors)

@@ -81,7 +81,7 @@ def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Ou
     """(condition, target, factor, outcome), the untouched model first; random sets have a table of their own."""
     return [
         ("untouched", None, None, study.untouched),
-        *((c.label, c.target, c.factor, o) for c, o in study.outcomes.items() if c.name != "random_set"),
+        *((c.label, c.target, c.factor, o) for c, o in study.outcomes.items() if c.number is None),
     ]
 
 
@@ -161,7 +161,7 @@ def _manipulation(study: Measured) -> _Rows:
     for conditions in study.by_target.values():
         misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
     for condition, outcome in study.outcomes.items():
-        if condition.name == "random_set":
+        if condition.number is not None:
             continue
         for side, layer in product(study.sides, study.plan.mixed):
             variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
