@@ -101,7 +101,7 @@ def write_study_page(run: Run, destination: Path) -> None:
         verdict_table(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])])
         if run.claims
         else _found(run),
-        f'<p id="counts">{isolated(counts)}</p>' if (counts := run.summary.get("counts")) else "",
+        f'<p id="counts" class="caption">{isolated(counts)}</p>' if (counts := run.summary.get("counts")) else "",
         _nav(studied),
     ]
     parts += [_chain(run, panels)]
