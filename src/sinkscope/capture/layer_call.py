@@ -109,6 +109,12 @@ class LayerCall:
         """[B, T]."""
         return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
 
+    @property
+    def sides(self) -> list[Tensor]:
+        """The aggregation in float32 as it enters the output projection and, where a norm comes before that, as it
+        enters the norm."""
+        return [side.float() for side in (self.aggregation, self.before_norm) if side is not None]
+
     @cached_property
     def alpha(self) -> Tensor:
         """[B, H, S] attention received, mean over the queries from each key on."""

@@ -144,8 +144,7 @@ def _observables(
 
 def _squares(call: LayerCall) -> Tensor:
     """[B, S, 2, T]."""
-    sides = [side.float() for side in (call.aggregation, call.before_norm) if side is not None]
-    return torch.stack([torch.stack([squared_deviation(side), side.square().mean(-1)], 1) for side in sides], 1)
+    return torch.stack([torch.stack([squared_deviation(side), side.square().mean(-1)], 1) for side in call.sides], 1)
 
 
 @dataclass

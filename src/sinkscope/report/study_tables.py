@@ -46,8 +46,8 @@ def factorial(run: Run) -> str:
     ]
     if not cells:
         return ""
-    columns = ("sees", "variance of", "energy of", "entering", "at positions", "rise", "interval", "variance", "energy")
-    columns = (*columns, "check")
+    names = ("sees", "variance of", "energy of", "entering", "at positions", "rise", "interval")
+    columns = (*names, "variance", "energy", "check")
     return (
         '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
         '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
@@ -84,8 +84,8 @@ def _other_ways(run: Run) -> str:
         rows.append((name, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
     if not rows:
         return ""
-    columns = ("condition", "factor", "change of the rate", "entering")
-    columns = (*columns, "variance", "energy", "squared mean", "|mu| / |o|", "check")
+    names = ("condition", "factor", "change of the rate", "entering")
+    columns = (*names, "variance", "energy", "squared mean", "|mu| / |o|", "check")
     return (
         "<details><summary>What the other conditions did to the aggregation</summary>"
         '<p class="caption">Where each acts, means over positions; variance, energy and squared mean over the '

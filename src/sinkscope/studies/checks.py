@@ -27,8 +27,6 @@ CONFIDENCE = 0.99
 """Of the interval in a single layer: there are several layers, and most conditions do what they say."""
 OPENED = 0.5
 """A position that was opened to later keys averages where at most this share of its sum a^2 is left."""
-
-
 ROUNDING = 1e-10
 """A moment below this share of the energy is none."""
 FARTHEST = np.log(1e6)

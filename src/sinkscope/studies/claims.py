@@ -62,8 +62,8 @@ def _variance_discrepancy(study: Measured) -> Found:
 def _mean_ratios(variance: np.ndarray) -> str:
     """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, S, T]; by side."""
     ratio_S = variance_ratio(torch.from_numpy(variance)).log().flatten(0, -2).mean(0).exp().tolist()
-    behind, *before = (f"{ratio:.3g}" for ratio in ratio_S)
-    return behind if not before else f"{behind} behind the norm and {before[0]} before it"
+    after, *before = (f"{ratio:.3g}" for ratio in ratio_S)
+    return after if not before else f"{after} after the norm and {before[0]} before it"
 
 
 def _mean_r_squared(means: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ from sinkscope.interventions.neurons import (
     transplant_neurons,
 )
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.controls import NUM_RANDOM_SETS, Controls
@@ -271,9 +271,8 @@ class Conditions:
     def _both_sides(self, conditions: Iterable[Condition]) -> Iterator[Condition]:
         """The same on each side of the norm on the aggregation, in models that have one."""
         for condition in conditions:
-            yield condition
-            if self.replay.anatomy.layers[0].aggregation_norm is not None:
-                yield replace(condition, before_norm=True)
+            for before_norm in sides_of_norm(self.replay.anatomy):
+                yield replace(condition, before_norm=before_norm)
 
     def interventions(self, condition: Condition) -> list[Intervention]:
         """What the condition does to the model, calibration included."""
@@ -345,6 +344,11 @@ def _levelled(mixing: str, target: int) -> Iterator[Condition]:
     for name, other in ((mixing, UNTOUCHED), (UNTOUCHED, mixing)):
         for variance, energy in ((other, None), (None, other), (other, name), (other, other)):
             yield Condition(name, target, variance=variance, energy=energy)
+
+
+def sides_of_norm(anatomy: Anatomy) -> tuple[bool, ...]:
+    """Whether before the norm on the aggregation: after it alone, and in models that have one before it too."""
+    return (False,) if anatomy.layers[0].aggregation_norm is None else (False, True)
 
 
 def draws(name: str, sink: int) -> list[Condition]:

@@ -125,8 +125,7 @@ def _observables(plan: Plan) -> list[Observable]:
 
 def squared_deviation(call: LayerCall) -> Tensor:
     """[B, S, T] of the aggregation, on each side of its norm."""
-    sides = [side.float() for side in (call.aggregation, call.before_norm) if side is not None]
-    return torch.stack([value_variance.squared_deviation(side) for side in sides], 1)
+    return torch.stack([value_variance.squared_deviation(side) for side in call.sides], 1)
 
 
 def _cosine(call: LayerCall) -> Tensor:

@@ -13,14 +13,13 @@ from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies.checks import ROUNDING, MarkedError, missed, unless_marked
-from sinkscope.studies.conditions import Condition, Outcome
+from sinkscope.studies.conditions import Condition, Outcome, sides_of_norm
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.plan import Plan
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
-Conditions = Sequence[Condition]
 NO_TARGET = "no position is free of a sink and has enough later queries"
 NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
 
@@ -48,10 +47,12 @@ class Measured:
 
     @property
     def sides(self) -> tuple[bool, ...]:
-        """Whether before the norm on the aggregation: behind it alone, and in models that have one before it too."""
-        return (False,) if self.anatomy.layers[0].aggregation_norm is None else (False, True)
+        """Those of the norm on the aggregation."""
+        return sides_of_norm(self.anatomy)
 
-    def at_targets(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> Conditions:
+    def at_targets(
+        self, name: str, factor: float | None = None, held: str | None = None, **more: Any
+    ) -> list[Condition]:
         """A condition at every target."""
         return [Condition(name, target, factor, held, **more) for target in self.plan.targets]
 
@@ -65,7 +66,7 @@ class Measured:
                 groups[replace(condition, target=self.plan.sink if at_sink else self.plan.targets[0])].append(condition)
         return groups
 
-    def risen_B(self, conditions: Conditions) -> np.ndarray:
+    def risen_B(self, conditions: Sequence[Condition]) -> np.ndarray:
         """How far the rate rises over the untouched model's where each acts, by later queries, mean over them."""
         rises = [self.outcomes[c].later_BS[:, c.target] - self.untouched.later_BS[:, c.target] for c in conditions]
         return np.mean(rises, axis=0)
@@ -111,7 +112,7 @@ class Measured:
         """Numbers on each side, [B, S] or two [B, S, 2] whose ratio counts, in words; nothing where there is one."""
         means = values.mean(0)
         shares = means[:, 1] / means[:, 0] if means.ndim > 1 else means
-        words = ("behind the norm", "before it")[: len(shares)]
+        words = ("after the norm", "before it")[: len(shares)]
         said = [f"{where} {share:.3g}" for where, share in zip(words, shares, strict=True)]
         return ", ".join(said) if said[1:] else ""
 
