@@ -16,7 +16,8 @@ from sinkscope.user_paths import user_path
 
 Method = Literal["alignment", "seedprint"]
 """Methods of a fingerprint."""
-# The tables behind these names need torch: `attention.variants`, `origins.bias_controls` and `pretrain.metrics`.
+# Names that are checked before torch is imported. A test holds them equal to the tables that need it, in
+# `attention.variants` and `origins.bias_controls`.
 VARIANTS = (
     *("softmax", "head_norm", "scale", "first_norm", "equal_variance", "gate", "head_gate", "head_norm_gate"),
     *("sigmoid", "softmax_one", "learned_sink", "qk_norm", "value_norm"),
@@ -25,7 +26,8 @@ CONTROLS = (
     *("tanh_activation", "odd_feed_forward", "no_feed_forward", "no_attention", "redrawn_embeddings"),
     "calibrated_variance",
 )
-TRACKERS = ("trackio", "wandb", "tensorboard")
+TRACKERS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
+"""The module of each experiment tracker."""
 TOKEN_FORMS = "random, text:FILE or repeat:ID"
 STANDARD_INPUT = "-"
 """In the place of a file's name."""

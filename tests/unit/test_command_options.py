@@ -11,7 +11,6 @@ from sinkscope.commands.options import Output, command
 from sinkscope.commands.pretrain import TrainingFlags
 from sinkscope.origins.bias_controls import CONTROLS
 from sinkscope.pretrain.config import TrainingConfig
-from sinkscope.pretrain.metrics import PACKAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,6 @@ def test_a_command_gets_its_configurations_filled():
 def test_names_that_are_known_before_torch_are_those_of_the_tables():
     assert tuple(VARIANTS) == arguments.VARIANTS
     assert tuple(CONTROLS) == arguments.CONTROLS
-    assert tuple(PACKAGES) == arguments.TRACKERS
 
 
 def test_every_entry_of_a_training_is_an_option():

@@ -66,6 +66,7 @@ def bare_model(model: Any) -> Any:
 class LoadOptions(TypedDict, total=False):
     """The options of `load`, for functions that hand them on."""
 
+    # Written again: no type checker takes a TypedDict from a signature. A test holds the two equal.
     revision: str | None
     dtype: str
     device: str

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import check_choice
+from sinkscope.arguments import TRACKERS, check_choice
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.optimisers import learning_rate
@@ -93,7 +93,6 @@ ROWS = {
     },
 }
 
-PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 Tracker = Callable[[int, dict[str, float]], None]
 
 
@@ -307,9 +306,9 @@ def check_tracker(name: str | None) -> None:
 
 
 def _imported(name: str) -> Any:
-    check_choice("track", name, PACKAGES)
+    check_choice("track", name, TRACKERS)
     try:
-        return importlib.import_module(PACKAGES[name])
+        return importlib.import_module(TRACKERS[name])
     except ModuleNotFoundError as error:
         raise InputError(
             expected=f"the package {name}, for `track={name!r}`",
