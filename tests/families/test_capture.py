@@ -494,6 +494,8 @@ def test_lock_equals_keys_made_again_at_full_length(family):
         without = keys_again(this, index, layer.state.masked_fill(massive, 0))
         positive, share = lock_readings(layer, without, at)
         assert_close(this.positive_queries[index], positive, 1e-6)
+        # Control: with the query at the key itself it is another share.
+        assert not torch.equal(lock_readings(layer, without, at, first=0)[0], positive)
         share[:, ~massive[:, at].any(-1).any(0)] = float("nan")
         num_read += int(share.isfinite().any(0).sum())
         assert_close(this.lock_share[index], share, 1e-3)
@@ -549,13 +551,18 @@ def key_by_weights(family: str, attention, index: int, state: Tensor, *, bias: b
 
 
 def sum_over_queries(layer: PlainLayer, key: Tensor, at: Tensor) -> Tensor:
-    """[H, Q] q . k summed over sequences and the queries at or after each position."""
-    return torch.stack([torch.einsum("bhtd,bhd->h", layer.query[:, :, p:], key[:, :, p]) for p in at.tolist()], dim=-1)
+    """[H, Q] q . k summed over sequences and the queries after each position."""
+    return torch.stack([product.sum((0, 2)) for product in products_with(layer, key, at)], dim=-1)
 
 
-def lock_readings(layer: PlainLayer, key_without: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """([H, Q] share of queries with q . k > 0, [H, Q] share of q . k that is gone with the other keys)."""
-    products = [torch.einsum("bhtd,bhd->bht", layer.query[:, :, p:], layer.key[:, :, p]) for p in at.tolist()]
+def products_with(layer: PlainLayer, key: Tensor, at: Tensor, *, first: int = 1) -> list[Tensor]:
+    """[B, H, t] q . k for each position, of the queries that are at least `first` after it."""
+    return [torch.einsum("bhtd,bhd->bht", layer.query[:, :, p + first :], key[:, :, p]) for p in at.tolist()]
+
+
+def lock_readings(layer: PlainLayer, key_without: Tensor, at: Tensor, *, first: int = 1) -> tuple[Tensor, Tensor]:
+    """([H, Q] share of later queries with q . k > 0, [H, Q] share of their q . k that is gone with the other keys)."""
+    products = products_with(layer, layer.key, at, first=first)
     positive = torch.stack([(product > 0).double().mean((0, 2)) for product in products], dim=-1)
     share = 1 - sum_over_queries(layer, key_without, at) / sum_over_queries(layer, layer.key, at)
     return positive, share

@@ -59,7 +59,7 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
     """([L, H, Q] share of later queries with q . k > 0, [L, H, Q] share of q . k that the massive dimensions carry).
 
     The second is 1 - sum q . k' / sum q . k over later queries and sequences, k' the key that attention makes when
-    the massive dimensions are zero in the state; NaN where no sequence has any.
+    the massive dimensions are zero in the state; NaN where no sequence has any. Both are NaN at the last position.
     """
     positive, share = [], []
     with making_keys(anatomy) as key_of:
@@ -75,7 +75,7 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             with_BHQD, without_BHQD = (
                 key.float().repeat_interleave(groups, dim=1) for key in (rows.key_BKQD, key_without_BKQD)
             )
-            query_BHnD, later_nQ = rows.query_BHnD.float(), rows.queries_n[:, None] >= rows.positions_Q
+            query_BHnD, later_nQ = rows.query_BHnD.float(), later_queries(rows.queries_n, rows.positions_Q)
             agree_BHnQ = (torch.matmul(query_BHnD, with_BHQD.transpose(2, 3)) > 0) & later_nQ
             positive.append((agree_BHnQ.sum(2) / later_nQ.sum(0)).mean(0))
             query_sum_BHQD = torch.matmul(later_nQ.T.float(), query_BHnD)
@@ -84,6 +84,12 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")))
     # Copied when all layers are under way: a copy in each would make the next one wait.
     return torch.stack([of_layer.cpu() for of_layer in positive]), torch.stack([of_layer.cpu() for of_layer in share])
+
+
+def later_queries(queries_n: Tensor, positions_Q: Tensor) -> Tensor:
+    """[n, Q] which queries count for the key at each position: later ones alone, as a token may well agree with its own
+    key and lock on to nothing."""
+    return queries_n[:, None] > positions_Q
 
 
 @contextlib.contextmanager

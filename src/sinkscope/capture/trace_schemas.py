@@ -132,7 +132,7 @@ HEADS = schema_with(
             Column(
                 "lock_share",
                 "float",
-                "Share of q . k gone without the massive dimensions; null where there are none",
+                "Share of q . k of later queries gone without the massive dimensions; null where there are none",
                 True,
             ),
         ),

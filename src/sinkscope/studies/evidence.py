@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.capture.attention_rule import sampled_queries
 from sinkscope.capture.layer_call import LayerCall, wide
-from sinkscope.capture.lock import making_keys
+from sinkscope.capture.lock import later_queries, making_keys
 from sinkscope.capture.merges import Own, Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder
@@ -149,8 +149,8 @@ def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
     positions."""
     positions_Q = torch.tensor(positions, device=call.state.device)
     queries_n = sampled_queries(call.passing.length, call.state.device)
-    later_Qn = (queries_n > positions_Q[:, None]).float()
-    query_sum_BHQD = later_Qn @ call.query.index_select(2, queries_n).float()
+    later_nQ = later_queries(queries_n, positions_Q)
+    query_sum_BHQD = later_nQ.T.float() @ call.query.index_select(2, queries_n).float()
     made_of = call.state.index_select(1, positions_Q), call.arguments, positions_Q, call.passing.length
     return made_of, call.key.index_select(2, positions_Q), query_sum_BHQD
 
