@@ -3,9 +3,11 @@
 import inspect
 import subprocess
 import sys
+import typing
 
 import sinkscope
 from sinkscope.models.loading import LoadOptions
+from sinkscope.pretrain.config import TrainingConfig, TrainingOptions
 
 
 def test_public_names_are_there_and_are_listed():
@@ -29,8 +31,9 @@ def test_importing_loads_no_torch():
 
 def test_options_that_are_handed_on_are_all_typed():
     """A type checker knows them from a TypedDict, which must not fall behind."""
+    assert typing.get_type_hints(TrainingOptions) == typing.get_type_hints(TrainingConfig)
     named = list(inspect.signature(sinkscope.load).parameters)[1:]
     assert list(LoadOptions.__annotations__) == named
-    for name in ("audit", "bias", "fingerprint"):
+    for name in ("train", "audit", "bias", "fingerprint"):
         *_, last = inspect.signature(getattr(sinkscope, name)).parameters.values()
         assert last.annotation.startswith("Unpack["), name

@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
@@ -158,6 +158,37 @@ class TrainingConfig:
         if share % micro:
             raise _wrong(f"`micro_batch_size` that divides the {share} sequences of a process", micro)
         return [slice(start, start + micro) for start in range(rank * share, (rank + 1) * share, micro)]
+
+
+class TrainingOptions(TypedDict, total=False):
+    """The fields of TrainingConfig as keyword arguments of `train`."""
+
+    # Written again: no type checker takes a TypedDict from a dataclass. A test holds the two equal.
+    steps: int
+    batch_size: int
+    micro_batch_size: int | None
+    sequence_length: int
+    skipped_targets: int
+    seed: int
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    decay_share: float
+    final_learning_rate_share: float
+    optimiser: str
+    weight_decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    clip: float
+    evaluate_every: int
+    evaluation_sequences: int
+    probe_every: int
+    probe_length: int
+    probe_sequences: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    snapshots: tuple[int, ...]
 
 
 def changed(base: Any, changes: Mapping[str, Any], what: str) -> Any:

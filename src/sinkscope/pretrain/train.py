@@ -10,10 +10,10 @@ import contextlib
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, resolve
+from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, resolve
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -85,13 +85,13 @@ def train(
     device: str = "auto",
     overwrite: bool = False,
     say: Say | None = None,
-    **training: Any,
+    **training: Unpack[TrainingOptions],
 ) -> Path:
     """The folder of a training run, trained to its end: `sinkscope pretrain` for Python.
 
-    `data` is text, or folders of it, or token shards; `config` a preset (tiny, 30m, 152m, 1b) or a YAML file. Further
-    arguments change entries of its training, such as `steps=100`: any field of `pretrain.config.TrainingConfig`, and
-    nothing else. `say` is called with each line of progress. A run that was stopped goes on.
+    `data` is text, or folders of it, or token shards; `config` a preset (tiny, 30m, 152m, 1b) or a YAML file;
+    `training` changes its entries, such as `steps=100`. `say` is called with each line of progress. A run that was
+    stopped goes on.
     """
     sources = [data] if isinstance(data, str | Path) else data
     resolved = resolve(
