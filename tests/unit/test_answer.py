@@ -6,6 +6,7 @@ from sinkscope.studies.answer import Verdicts, cause
 
 UNMIXING = "unmixing_creates_sink"
 NO = "does not hold"
+NEITHER = {UNMIXING: NO, "variance_suffices": NO}
 
 
 @pytest.mark.parametrize(
@@ -13,7 +14,14 @@ NO = "does not hold"
     [
         ({}, "undecided", "makes a token a sink;"),
         ({UNMIXING: NO}, "undecided", "Neither"),
-        ({UNMIXING: NO, "variance_suffices": NO}, "Neither an unmixed value nor more variance", "undecided"),
+        (NEITHER, "whether this one needs them is undecided", "not in averaging"),
+        ({**NEITHER, "opening_removes_sink": NO}, "not in averaging", "undecided"),
+        ({**NEITHER, "opening_removes_sink": "holds"}, "needs to see itself alone: averaging", "not in averaging"),
+        (
+            {**NEITHER, "opening_removes_sink": NO, "equalising_removes_sink": "holds"},
+            "needs its variance: averaging",
+            "not in averaging",
+        ),
         ({UNMIXING: NO, "variance_suffices": "holds"}, "seeing only itself does not", "may or may not"),
         ({"variance_suffices": "holds"}, "seeing only itself may or may not", "does not"),
         ({"amplification_creates_sink": "holds"}, "whether less than that does is undecided", "Only"),
