@@ -44,8 +44,8 @@ from torch.nn import functional  # noqa: E402
 
 from sinkscope.kernels import head_rms_norm as kernel  # noqa: E402
 from sinkscope.kernels.head_rms_norm import head_rms_norm, head_rms_norm_plain  # noqa: E402
-from sinkscope.pretrain.config import decoder_config, preset  # noqa: E402
 from sinkscope.pretrain.decoder import Decoder  # noqa: E402
+from sinkscope.pretrain.presets import decoder_config, preset  # noqa: E402
 from sinkscope.pretrain.step import LanguageModelLoss, compile_blocks  # noqa: E402
 
 DEVICE = torch.device("cpu" if arguments.dry_run else "cuda")

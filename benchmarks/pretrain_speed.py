@@ -30,9 +30,9 @@ import torch
 from torch.nn import functional
 
 from sinkscope.pretrain import step as training_step
-from sinkscope.pretrain.config import TRAINING_PRESETS, decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import TRAINING_PRESETS, decoder_config, preset
 from sinkscope.pretrain.probes import probe, random_batch
 from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards
 from sinkscope.results.run_folder import run_folder

@@ -29,7 +29,7 @@ from training_pool import TrainingPool, add_options, positive_number, say, stop_
 
 from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import KEYS_OF_A_RUN, read_recipe
+from sinkscope.pretrain.presets import read_recipe
 from sinkscope.pretrain.tokens import open_shards
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         open_shards(Path(options.data))
         is_file = options.config.endswith((".yaml", ".yml"))
-        base = read_recipe(Path(options.config), KEYS_OF_A_RUN) if is_file else {"preset": options.config}
+        base = read_recipe(Path(options.config)) if is_file else {"preset": options.config}
         trials = tuning_groups(options.learning_rates, options.weight_decays, options.lambdas, options.tune_seed)
         if options.tune_seed in options.seeds:
             raise InputError(

@@ -12,8 +12,8 @@ from downstream import change
 from tiny_models import tiny_model
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
 
 
 def test_a_change_by_hand():

@@ -20,8 +20,8 @@ from training_folders import write_training_folder
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.loading import load
-from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.remedies.damage import losses
 from sinkscope.remedies.schemes import linear_layers
 from sinkscope.statistics import bootstrap_mean_interval

@@ -19,7 +19,8 @@ import yaml
 from kept_results import KeptResults, read_results, run_result
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, resolve
+from sinkscope.pretrain.config import PretrainConfig
+from sinkscope.pretrain.presets import resolve
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 GRACE_S = 15.0

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.train import pretrain
 
 ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from forked_processes import free_port, in_two_processes
 
-from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.parallel import processes
+from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.train import pretrain
 
 TOLERANCE = 1e-5

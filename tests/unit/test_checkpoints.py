@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from sinkscope.errors import InputError
 from sinkscope.pretrain import checkpoints, metrics, training_run
 from sinkscope.pretrain import step as step_module
-from sinkscope.pretrain.config import PretrainConfig, TrainingConfig, decoder_config
+from sinkscope.pretrain.config import PretrainConfig, TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers
 from sinkscope.pretrain.parallel import processes
+from sinkscope.pretrain.presets import decoder_config
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.train import pretrain
 from sinkscope.results import run_folder

@@ -14,8 +14,8 @@ from sinkscope.attention.variants import VARIANTS
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.pretrain.checkpoints import export
-from sinkscope.pretrain.config import PRESETS, decoder_config, preset
 from sinkscope.pretrain.decoder import FEED_FORWARD_VARIANTS, BoundedLinear, Decoder
+from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 
 TINY = dict(
     vocab_size=97,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sinkscope.measures.dimension_disparity import effective_rank
-from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.pretrain.probes import QUANTITIES, probe, random_batch
 
 LENGTH, NUM_SEQUENCES = 20, 6

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkscope.cli import command_line, in_options
-from sinkscope.report import terminal
+from sinkscope.report import progress
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
@@ -17,15 +17,15 @@ SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").r
 
 def test_lines_say_what_is_done_and_left(monkeypatch):
     printed, seen = [], threading.Event()
-    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.01)
-    monkeypatch.setattr(terminal, "say", lambda text, error: (printed.append(text), seen.set()))
-    with terminal.progress("conditions") as progress:  # pytest's standard error is no terminal
-        progress(3, 12)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr(progress, "say", lambda text, error: (printed.append(text), seen.set()))
+    with progress.bar("conditions") as move:  # pytest's standard error is no terminal
+        move(3, 12)
         assert seen.wait(10)
     assert "of 12 done" in printed[-1] or "of ? done" in printed[-1]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: 100.0)
-    assert terminal.progress_line("traces", 3, 12, 40.0) == "traces: 3 of 12 done after 60 s, 9 left, about 180 s"
-    assert terminal.progress_line("traces", 0, None, 70.0) == "traces: 0 of ? done after 30 s"
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
+    assert progress.progress_line("traces", 3, 12, 40.0) == "traces: 3 of 12 done after 60 s, 9 left, about 180 s"
+    assert progress.progress_line("traces", 0, None, 70.0) == "traces: 0 of ? done after 30 s"
 
 
 def hints() -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import decoder_config, preset
 from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.remedies import damage as damage_file
 from sinkscope.remedies.damage import damage, input_ranges, losses, scheme_losses
 from sinkscope.remedies.schemes import (

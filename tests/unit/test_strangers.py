@@ -20,8 +20,8 @@ from training_folders import write_training_folder
 from sinkscope.errors import InputError
 from sinkscope.origins.bias_schemas import BIAS_TABLES, QUANTITIES
 from sinkscope.origins.signature import Inputs, Signature, load_signature
-from sinkscope.pretrain.config import resolve
 from sinkscope.pretrain.model_specs import draw
+from sinkscope.pretrain.presets import resolve
 from sinkscope.report import html
 from sinkscope.report.comparison import compare
 from sinkscope.report.result import write_page_of_run

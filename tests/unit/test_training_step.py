@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import step as loss_module
-from sinkscope.pretrain.config import TRAINING_PRESETS, TrainingConfig, changed, decoder_config, preset, resolve
+from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate
 from sinkscope.pretrain.parallel import Processes
+from sinkscope.pretrain.presets import TRAINING_PRESETS, changed, decoder_config, preset, resolve
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
 
 TINY = TRAINING_PRESETS["tiny"]
@@ -96,7 +97,7 @@ class Fixed:
 
 
 def tiny_step(**changes):
-    config = changed(TINY, {"batch_size": 8, "sequence_length": 32, "evaluation_sequences": 8, **changes}, "training")
+    config = changed(TINY, {"batch_size": 8, "sequence_length": 32, "evaluation_sequences": 8, **changes})
     return TrainingStep(Decoder(decoder_config(preset("tiny"))), config, ALONE, compile=False)
 
 
@@ -160,7 +161,7 @@ def test_weight_decay_acts_on_matrices_and_muon_on_those_of_the_blocks():
     assert [group["weight_decay"] for group in adamw.param_groups] == [TINY.weight_decay, 0.0]
     assert all("norm" in name for name in plain_group)
     assert not any("norm" in name for name in decayed)
-    adamw, muon = build_optimisers(model, model.blocks, changed(TINY, {"optimiser": "muon"}, "training"))
+    adamw, muon = build_optimisers(model, model.blocks, changed(TINY, {"optimiser": "muon"}))
     by_muon = [names[p] for group in muon.param_groups for p in group["params"]]
     by_adamw = [names[p] for group in adamw.param_groups for p in group["params"]]
     assert sorted(by_muon + by_adamw) == sorted(names.values())
@@ -184,7 +185,7 @@ def test_flops_by_hand():
 
 
 def test_processes_share_each_batch():
-    config = changed(TINY, {"batch_size": 12, "micro_batch_size": 2}, "training")
+    config = changed(TINY, {"batch_size": 12, "micro_batch_size": 2})
     rows = [range(12)[part] for rank in range(3) for part in config.rows(rank, 3)]
     assert [list(part) for part in rows] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     with pytest.raises(InputError, match="divisible by the number of processes, 5"):
@@ -200,19 +201,19 @@ def test_processes_share_each_batch():
         ({"learning_rate": 0.0}, "`learning_rate` above 0"),
         ({"optimiser": "sgd"}, "adamw, muon"),
         ({"schedule": "linear"}, "cosine, constant"),
-        ({"steps": "many"}, "steps like 200"),
+        ({"steps": "many"}, "`steps` like 200"),
         ({"lerning_rate": 1.0}, "Write learning_rate"),
         ({"snapshots": [0, 300]}, "steps from 0 to 200"),
-        ({"micro_batch_size": True}, "micro_batch_size like"),
+        ({"micro_batch_size": True}, "`micro_batch_size` like"),
         ({"sequence_length": 16}, "more than 16 tokens to probe"),
-        ({"learning_rate": "fast"}, "learning_rate like 0.003"),
+        ({"learning_rate": "fast"}, "`learning_rate` like 0.003"),
         ({"skipped_targets": -1}, "`skipped_targets` of at least 0"),
         ({"skipped_targets": 128}, "`skipped_targets` below `sequence_length=128`"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
-        changed(TINY, changes, "training")
+        changed(TINY, changes)
 
 
 def test_a_yaml_file_changes_a_preset(tmp_path):

@@ -48,14 +48,14 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
     """
     path = output.path(source.model)
     from sinkscope.remedies.audit import audit
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
     named: dict[str, Any] = asdict(source) | asdict(asked)
-    with terminal.progress("measurements") as progress:
-        result = audit(named.pop("model"), named.pop("text"), **named, progress=progress)
-    with terminal.working("writing tables"), run_folder(path, output.overwrite) as folder:
+    with progress.bar("measurements") as move:
+        result = audit(named.pop("model"), named.pop("text"), **named, progress=move)
+    with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)

@@ -64,16 +64,16 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     """
     path = output.path(source.model)
     from sinkscope.origins.initial_bias import bias
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
     given = {"controls": asked.chosen_controls, "along": asked.along or []}
     named: dict[str, Any] = asdict(source) | asdict(asked) | given
-    with terminal.progress("readings") as progress:
-        result = bias(named.pop("model"), **named, progress=progress)
+    with progress.bar("readings") as move:
+        result = bias(named.pop("model"), **named, progress=move)
     first_process_writes()
-    with terminal.working("writing tables"), run_folder(path, output.overwrite) as folder:
+    with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.readings.model))
         result.write(folder)

@@ -71,7 +71,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     path = output.path("fingerprint")
     from sinkscope import __version__, processes
     from sinkscope.origins.fingerprint import fingerprint
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
@@ -83,7 +83,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     goes_on = parts.path is not None and parts.path.exists()
     try:
         way_on = f"the same command with --out {path} goes on"
-        with finished_parts_are_kept(way_on), terminal.steps() as work:
+        with finished_parts_are_kept(way_on), progress.bars() as work:
             if processes.count() > 1:
                 processes.from_first(parts.prepare)
             result = fingerprint(named.pop("models"), **named, parts=parts, work=work)

@@ -64,12 +64,12 @@ def intervene_command(
     given = {kind: values for kind, values in asdict(interventions).items() if values}
     wanted = requests(given, layers=asked.layers, heads=asked.heads)
     path = output.path(source.model)
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.intervene import intervene
 
     loaded = source.load()
-    with terminal.working("tracing before, after and under the control"):
+    with progress.working("tracing before, after and under the control"):
         result = intervene(loaded, wanted, **asdict(texts), **asdict(tokens))
     with run_folder(path, output.overwrite) as folder:
         write_request(folder, source, tokens, texts, asked, interventions=given)

@@ -30,12 +30,12 @@ def models_command(asked: ModelsOptions) -> None:
     from sinkscope.models.anatomy import anatomy_of
     from sinkscope.models.families import FAMILIES
     from sinkscope.models.loading import load
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
 
     rows = [family.row() for family in FAMILIES if asked.name in (None, family.name)]
     if rows:
         print(json.dumps(rows, indent=2)) if asked.as_json else terminal.show_families(rows)
         return
-    with terminal.working("loading the model"):
+    with progress.working("loading the model"):
         parts = anatomy_of(load(asked.name, trust_remote_code=asked.trust_remote_code).model).row()
     print(json.dumps(parts, indent=2)) if asked.as_json else terminal.show_anatomy(asked.name or "", parts)

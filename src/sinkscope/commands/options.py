@@ -69,11 +69,11 @@ class ModelOptions:
     def load(self) -> LoadedModel:
         """The model; shows that it is being loaded."""
         from sinkscope.models.loading import load
-        from sinkscope.report import terminal
+        from sinkscope.report import progress
 
         bound_memory_of(self.device)
         named = asdict(self)
-        with terminal.working("loading the model"):
+        with progress.working("loading the model"):
             return load(named.pop("model"), **named)
 
 

@@ -12,7 +12,8 @@ import typer
 
 from sinkscope.arguments import TRACKERS, VARIANTS, check_choice
 from sinkscope.commands.options import bound_memory_of, integers
-from sinkscope.pretrain.config import TrainingConfig, resolve
+from sinkscope.pretrain.config import TrainingConfig
+from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
 from sinkscope.processes import is_one_of_several
 from sinkscope.runtime import check_placement

@@ -36,13 +36,13 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
     """
     path = output.path(source.model)
     from sinkscope.remedies.remedy import remedy
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
-    with terminal.progress("models measured") as progress:
-        result = remedy(loaded, **asdict(texts), **asdict(asked), progress=progress)
-    with terminal.working("writing the model"), run_folder(path, output.overwrite) as folder:
+    with progress.bar("models measured") as move:
+        result = remedy(loaded, **asdict(texts), **asdict(asked), progress=move)
+    with progress.working("writing the model"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, texts, asked)
         folder.write_json("environment.json", run_environment(loaded))
         result.write(folder)

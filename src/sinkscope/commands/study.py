@@ -87,7 +87,7 @@ def _study(
     """Studies one model, with or without BOS or both. No run is written before all studies are done, so that an
     interrupted command can be given again unchanged."""
     from sinkscope import __version__, processes
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.study import study
@@ -99,11 +99,11 @@ def _study(
     for path, asked in runs.items():
         if processes.count() > 1:  # one process makes it only when needed: a refused run must change nothing
             processes.from_first(parts[path].prepare)
-        with terminal.progress("conditions") as progress:
-            results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=progress)
+        with progress.bar("conditions") as move:
+            results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=move)
     first_process_writes()
     for path, result in results.items():
-        with terminal.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:
+        with progress.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:
             write_request(folder, source, tokens, runs[path])
             attention = result.trace.recording.attention_path
             folder.write_json("environment.json", run_environment(loaded, attention_path=attention))

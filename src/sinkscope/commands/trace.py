@@ -48,7 +48,7 @@ def trace_command(
     from sinkscope.capture.trace import trace
     from sinkscope.models.prompts import prompt_batch
     from sinkscope.models.token_batches import token_batch
-    from sinkscope.report import terminal
+    from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
@@ -56,10 +56,10 @@ def trace_command(
         batch = prompt_batch(loaded, texts.prompt, bos=texts.bos)
     else:
         batch = token_batch(loaded, bos=texts.bos, **asdict(tokens))
-    with terminal.progress("forward passes") as progress:
-        result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=progress)
+    with progress.bar("forward passes") as move:
+        result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=move)
     first_process_writes()
-    with terminal.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
+    with progress.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, tokens, texts, asked)
         recording = result.recording
         environment = run_environment(loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s)

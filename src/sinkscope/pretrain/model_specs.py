@@ -26,7 +26,7 @@ from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, caus
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
 from sinkscope.models.names import DEFAULT_MODEL, run_path
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
-from sinkscope.pretrain.config import PRESETS, decoder_config, preset
+from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.runs import initial_configuration
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.validated import shortened

@@ -12,17 +12,10 @@ from statistics import median
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import (
-    DEFAULT_PRESET,
-    KEYS_OF_A_RUN,
-    TRAINING_PRESETS,
-    PretrainConfig,
-    changed,
-    decoder_config,
-    with_defaults,
-)
+from sinkscope.pretrain.config import KEYS_OF_A_RUN, PretrainConfig
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.metrics import read_rows
+from sinkscope.pretrain.presets import DEFAULT_PRESET, TRAINING_PRESETS, changed, decoder_config, with_defaults
 from sinkscope.pretrain.tokenize import load_tokenizer
 from sinkscope.pretrain.tokens import TokenShards, is_shards, open_shards
 from sinkscope.results.run_folder import is_training_run
@@ -245,8 +238,8 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
             known = {name: value for name, value in read_json(file, shape).items() if name in shape}
             return decoder_config(saved["model"] | known), folder
     checked(saved, {"data": [NAME], "validation": [NAME], "vocab_size": Int(1)}, run / "config.yaml")
-    training = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"], "training")
-    config = PretrainConfig(**saved | {"training": training})
+    saved["training"] = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"])
+    config = PretrainConfig(**saved)
     shards = shards_of_run(config, run)
     return decoder_config_of_run(config, shards), shards.path
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, resolve
+from sinkscope.pretrain.config import PretrainConfig, TrainingOptions
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -22,6 +22,7 @@ from sinkscope.pretrain.metrics import (
     tracker,
 )
 from sinkscope.pretrain.parallel import Processes, processes
+from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.runs import decoder_config_of_run, saved_configuration, shards_of_run
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards

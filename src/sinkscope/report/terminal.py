@@ -1,26 +1,20 @@
-"""What people see on a terminal: progress while work goes on, then a short table and one sentence.
+"""What people see of a result on a terminal: a short table and one sentence, on standard output.
 
-Progress goes to standard error, results to standard output. Text from models is printed as text, never as markup, and
-nothing in it moves the cursor.
+Text from models is printed as text, never as markup, and nothing in it moves the cursor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sinkscope.report.text import number, printed, say
+from sinkscope.report.text import number, printed
 
 if TYPE_CHECKING:
     from sinkscope.capture.trace import Trace
@@ -32,93 +26,8 @@ if TYPE_CHECKING:
     from sinkscope.studies.intervene import Intervened
     from sinkscope.studies.study import Study
 
-SECONDS_BETWEEN_LINES = 30.0
 NUM_SHOWN = 8
 """Rows of a list that are shown; the tables hold all of them."""
-
-
-@contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows on a terminal what is being done."""
-    console = Console(stderr=True)
-    with console.status(_text(console, what)):
-        yield
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; yields the function that moves it."""
-    with steps() as begin:
-        yield begin(what)
-
-
-@contextlib.contextmanager
-def steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """One bar for each of several tasks; yields a function that starts a task's bar and returns what moves it.
-
-    Where there is no terminal for bars, a line every 30 seconds says what is done and left of the newest task.
-    """
-    if not Console(stderr=True).is_terminal:
-        with _lines() as begin_lines:
-            yield begin_lines
-        return
-    with _bar() as bar:
-
-        def begin(what: str) -> Callable[[int, int], None]:
-            task = bar.add_task(_text(bar.console, what).plain, total=None)
-            return lambda done, total: bar.update(task, completed=done, total=total)
-
-        yield begin
-
-
-@contextlib.contextmanager
-def _lines() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    newest: tuple[str, int, int | None, float] | None = None  # what, done, total, begun at
-    ended = threading.Event()
-
-    def print_lines() -> None:
-        while not ended.wait(SECONDS_BETWEEN_LINES):
-            if newest is not None:
-                say(progress_line(*newest), error=True)
-
-    def begin(what: str) -> Callable[[int, int], None]:
-        nonlocal newest
-        begun_at = time.monotonic()
-        newest = what, 0, None, begun_at
-
-        def move(done: int, total: int) -> None:
-            nonlocal newest
-            newest = what, done, total, begun_at
-
-        return move
-
-    # A thread, since one step of the work may take longer than the time between two lines.
-    printer = threading.Thread(target=print_lines, daemon=True)
-    printer.start()
-    try:
-        yield begin
-    finally:
-        ended.set()
-        printer.join()
-
-
-def progress_line(what: str, done: int, total: int | None, begun_at: float) -> str:
-    """What is done, what is left, and about how long that will take."""
-    elapsed_s = time.monotonic() - begun_at
-    text = f"{what}: {done} of {'?' if total is None else total} done after {elapsed_s:.0f} s"
-    if total is None or not done:
-        return text
-    return f"{text}, {total - done} left, about {elapsed_s / done * (total - done):.0f} s"
-
-
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
 
 
 def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
