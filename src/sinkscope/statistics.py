@@ -130,8 +130,8 @@ def resample_weights(num_samples: int, num_resamples: int = 20_000, seed: int = 
     return random.multinomial(num_samples, np.full(num_samples, 1 / num_samples), size=num_resamples) / num_samples
 
 
-def mean_interval(values: ArrayLike, *, confidence: float = 0.95) -> tuple[float, float]:
-    """The low and high ends of Student's t interval of a mean, for few samples, such as training runs.
+def mean_interval(values: ArrayLike) -> tuple[float, float]:
+    """The low and high ends of the 95 % interval of a mean by Student's t, for few samples, such as training runs.
 
     A bootstrap of four samples has 35 different means, and its interval is half as wide as it should be. One sample
     has no interval: NaN.
@@ -141,7 +141,7 @@ def mean_interval(values: ArrayLike, *, confidence: float = 0.95) -> tuple[float
         raise ValueError(f"expected at least one sample along one axis, found shape {samples.shape}")
     if len(samples) == 1:
         return math.nan, math.nan
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf(0.975)
     reach = _student_t(z, len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
     return float(samples.mean() - reach), float(samples.mean() + reach)
 

@@ -161,11 +161,6 @@ def attention_received_plain(
     return AttentionReductions(a_BHTS.sum(2), (a_BHTS * surprise_BHTS).sum(-1), a_BHTS.square().sum(-1), weighted)
 
 
-def can_run(query: Tensor) -> bool:
-    """Whether the kernels can run on this tensor's device here; `reason_not_to_run` says why not."""
-    return reason_not_to_run(query) is None
-
-
 def reason_not_to_run(query: Tensor) -> str | None:
     """Why the kernels cannot run on this tensor, or None when they can."""
     if not HAS_TRITON:

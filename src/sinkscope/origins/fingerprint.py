@@ -25,7 +25,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
-from sinkscope.origins.fingerprint_schemas import PAIRS, UNRELATED
+from sinkscope.origins.fingerprint_schemas import FINGERPRINT_TABLES, PAIRS, UNRELATED
 from sinkscope.origins.seedprint import LEVEL, seedprint
 from sinkscope.origins.signature import (
     Inputs,
@@ -82,7 +82,7 @@ class Fingerprint(Result):
     """Signatures, and every pair of them that was asked for."""
 
     headline = ("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q")
-    schemas = (PAIRS, UNRELATED)
+    schemas = FINGERPRINT_TABLES
     method: Method
     signatures: list[Signature]
     unrelated: list[Signature]

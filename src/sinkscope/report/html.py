@@ -130,7 +130,7 @@ def evidence(claim: dict[str, Any]) -> str:
     )
 
 
-def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str = "") -> str:
+def table(columns: Sequence[str], entries: Iterable[Sequence[Any]]) -> str:
     """A table; numbers are aligned to the right."""
     body, numeric = [], [True] * len(columns)
     for entry in entries:
@@ -147,7 +147,7 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]], style: str =
         for column, is_number in zip(columns, numeric, strict=True)
     )
     return (
-        f'<div class="scroll" tabindex="0"><table class="{style}"><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
 

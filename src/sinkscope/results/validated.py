@@ -88,9 +88,9 @@ SCALAR = Maybe(AnyOf((bool, Int(-LARGEST_INT, LARGEST_INT), Real(), Text())))
 ANYTHING = object()
 
 
-def read_json(path: Path, shape: Any = ANYTHING, sizes: Mapping[str, int] | None = None) -> Any:
+def read_json(path: Path, shape: Any = ANYTHING) -> Any:
     """The value in a JSON file."""
-    return parse_json(read_text(path, MOST_JSON), path, shape, sizes)
+    return parse_json(read_text(path, MOST_JSON), path, shape)
 
 
 def read_yaml(path: Path, shape: Any = ANYTHING) -> Any:
@@ -119,15 +119,13 @@ def read_json_lines(path: Path, shape: Any = ANYTHING) -> list[Any]:
     return [parse_json(line, path, shape, where=f"line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def parse_json(
-    text: str, path: Path, shape: Any = ANYTHING, sizes: Mapping[str, int] | None = None, where: str = ""
-) -> Any:
+def parse_json(text: str, path: Path, shape: Any = ANYTHING, *, where: str = "") -> Any:
     """The value that is written in a text of the file `path`."""
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise refused(path, f"{where}: {_reason(error)}" if where else _reason(error)) from error
-    return checked(value, shape, path, sizes, where)
+    return checked(value, shape, path, where=where)
 
 
 def read_text(path: Path, most: int) -> str:
