@@ -1,15 +1,15 @@
 """What following the sinks by their neurons adds to decoding, step by step with a cache.
 
-python benchmarks/sink_watch_cost.py MODEL
+python benchmarks/sink_watch_cost.py MODEL [--bos]
 
 Other work on a machine slows both sides. So a round decodes the same tokens plain and watched, one right after the
 other and in turn first, and compares the medians of their steps; the median over rounds is printed, with its interval.
 On a CPU it is the processor's time that is read, which waits for nobody.
 """
 
+import argparse
 import contextlib
 import statistics
-import sys
 import time
 
 import numpy as np
@@ -20,8 +20,12 @@ import sinkscope
 
 STEPS, ROUNDS = 12, 32
 
-loaded = sinkscope.load(sys.argv[1])
-batch = sinkscope.token_batch(loaded, length=64, num_sequences=4, bos=len(sys.argv) > 2 or None)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model")
+parser.add_argument("--bos", action="store_true", help="begin each text with BOS")
+asked = parser.parse_args()
+loaded = sinkscope.load(asked.model)
+batch = sinkscope.token_batch(loaded, length=64, num_sequences=4, bos=asked.bos or None)
 neurons = sinkscope.sink_neurons(loaded, batch)
 clock = time.process_time if loaded.model.device.type == "cpu" else time.perf_counter
 
