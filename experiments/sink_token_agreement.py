@@ -1,13 +1,17 @@
 """How far the sinks that neurons tell agree with those of attention, on books that the neurons were not found on.
 
-python experiments/sink_token_agreement.py --model MODEL --text valid.txt [--bos] [--length 256] [--windows 4]
+python experiments/sink_token_agreement.py --model MODEL --text valid.txt [--by-hash 31 60] [--bos] [--length 256]
 
 The text is books, one after the other with the separator of `sinkscope tokenize`. Neurons are found on every other book
 and judged on the rest, then the other way round: a row of the table each. Judged are tokens with enough later queries
 to be a sink by attention at all. Below the table stands every token on which the two disagree.
+
+--by-hash takes some books of a large text by a rule that nobody's wishes can bend: of those with at least 50,000
+characters, in the order of their SHA-256, the FIRST to the LAST.
 """
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import torch
@@ -25,6 +29,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--text", type=Path, required=True)
 parser.add_argument("--length", type=int, default=256)
 parser.add_argument("--windows", type=int, default=4, help="of each book")
+parser.add_argument("--by-hash", type=int, nargs=2, metavar=("FIRST", "LAST"), help="these books alone, counted from 1")
 parser.add_argument("--bos", action="store_true", help="begin each window with BOS")
 asked = parser.parse_args()
 loaded = sinkscope.load(asked.model)
@@ -44,6 +49,10 @@ def windows(book: str) -> list[list[int]]:
 
 
 books = [book for book in asked.text.read_text(encoding="utf-8").split(SEPARATOR) if book.strip()]
+if asked.by_hash:
+    first_book, last_book = asked.by_hash
+    books = sorted((book for book in books if len(book) >= 50_000), key=lambda it: hashlib.sha256(it.encode()).digest())
+    books = books[first_book - 1 : last_book]
 parts = [torch.tensor([ids for book in books[half::2] for ids in windows(book)]) for half in (0, 1)]
 masks, rates, _ = zip(*(attention_sinks(loaded, as_batch(loaded, ids)) for ids in parts), strict=True)
 early = eligible_positions(asked.length)
