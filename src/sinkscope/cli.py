@@ -108,7 +108,7 @@ def main() -> None:
             try:
                 command_line()()
             finally:
-                sys.stdout.flush()  # what cannot be printed is told here, not by the interpreter as it ends
+                sys.stdout.flush()  # here, not by the interpreter as it ends, so that a failure is reported
         return
     except Exception as error:
         # Memory first: code that reads strangers' files takes any error for a damaged file.

@@ -20,7 +20,7 @@ from sinkscope.measures.sink_score import are_sinks, eligible_positions
 from sinkscope.models.loading import LoadedModel
 
 TOLD_SHARE = 0.1
-"""A token is told as a sink where it is one in at least this share of the sequences."""
+"""A token is reported as a sink where it is one in at least this share of the sequences."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def trace_summary(findings: Findings) -> dict:
 
 
 def story(findings: Findings) -> str:
-    """One sentence that tells what was found."""
+    """One sentence that says what was found."""
     sinks = findings.sinks
     position, rate = findings.strongest
     among = ""

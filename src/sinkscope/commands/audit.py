@@ -42,7 +42,9 @@ class AuditOptions:
 
 
 def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> None:
-    """Show what breaks in a model in 8 or 4 bits, with a small cache or a window, where, and what to do about it.
+    """Show what breaks in a model in 8 or 4 bits, and what helps.
+
+    A small cache and a window are tried too. The page says where the damage is, and what to do about it.
 
     Example: sinkscope audit HuggingFaceTB/SmolLM2-135M --text book.txt
     """

@@ -55,10 +55,10 @@ class BiasOptions:
 
 
 def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> None:
-    """Show which tokens a model prefers whatever it reads, what causes it, and what training leaves of it.
+    """Show which tokens a model prefers, whatever it reads.
 
-    The model may also be a configuration (config.json or its folder, a preset of pretrain, a training run): its weights
-    are then drawn from seeds.
+    It also shows what causes this, and what training leaves of it. The model may also be a configuration (config.json
+    or its folder, a preset of pretrain, a training run): its weights are then drawn from seeds.
 
     Example: sinkscope bias tiny --seeds 8
     """

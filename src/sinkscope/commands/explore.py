@@ -46,7 +46,7 @@ class ExploreOptions:
 
 
 def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
-    """Open a page on this machine: type a prompt, see its sinks, intervene by clicking.
+    """Explore a prompt on a live page, and intervene by clicking.
 
     MODEL may also be the folder of a finished trace, however long. The page is served to this machine alone, and needs
     no network. Ctrl-C ends it.

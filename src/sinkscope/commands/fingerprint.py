@@ -61,10 +61,11 @@ class FingerprintOptions:
 
 
 def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
-    """Say which models began with the same weights, and how sure that is.
+    """Say which models began with the same weights.
 
-    The same command with the same --out resumes an interrupted run. Signatures are kept in the run folder: give them
-    in place of models to compare again without weights.
+    Each verdict comes with an effect, an interval and a false-discovery rate. The same command with the same --out
+    resumes an interrupted run. Signatures are kept in the run folder: give them in place of models to compare again
+    without weights.
 
     Example: sinkscope fingerprint init:runs/a runs/a runs/b --out runs/origins
     """

@@ -52,11 +52,12 @@ def intervene_command(
     source: ModelOptions,
     output: Output,
 ) -> None:
-    """Change a model's forward pass and show every observable before, after and under a control.
+    """Intervene in a model's forward pass and show what changes.
 
-    Aggregation edits act up to the birth of disparity unless --layers says otherwise; their means come from 64 other
-    sequences; beside --prompt, from those that --tokens names. The control replaces each intervention: a mask by its
-    opposite, amplification by scaling the norm, units by matched random ones.
+    Every observable is shown before, after and under a control. Aggregation edits act up to the birth of disparity
+    unless --layers says otherwise. Their means come from 64 other sequences; with --prompt, --tokens says of what kind.
+    The control replaces each intervention: a mask by its opposite, amplification by scaling the norm, units by matched
+    random ones.
 
     Example: sinkscope intervene gpt2 --mask-to-self 10 --clamp-dimension 447@10
     """

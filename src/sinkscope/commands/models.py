@@ -23,7 +23,7 @@ class ModelsOptions:
 
 
 def models_command(asked: ModelsOptions) -> None:
-    """List the families that are supported, or show where a model keeps its modules.
+    """List the supported families, or show a model's modules.
 
     Example: sinkscope models gpt2
     """

@@ -144,7 +144,7 @@ class Output:
 
 
 def bound_memory_of(device: str) -> None:
-    """Where the work is done on the CPU, memory that runs out is an error from here on, and told as one."""
+    """Where the work is done on the CPU, running out of memory is from here on an error that can be reported."""
     from sinkscope.memory import bound_memory
     from sinkscope.runtime import resolve_device
 

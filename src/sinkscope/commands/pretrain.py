@@ -31,7 +31,9 @@ class TokenizeOutput:
 
 
 def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
-    """Turn text into token shards: train a byte-level BPE, encode, hold documents out.
+    """Turn text into token shards, for pretrain.
+
+    Trains a byte-level BPE on the text, encodes it, and holds some documents out.
 
     Example: sinkscope tokenize --data books/ --out tokens --vocab-size 8192
     """
@@ -91,9 +93,9 @@ TrainingFlags = make_dataclass("TrainingFlags", _training_options(), frozen=True
 
 
 def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  # type: ignore[valid-type]
-    """Train a small decoder from scratch and watch the sink being born.
+    """Train a small decoder and watch its sink being born.
 
-    What is not given comes from --config.
+    Options that are not given come from --config.
 
     Example: sinkscope pretrain --variant head_norm --config tiny --data text.txt --out runs/tiny
     """

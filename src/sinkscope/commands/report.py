@@ -31,7 +31,9 @@ class ReportOptions:
 
 
 def report_command(asked: ReportOptions) -> None:
-    """Write the page of one run: of training, its losses, its sink and when each link was born.
+    """Write the page of one run.
+
+    The page of a training run shows its losses, its sink and when each link was born.
 
     Example: sinkscope report runs/tiny --overwrite
     """

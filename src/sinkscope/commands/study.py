@@ -34,7 +34,11 @@ class StudyOptions:
     """How the sequences of a study begin."""
 
     bos: Annotated[
-        str, typer.Option(help="A BOS token at position 0: yes, no, both (two studies side by side) or auto.")
+        str,
+        typer.Option(
+            help="A BOS token at position 0: yes, no, both (two studies side by side), or auto: before text, if the "
+            "tokenizer adds one."
+        ),
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -42,10 +46,10 @@ class StudyOptions:
 
 
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
-    """Decide link by link whether the chain holds in a model, and write a report.
+    """Decide, link by link, whether the chain holds in a model.
 
-    Claims are judged on the sequences asked for; 96 others choose what is tested and calibrate it. The same command
-    with the same --out resumes an interrupted study.
+    A report is written to the run folder. Claims are judged on the sequences asked for; 96 others choose what is tested
+    and calibrate it. The same command with the same --out resumes an interrupted study.
 
     Example: sinkscope study HuggingFaceTB/SmolLM2-135M --out runs/smollm2
     """

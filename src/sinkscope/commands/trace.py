@@ -29,7 +29,10 @@ class TraceOptions:
         str | None, typer.Option(help="Record attention on these keys only, such as 0,10; faster for long contexts.")
     ] = None
     effective_rank: Annotated[
-        bool, typer.Option("--effective-rank/--no-effective-rank", help="Effective rank, by a decomposition.")
+        bool,
+        typer.Option(
+            "--effective-rank/--no-effective-rank", help="Measure the effective rank, which needs a decomposition."
+        ),
     ] = True
 
 

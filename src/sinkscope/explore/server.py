@@ -2,7 +2,7 @@
 
 Every address begins with a random token, and the names of other machines and pages are refused, so that neither another
 user of the machine nor a page open in the same browser can make the model read anything. One thread runs the models;
-who would have to wait long is told so.
+requests that would have to wait long are refused with a reason.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def listening(port: int) -> socket.socket:
 def serve(
     sources: Sequence[Source], *, prompts: Sequence[str], at: socket.socket, opened: Callable[[str], None]
 ) -> None:
-    """Answers until the process is interrupted; `opened` is told the address."""
+    """Answers until the process is interrupted; `opened` is called with the address."""
     token, port = secrets.token_urlsafe(24), at.getsockname()[1]
     app = application(sources, prompts=prompts, token=token, port=port)
     config = uvicorn.Config(

@@ -25,7 +25,7 @@ WHERE_TO_CORRECT = "Correct it in `config`, or where it was given"
 class TrainingConfig:
     """How a decoder is trained: each field with its help. Counts of steps are counts of updates."""
 
-    steps: Annotated[int, "Updates"]
+    steps: Annotated[int, "Updates in all"]
     batch_size: Annotated[int, "Sequences in an update, over all processes"]
     micro_batch_size: Annotated[
         int | None, "Sequences in one forward pass of one process; by default its whole share of the batch"
@@ -50,7 +50,7 @@ class TrainingConfig:
 
     evaluate_every: Annotated[int, "Steps between held-out losses"]
     evaluation_sequences: Annotated[int, "Sequences in a held-out loss"] = 64
-    probe_every: Annotated[int, "Steps between probes of the six observables; 0: none"]
+    probe_every: Annotated[int, "Steps between probes of the chain; 0 for none"]
     probe_length: Annotated[int, "Tokens in a probed sequence"] = 64
     probe_sequences: Annotated[int, "Sequences in a probe"] = 32
     checkpoint_every: Annotated[int, "Steps between checkpoints"]
