@@ -10,11 +10,12 @@ from study_tables import HOSTILE_TOKENS
 
 import sinkscope
 from sinkscope.explore.server import application, listening
-from sinkscope.explore.sources import LiveModel
+from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.report.text import token_text, visible
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
 PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
+TRACED = "Both of them went home."
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 WIDTH_NEEDED = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 IDLE = "[...document.querySelectorAll('.pane')].every(pane => pane.dataset.asked && !pane.hasAttribute('aria-busy'))"
@@ -32,14 +33,17 @@ class HostileModel(LiveModel):
 
 
 @pytest.fixture(scope="module")
-def address():
-    """Where the page is served: a model, and one whose tokens are hostile."""
+def address(tmp_path_factory):
+    """Where the page is served: a model, one whose tokens are hostile, and a finished trace."""
     loaded = sinkscope.load("reference:softmax")
     hostile = HostileModel(loaded, HOSTILE)
     hostile.name = HOSTILE
+    run = tmp_path_factory.mktemp("explore") / "run"
+    sinkscope.trace(loaded, TRACED).save(run)
     with listening(0) as at:
         port = at.getsockname()[1]
-        app = application([LiveModel(loaded, "model"), hostile], prompts=[PROMPT], token="secret", port=port)
+        sources = [LiveModel(loaded, "model"), hostile, FinishedTrace(run)]
+        app = application(sources, prompts=[PROMPT], token="secret", port=port)
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [at]})
         thread.start()
@@ -163,6 +167,17 @@ def test_what_is_refused_is_told_and_taken_back(page):
     assert text(page, ".message") == ""
     assert "The cat sat" in text(page, ".python")
     page.errors.clear()  # Chromium logs each answer of 400
+
+
+def test_a_finished_trace_has_its_own_tokens_and_no_prompt_box(page):
+    boxes = "['.prompt', '.read'].map(name => document.querySelector(name).checkVisibility())"
+    choice = "Object.assign(document.querySelector('.source'), {value: '%s'}).dispatchEvent(new Event('change'))"
+    act(page, choice % 2)
+    assert page.evaluate(boxes) == [False, False]
+    assert "".join(browser_tokens(page)) == TRACED.replace(" ", "\u2423")
+    act(page, choice % 0)
+    assert page.evaluate(boxes) == [True, True]
+    assert "".join(browser_tokens(page)) == PROMPT.replace(" ", "\u2423")
 
 
 def test_maps_tell_their_cells_and_open_a_token(page):

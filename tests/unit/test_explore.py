@@ -9,6 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 import sinkscope
+from sinkscope.commands.explore import ExploreOptions, explore_command
+from sinkscope.commands.options import ModelOptions
 from sinkscope.errors import InputError
 from sinkscope.explore import readings
 from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
@@ -183,6 +185,8 @@ def test_a_finished_trace_is_shown_as_the_live_one_in_windows(model, tmp_path, m
     assert part["map"]["now"] == [row[8:16] for row in whole["map"]["now"]]
     refused = finished.post("/secret/view", json=state | {"edits": [["mask_to_self", "3"]]})
     assert refused.status_code == 400
+    with pytest.raises(InputError, match="a finished trace, which has its own text"):
+        explore_command(ExploreOptions(prompt=["a b"]), ModelOptions(model=str(tmp_path / "run")))
 
 
 def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():

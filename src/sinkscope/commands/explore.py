@@ -73,6 +73,12 @@ def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
         sources = [_opened(source, asked.bos)]
         if asked.beside is not None:
             sources.append(_opened(replace(source, model=asked.beside), asked.bos))
+        if asked.prompt and not any(each.is_live for each in sources):
+            raise InputError(
+                expected="a model, to read `prompt`",
+                found="a finished trace, which has its own text",
+                next_step="Leave `prompt` out, or name a model",
+            )
         try:
             serve(sources, prompts=asked.prompt or [FIRST_PROMPT], at=at, opened=opened)
         except KeyboardInterrupt:

@@ -138,7 +138,7 @@ class Pane {
     const text = view.opened_text ? ` ${view.opened_text}` : "";
     this.get("legend").replaceChildren(`Token ${view.opened}`, element("bdi", {}, text));
     this.get(".tools-of-token").disabled = !this.isLive;
-    this.get(".prompt").disabled = this.get(".read").disabled = !this.isLive; // a finished trace has its text
+    this.get(".prompt-of").hidden = this.get(".read").hidden = !this.isLive; // a finished trace has its own tokens
     const factor = this.state.edits.find(([kind, what]) => kind === "amplify" && what.startsWith(`${view.opened}:`));
     if (document.activeElement !== this.get(".amplify")) {
       this.get(".amplify").value = this.get(".tools-of-token output").textContent = factor ? factor[1].split(":")[1] : "1";
