@@ -7,7 +7,17 @@ import torch
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope import InputError, amplify_variance, edit_mask, mask_to_self, match_energy, match_moments, match_variance
+from sinkscope import (
+    InputError,
+    amplify_variance,
+    edit_mask,
+    mask_to_self,
+    match_energy,
+    match_moments,
+    match_variance,
+    shift_mean,
+)
+from sinkscope.interventions.matching import ShiftMeanAlone
 
 POSITION, LAYERS = 5, (0, 1)
 
@@ -74,6 +84,17 @@ def test_what_is_left_on_is_calibrated_anew(model, batch):
         found = moments(model, batch.ids)
     for layer in LAYERS:
         close([found[layer][0]], [masked[layer][0]])
+
+
+def test_the_mean_alone_is_shifted(model, batch):
+    """Control: shift_mean as it is changes the variance of the next layer."""
+    alone = ShiftMeanAlone(model, POSITION, 8.0, variance="untouched", calibration=batch, layers=LAYERS)
+    shifted = shift_mean(model, POSITION, 8.0, calibration=batch, layers=LAYERS)
+    untouched, found, free = (moments(model, batch.ids, *on) for on in ((), (alone,), (shifted,)))
+    for layer in LAYERS:
+        close([found[layer][0]], [untouched[layer][0]])
+    close([found[0][2], free[0][2]], [36 * untouched[0][2]] * 2)  # o - 7 mu has the mean -6 mu
+    assert abs(free[1][0] / untouched[1][0] - 1) > 0.01
 
 
 def test_variance_and_energy_are_set_apart(model, batch):

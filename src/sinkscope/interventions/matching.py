@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, run_with_aggregations
+from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit, AtAggregation, run_with_aggregations
 from sinkscope.interventions.base import (
     AttentionPlace,
     Intervention,
@@ -121,6 +121,27 @@ class MatchMoments(AggregationEdit):
                 next_step="Match the variance too, or in other layers",
             )
         return mean_C * max(0.0, 1 + missing / of_mean) ** 0.5
+
+
+class ShiftMeanAlone(MatchMoments):
+    """`shift_mean` with the batch variance at a level, as near as it can be: what is shifted in one layer changes the
+    variance of the next."""
+
+    def __init__(
+        self,
+        model: Model,
+        position: int,
+        factor: float,
+        *,
+        variance: Level,
+        calibration: TokenBatch,
+        **where: Unpack[AttentionPlace],
+    ) -> None:
+        super().__init__(model, position, variance=variance, calibration=calibration, nearest=True, **where)
+        self.name, self.factor = "shift_mean", factor
+
+    def formula(self, old_BC: Tensor, layer: int) -> Tensor:
+        return FORMULAS[self.name](super().formula(old_BC, layer), self.calibrated[layer], self.factor, layer)
 
 
 def match_moments(

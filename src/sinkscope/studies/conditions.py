@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, FORMULAS, AggregationEdit
+from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit
 from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
-from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, moments_under
+from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, ShiftMeanAlone, moments_under
 from sinkscope.interventions.neurons import (
     ClampNeurons,
     Mode,
@@ -279,7 +279,7 @@ class Conditions:
         if condition.levelled:
             return self._matched(condition)
         free = replace(condition, held=None)
-        made = self._edit(free) if condition.name in FORMULAS else MAKERS[condition.name](self, condition)
+        made = MAKERS[condition.name](self, condition) if condition.name in MAKERS else self._edit(free)
         untouched, where = self.replay.untouched, TokenPlace(positions=condition.target)
         units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
@@ -308,7 +308,7 @@ class Conditions:
         """A mixing with its moments at the level of another."""
         mixing = [] if condition.name == UNTOUCHED else [MAKERS[condition.name](self, condition)]
         variance, energy = (
-            None if of is None else self._level(of, condition.target, condition.before_norm)
+            None if of is None else self.level(of, condition.target, condition.before_norm)
             for of in (condition.variance, condition.energy)
         )
         # What cannot be met shows in the check.
@@ -316,7 +316,7 @@ class Conditions:
         where["before_norm"] = condition.before_norm
         return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
 
-    def _level(self, mixing: str, target: int, before_norm: bool) -> Mapping[int, Moments]:
+    def level(self, mixing: str, target: int, before_norm: bool) -> Mapping[int, Moments]:
         if (key := (mixing, target, before_norm)) not in self._levels:
             made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
             on = BEFORE_NORM if before_norm else AGGREGATION
@@ -381,6 +381,13 @@ def _open_to_later(study: Conditions, c: Condition) -> Intervention:
     return edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1]), layers=study.plan.mixed)
 
 
+def _shift_mean(study: Conditions, c: Condition) -> Intervention:
+    """With the variance of the untouched model in every layer: the mean alone is moved."""
+    level = study.level(UNTOUCHED, c.target, c.before_norm)
+    where: dict[str, Any] = dict(calibration=study.calibration, layers=study.plan.layers)
+    return ShiftMeanAlone(study.loaded, c.target, c.factor or 1.0, variance=level, **where)
+
+
 def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[int]) -> Intervention:
     plan = study.plan
     return set_dimensions(study.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive)
@@ -394,6 +401,7 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     SEE_FAR: _see_far,
     SEE_TWO: _seeing(0, 1),
     "open_to_later": _open_to_later,
+    "shift_mean": _shift_mean,
     "transplant_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.plan.dimensions),
     "transplant_random_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.controls.dimensions),
     "transplant_super_neurons": lambda study, c: transplant_neurons(
@@ -411,4 +419,4 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "turn_minimal_set": _elsewhere("turn"),
     "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
 }
-"""Conditions that are no formula on the aggregation."""
+"""Conditions that are more than a formula on the aggregation."""
