@@ -10,7 +10,7 @@ from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels,
 from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
-from sinkscope.studies.judging import Bar, Claim, Empty, Numbers, judge, second_over_first
+from sinkscope.studies.judging import Bar, Claim, Empty, Judgement, Numbers, judge, second_over_first
 from sinkscope.studies.minimal_set import minimal_set
 from sinkscope.studies.study import _numbers
 
@@ -21,7 +21,7 @@ def found(*bars_and_values, name="sink"):
     """A claim of some bars, with its numbers."""
     bars, by_bar = zip(*bars_and_values, strict=True)
     claim = Claim(id=name, link="sink", statement="", bars=bars, numbers=lambda study: numbers)
-    numbers = Numbers(by_bar=[np.asarray(values, float) for values in by_bar])
+    numbers = Numbers(by_bar=[v if isinstance(v, Empty) else np.asarray(v, float) for v in by_bar])
     return claim, claim.numbers(None)
 
 
@@ -230,29 +230,75 @@ def test_no_unit_of_a_minimal_set_can_be_put_back():
         assert remaining([other for other in found if other != unit]) > 0.2
 
 
+def test_a_bar_without_a_number_can_leave_a_claim_refuted_and_never_carries_it():
+    good, bad, wide = ((Bar("at least", 0.5), spread(*values)) for values in ((0.9, 0.1), (0.1, 0.1), (0.5, 1)))
+    marked = (Bar("at least", 0.5), Empty("a cell misses"))
+    for bar, verdict in ((good, "not applicable"), (wide, "not applicable"), (bad, "does not hold")):
+        for bars in ((bar, marked), (marked, bar)):
+            judged = judge([found(*bars)], N)[0]
+            assert judged.verdict == verdict
+            assert "a cell misses" in judged.note
+            assert (judged.effect is None) == (verdict == "not applicable")
+    # Controls: with a number for each bar the first holds; without any there is nothing to judge.
+    assert judge([found(good, good)], N)[0].verdict == "holds"
+    assert judge([found(marked, marked)], N)[0].verdict == "not applicable"
+    # What could have been refuted counts in Holm's family, whatever came of it; what has no number at all does not.
+    other = claim(spread(0.06, 0.3), name="other")
+    alone, beside = (judge([other, found(*bars)], N)[0].confidence for bars in ((marked,), (good, marked)))
+    assert (alone, beside) == (pytest.approx(0.95), pytest.approx(0.975))
+
+
+RETURNED = "see_self+variance_of_untouched"
+KEPT = f"{RETURNED}+energy_of_see_self"
+"""The two cells of `variance_is_what_matters`: with the energy that follows, and with its own energy kept."""
+MIXED = ("untouched+variance_of_see_self", "untouched+energy_of_see_self")
+
+
 @pytest.mark.parametrize(
     ("marked", "without_number", "not_judged"),
     [
         (None, set(), set()),
         ("see_self+energy_of_untouched", {"variance_is_what_matters"}, {"energy_is_what_matters"}),
-        ("untouched+energy_of_see_self", set(), {"variance_suffices", "energy_suffices"}),
+        ("untouched+energy_of_see_self", {"variance_suffices"}, {"energy_suffices"}),
         ("untouched+variance_of_see_self", {"energy_suffices"}, {"variance_suffices"}),
+        (KEPT, set(), set()),
+        (RETURNED, {"energy_is_what_matters"}, set()),
+        ("see_far", set(), {"any_single_key_creates_sink"}),
     ],
 )
 def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number, not_judged):
+    """A mixed token never rises, and all of the rise of one that sees one key is left: what remains can refute."""
+    found = judged_with(dict.fromkeys(MIXED, 0.0), marked)
+    assert {claim for claim, judged in found.items() if judged.verdict == "not applicable"} == not_judged
+    assert {c for c, j in found.items() if j.verdict != "not applicable" and j.control is None} == without_number
+    judged = found["variance_is_what_matters"]
+    assert judged.verdict == "does not hold"
+    assert (f"not counted: {marked}" in judged.note) == (marked in (KEPT, RETURNED))
+
+
+def test_dropping_a_cell_makes_no_claim_hold():
+    """One cell leaves nothing of the rise, as the claim says; the other is marked, or leaves all of it, or nothing."""
+    one, both = {RETURNED: 0.0}, {RETURNED: 0.0, KEPT: 0.0}
+    runs = judged_with(one, KEPT), judged_with(one, None), judged_with(both, None)
+    verdicts = [found["variance_is_what_matters"].verdict for found in runs]
+    assert verdicts == ["not applicable", "does not hold", "holds"]
+
+
+def judged_with(rises: dict[str, float], marked: str | None) -> dict[str, Judgement]:
+    """Claims with one cell or several, by the rises of some cells, 0.2 in the others, and a marked cell."""
+
     def rise_B(name, **levels):
-        if Condition(name, 10, **levels).label == marked:
+        label = Condition(name, 10, **levels).label
+        if label == marked:
             raise MarkedError(marked)
-        return np.full(4, 0.2)
+        return np.full(N, rises.get(label, 0.2))
 
     study: Any = SimpleNamespace(
         plan=SimpleNamespace(targets=(10,)), sides=(False,), rise_B=rise_B, where="", by_side=lambda values: ""
     )
-    claims = ("variance_is_what_matters", "variance_suffices", "energy_is_what_matters", "energy_suffices")
-    found = {claim: _numbers(CLAIMS[claim], study) for claim in claims}
-    assert {claim for claim, numbers in found.items() if isinstance(numbers, Empty)} == not_judged
-    judged = {claim: numbers for claim, numbers in found.items() if isinstance(numbers, Numbers)}
-    assert {claim for claim, numbers in judged.items() if numbers.control is None} == without_number
+    mixing = ("variance_is_what_matters", "variance_suffices", "energy_is_what_matters", "energy_suffices")
+    claims = [CLAIMS[name] for name in (*mixing, "any_single_key_creates_sink")]
+    return {judged.id: judged for judged in judge([(each, _numbers(each, study)) for each in claims], N)}
 
 
 def test_a_claim_is_judged_on_the_side_of_a_norm_that_speaks_most_for_it():

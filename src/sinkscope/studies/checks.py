@@ -14,13 +14,14 @@ and no check.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
 from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
 from sinkscope.studies import conditions as run
+from sinkscope.studies.judging import Empty
 from sinkscope.studies.plan import Plan
 
 CONFIDENCE = 0.99
@@ -33,16 +34,25 @@ FARTHEST = np.log(1e6)
 """No ratio counts as farther off than this: nothing over something would be infinitely so."""
 
 
+T = TypeVar("T")
+
+
 class MarkedError(Exception):
     """A condition that did not do what its name says was to support something."""
 
 
-def unless_marked(control: Callable[[], float]) -> float | None:
-    """The number of a control; None where a condition that it rests on is marked."""
+def unless_marked(found: Callable[[], T]) -> T | Empty:
+    """What is judged; nothing where a condition that it rests on is marked."""
     try:
-        return control()
-    except MarkedError:
-        return None
+        return found()
+    except MarkedError as marked:
+        return Empty(str(marked))
+
+
+def control_unless_marked(control: Callable[[], float]) -> float | None:
+    """The number of a control; None likewise."""
+    found = unless_marked(control)
+    return None if isinstance(found, Empty) else found
 
 
 class Ran(Protocol):

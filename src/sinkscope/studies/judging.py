@@ -3,7 +3,9 @@
 A claim has one bar or several, all of which it must clear. A bar is a number computed from means over sequences, with a
 threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at least`
 is content with the threshold itself. A claim holds when it clears every bar, does not hold when one bar's interval lies
-on the wrong side, and is undecided when an interval contains the threshold. Intervals are bootstrap intervals over
+on the wrong side, and is undecided when an interval contains the threshold. A bar without a number (it rests on a
+condition that did not do what its name says) supports nothing: the others can refute the claim, and without that it is
+not applicable. Intervals are bootstrap intervals over
 sequences at the level that Holm's procedure over all applicable claims gives, so that all verdicts together are right
 with 95 % confidence.
 """
@@ -102,22 +104,22 @@ UP_ON_A_SIDE = Bar("at least", RISE, most)
 TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
 
 
+@dataclass(frozen=True)
+class Empty:
+    """Why a claim, or one of its bars, has no number to judge, and the verdict that it then gets."""
+
+    note: str
+    verdict: Verdict = "not applicable"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
     """What a claim is judged on."""
 
-    by_bar: Sequence[np.ndarray]
+    by_bar: Sequence[np.ndarray | Empty]
     """For each bar [B, ...] numbers by sequence, whose means its statistic takes; NaN is empty, and left out."""
     control: float | None = None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Empty:
-    """Why a claim has no number to judge, and the verdict that it then gets."""
-
-    note: str
-    verdict: Verdict = "not applicable"
 
 
 Found = Numbers | Empty
@@ -160,29 +162,39 @@ class Judgement:
 
 Estimate = tuple[float, np.ndarray, float]
 """(value, resampled values, p-value of its threshold)."""
+Estimates = list[Estimate | None]
+"""By bar; None where a bar has no number."""
 
 
 def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) -> list[Judgement]:
     """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
     weights_RB = resample_weights(num_sequences)
     estimates = {
-        claim.id: [_estimate(bar, columns, weights_RB) for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)]
+        claim.id: [
+            None if isinstance(columns, Empty) else _estimate(bar, columns, weights_RB)
+            for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)
+        ]
         for claim, numbers in found
         if isinstance(numbers, Numbers)
     }
-    judged = [claim for claim, _ in found if claim.id in estimates]
+    judged = [claim for claim, _ in found if any(estimates.get(claim.id, ()))]
     p_values = [_p_value(claim, estimates[claim.id]) for claim in judged]
     decided, levels = holm_levels(p_values, FAMILY_LEVEL)
     by_id = {claim.id: found for claim, *found in zip(judged, p_values, decided, levels, strict=True)}
     result = []
     for claim, numbers in found:
-        if isinstance(numbers, Empty):
-            result.append(Judgement(claim=claim, verdict=numbers.verdict, n=num_sequences, note=numbers.note))
+        by_bar = [numbers] if isinstance(numbers, Empty) else numbers.by_bar
+        missing = [bar for bar in by_bar if isinstance(bar, Empty)]
+        p_value, is_decided, level = by_id.get(claim.id, (None, False, 1.0))
+        if isinstance(numbers, Empty) or (missing and not is_decided):
+            note = "; ".join(bar.note for bar in missing)
+            result.append(Judgement(claim=claim, verdict=missing[0].verdict, n=num_sequences, note=note))
             continue
-        p_value, is_decided, level = by_id[claim.id]
         cleared = _cleared(claim, estimates[claim.id])
         leading = cleared.index(False) if False in cleared else 0
-        value, resampled_R, _ = estimates[claim.id][leading]
+        leader = estimates[claim.id][leading]
+        assert leader is not None  # without a number for each bar only one that is not cleared decides
+        value, resampled_R, _ = leader
         tail = bootstrap_tail(num_sequences, 1 - level)
         low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
         verdict: Verdict = ("holds" if all(cleared) else "does not hold") if is_decided else "undecided"
@@ -192,7 +204,7 @@ def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) ->
                 verdict=verdict,
                 n=num_sequences,
                 control=numbers.control,
-                note=numbers.note,
+                note="; ".join(filter(None, [numbers.note, *(f"not counted: {bar.note}" for bar in missing)])),
                 bar=claim.bars[leading],
                 effect=value,
                 low=low,
@@ -222,14 +234,17 @@ def _estimate(bar: Bar, values: np.ndarray, weights_RB: np.ndarray) -> Estimate:
     return value, resampled_R, bootstrap_p_value(resampled_R, bar.threshold, len(columns_BC))
 
 
-def _cleared(claim: Claim, estimates: list[Estimate]) -> list[bool]:
-    return [bar.cleared_by(value) for bar, (value, _, _) in zip(claim.bars, estimates, strict=True)]
+def _cleared(claim: Claim, estimates: Estimates) -> list[bool | None]:
+    """None where a bar has no number, which is neither."""
+    pairs = zip(claim.bars, estimates, strict=True)
+    return [None if estimate is None else bar.cleared_by(estimate[0]) for bar, estimate in pairs]
 
 
-def _p_value(claim: Claim, estimates: list[Estimate]) -> float:
-    """All bars are cleared: the weakest decides. One is not: the clearest failure, corrected for having looked at
-    several."""
+def _p_value(claim: Claim, estimates: Estimates) -> float:
+    """All bars are cleared: the weakest decides, and 1 where one has no number. One is not: the clearest failure,
+    corrected for having looked at several."""
     cleared = _cleared(claim, estimates)
-    if all(cleared):
-        return max(p for _, _, p in estimates)
-    return min(1.0, len(cleared) * min(p for ok, (_, _, p) in zip(cleared, estimates, strict=True) if not ok))
+    failures = [estimate[2] for ok, estimate in zip(cleared, estimates, strict=True) if estimate and not ok]
+    if failures:
+        return min(1.0, len(cleared) * min(failures))
+    return max(1.0 if estimate is None else estimate[2] for estimate in estimates)

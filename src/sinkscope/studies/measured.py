@@ -12,7 +12,7 @@ import numpy as np
 from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.models.anatomy import Anatomy, Unit
-from sinkscope.studies.checks import ROUNDING, MarkedError, missed, unless_marked
+from sinkscope.studies.checks import ROUNDING, MarkedError, control_unless_marked, missed
 from sinkscope.studies.conditions import Condition, Outcome, sides_of_norm
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
@@ -101,7 +101,7 @@ class Measured:
     def left_by(self, name: str, position: int) -> float | None:
         """What a condition at some position leaves of the sink, as a control; None where it is marked."""
         before = self.at_sink_B().mean()
-        return unless_marked(lambda: float(self.at_sink_B(Condition(name, position)).mean() / before))
+        return control_unless_marked(lambda: float(self.at_sink_B(Condition(name, position)).mean() / before))
 
     def left_BS2(self, name: str) -> np.ndarray:
         """The same of a condition at the sink, on each side of the norm on the aggregation."""

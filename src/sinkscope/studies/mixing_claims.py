@@ -9,12 +9,13 @@ claim is judged on the side that speaks most for the moment: a moment that does 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from sinkscope.interventions.matching import UNTOUCHED
-from sinkscope.studies.checks import unless_marked
+from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
     DOSE,
     FACTORS,
@@ -50,7 +51,7 @@ def _rise(
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
-        beside = unless_marked(lambda: float(study.rise_B(*control).mean()))
+        beside = control_unless_marked(lambda: float(study.rise_B(*control).mean()))
         return Numbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
 
     return numbers
@@ -61,8 +62,9 @@ def _risen_BS(study: Measured, cell: dict[str, Any]) -> np.ndarray:
     return np.stack([study.rise_B(**cell, before_norm=side) for side in study.sides], 1)
 
 
-def _note(text: str, study: Measured, *by_side: np.ndarray) -> str:
-    return "; ".join(filter(None, [text, *map(study.by_side, by_side)]))
+def _note(text: str, study: Measured, *by_side: np.ndarray | Empty) -> str:
+    sides = (study.by_side(values) for values in by_side if not isinstance(values, Empty))
+    return "; ".join(filter(None, [text, *sides]))
 
 
 def _dose_response(study: Measured) -> Found:
@@ -95,14 +97,18 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
     def numbers(study: Measured) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
-        left = [_risen_BS(study, cell) for cell in cells]
         total_B = study.rise_B(SEE_SELF)
         if total_B.mean() < RISE:
             return Empty("a token that sees only itself makes no sink that could be taken apart")
-        by_bar = [np.stack([np.broadcast_to(total_B[:, None], each.shape), each], 2) for each in left]
+
+        def left_BS2(cell: dict[str, Any]) -> np.ndarray:
+            risen_BS = _risen_BS(study, cell)
+            return np.stack([np.broadcast_to(total_B[:, None], risen_BS.shape), risen_BS], 2)
+
+        by_bar = [unless_marked(partial(left_BS2, cell)) for cell in cells]
         return Numbers(
             by_bar=by_bar,
-            control=unless_marked(lambda: float(study.rise_B(**control).mean() / total_B.mean())),
+            control=control_unless_marked(lambda: float(study.rise_B(**control).mean() / total_B.mean())),
             note=_note(f"of a rise of {total_B.mean():.1%}", study, *by_bar),
         )
 
@@ -112,10 +118,11 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
 def _single_key(study: Measured) -> Found:
     if not study.plan.targets:
         return Empty(NO_TARGET)
-    previous_B, far_B = study.rise_B(SEE_PREVIOUS), study.rise_B(SEE_FAR)
-    note = f"the key before {previous_B.mean():+.1%}, a far one {far_B.mean():+.1%}"
-    control = unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
-    return Numbers(by_bar=[previous_B, far_B], control=control, note=note)
+    seen = {"the key before": SEE_PREVIOUS, "a far one": SEE_FAR}
+    risen = {key: unless_marked(partial(study.rise_B, mixing)) for key, mixing in seen.items()}
+    said = (f"{key} {risen_B.mean():+.1%}" for key, risen_B in risen.items() if not isinstance(risen_B, Empty))
+    control = control_unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
+    return Numbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
 
 
 def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
@@ -124,8 +131,8 @@ def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: b
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
         return Numbers(
-            by_bar=[risen_BS, risen_BS - _risen_BS(study, control)] if beats_control else [risen_BS],
-            control=unless_marked(lambda: float(study.rise_B(**control).mean())),
+            by_bar=[risen_BS, unless_marked(lambda: risen_BS - _risen_BS(study, control))][: 1 + beats_control],
+            control=control_unless_marked(lambda: float(study.rise_B(**control).mean())),
             note=_note(study.where, study, risen_BS),
         )
 

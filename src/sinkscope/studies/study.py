@@ -31,7 +31,7 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer, counts
-from sinkscope.studies.checks import MarkedError
+from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
 from sinkscope.studies.controls import Activity, direction_writers, draw_controls, read_activity
@@ -170,10 +170,7 @@ def study(
 
 def _numbers(claim: Claim, measured: Measured) -> Found:
     """What a claim is judged on. A condition that did not do what its name says supports nothing."""
-    try:
-        return claim.numbers(measured)
-    except MarkedError as marked:
-        return Empty(str(marked))
+    return unless_marked(lambda: claim.numbers(measured))
 
 
 class _Run:
