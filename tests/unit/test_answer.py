@@ -13,7 +13,8 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
     ("verdicts", "said", "not_said"),
     [
         ({}, "undecided", "makes a token a sink;"),
-        ({UNMIXING: NO}, "undecided", "Neither"),
+        ({UNMIXING: NO}, "undecided.", "Neither"),
+        ({UNMIXING: NO, "opening_removes_sink": "holds"}, "undecided; this one needs to see itself alone.", "Neither"),
         (NEITHER, "whether this one needs them is undecided", "not in averaging"),
         ({**NEITHER, "opening_removes_sink": NO}, "not in averaging", "undecided"),
         ({**NEITHER, "opening_removes_sink": "holds"}, "needs to see itself alone: averaging", "not in averaging"),

@@ -54,19 +54,16 @@ def cause(verdicts: Verdicts) -> str:
         if others_fail:
             return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
         return "Amplified variance makes a token a sink; whether less than that does is undecided."
-    if others_fail:
-        return f"Neither an unmixed value nor more variance makes another token a sink{_needed(verdicts)}"
-    return "What makes a token a sink is undecided."
-
-
-def _needed(verdicts: Verdicts) -> str:
-    """What the sink itself loses with its mixing and its variance, where they make no other."""
     needs = {"opening_removes_sink": "to see itself alone", "equalising_removes_sink": "its variance"}
-    if held := [words for claim, words in needs.items() if verdicts.hold(claim)]:
-        return f", but this one needs {' and '.join(held)}: averaging is part of the cause, and not enough."
+    needed = " and ".join(words for claim, words in needs.items() if verdicts.hold(claim))
+    if not others_fail:
+        return f"What makes a token a sink is undecided{needed and f'; this one needs {needed}'}."
+    neither = "Neither an unmixed value nor more variance makes another token a sink"
+    if needed:
+        return f"{neither}, but this one needs {needed}: averaging is part of the cause, and not enough."
     if verdicts.fail("opening_removes_sink"):
-        return ": the cause lies in the token or its place, not in averaging."
-    return "; whether this one needs them is undecided."
+        return f"{neither}: the cause lies in the token or its place, not in averaging."
+    return f"{neither}; whether this one needs them is undecided."
 
 
 def _unmixed(verdicts: Verdicts) -> str:
