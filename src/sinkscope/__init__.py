@@ -6,7 +6,7 @@
 
 What there is to call:
 
-    load(name)                    a model: Hugging Face name, folder, .gguf file, training run, or a model object
+    load(source)                  a model: Hugging Face name, folder, .gguf file, training run, or a model object
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
     trace(model, text)            the sink chain of a text, several or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
@@ -15,7 +15,7 @@ What there is to call:
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights
     train(data, out)              a training run: a small decoder from scratch, the chain measured meanwhile
-    compare_training(runs)        training runs over variants and seeds, side by side; also one run alone
+    compare_training(runs)        training runs over variants and seeds, side by side; or one run alone
     sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
     remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
     anatomy_of(model)             where a model keeps its modules
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "load": "sinkscope.models.loading",
-    "LoadedModel": "sinkscope.models.loading",
+    "LoadedModel": "sinkscope.models.loaded",
     "token_batch": "sinkscope.models.token_batches",
     "TokenBatch": "sinkscope.models.token_batches",
     "anatomy_of": "sinkscope.models.anatomy",
@@ -136,7 +136,7 @@ if TYPE_CHECKING:
     from sinkscope.models.anatomy import anatomy_of as anatomy_of
     from sinkscope.models.insert_head_norm import insert_head_norm as insert_head_norm
     from sinkscope.models.insert_head_norm import remove_head_norm as remove_head_norm
-    from sinkscope.models.loading import LoadedModel as LoadedModel
+    from sinkscope.models.loaded import LoadedModel as LoadedModel
     from sinkscope.models.loading import load as load
     from sinkscope.models.rotation import rotate as rotate
     from sinkscope.models.token_batches import TokenBatch as TokenBatch

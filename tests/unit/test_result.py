@@ -6,6 +6,7 @@ import pytest
 from tiny_models import tiny_model
 
 import sinkscope
+from sinkscope.interventions.kinds import requests
 from sinkscope.results.tables import Column, Schema
 
 
@@ -28,12 +29,36 @@ class Small(sinkscope.Result):
 
 
 def test_every_result_has_this_shape():
-    for name in ("Trace", "Study", "Fingerprint", "Bias", "Audit", "TrainingComparison"):
+    for name in ("Trace", "Study", "Intervened", "Fingerprint", "Bias", "Audit", "Remedied", "TrainingComparison"):
         kind = getattr(sinkscope, name)
         assert issubclass(kind, sinkscope.Result)
         assert kind.__repr__ is sinkscope.Result.__repr__, "a dataclass would write its own, of any length"
         assert kind.headline[0]
         assert all(hasattr(kind, part) for part in ("story", "summary"))
+
+
+def test_a_model_is_given_as_it_is_at_hand():
+    model = tiny_model("llama")
+    loaded = sinkscope.load(model)
+    batch = sinkscope.token_batch(model, num_sequences=2, length=24)
+    assert batch.ids.equal(sinkscope.token_batch(loaded, num_sequences=2, length=24).ids)
+    assert (
+        sinkscope.anatomy_of(loaded).layers[0].output_projection
+        is sinkscope.anatomy_of(model).layers[0].output_projection
+    )
+    assert sinkscope.probe(loaded, batch).whole == sinkscope.probe(model, batch).whole
+    norms = sinkscope.insert_head_norm(loaded)
+    assert norms[0] in set(model.modules())
+    sinkscope.remove_head_norm(loaded)
+    for weights in (sinkscope.unplug(loaded, [(1, 3)]), sinkscope.unplug(model, ["1:3"])):
+        assert not weights.model.layers[1].mlp.down_proj.weight[:, 3].any()
+    with pytest.raises(sinkscope.InputError, match="Load it first"):
+        sinkscope.mask_to_self("gpt2", 10)  # type: ignore[arg-type]
+
+
+def test_one_intervention_needs_no_list():
+    (request,) = requests({"mask_to_self": "10"})
+    assert request.values == requests({"mask_to_self": ["10"]})[0].values == ((10,),)
 
 
 def test_a_repr_is_a_few_lines(traced):

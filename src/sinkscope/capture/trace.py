@@ -105,6 +105,9 @@ def trace(
 ) -> Trace:
     """The sink chain of a model on what it reads: a batch of tokens, a text, a list of texts, or ids.
 
+        found = sinkscope.trace(model, "The cat sat on the mat.")
+        found.story, found.findings.sinks, found.table("heads")
+
     `observables` says what to record, by name or as records of your own; by default all of CHAIN. `keys` restricts
     attention to chosen key positions. `effective_rank=False` leaves out the only number that needs a decomposition.
     Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.

@@ -127,7 +127,7 @@ def requests(
             name=name,
             values=tuple(
                 _read(text, name, f"{KINDS[name].form}, such as {KINDS[name].example}", KINDS[name].read)
-                for text in texts
+                for text in ([texts] if isinstance(texts, str) else texts)
             ),
             where=where,
         )

@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from sinkscope.arguments import unit_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
+from sinkscope.models.loaded import LoadedModel, bare_model
 
 AnyModule = Any
 """A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
@@ -206,10 +208,10 @@ class Anatomy:
         }
 
 
-def checked_units(anatomy: Anatomy, units: Iterable[Unit]) -> dict[tuple[int, int | None], tuple[int, ...]]:
+def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[tuple[int, int | None], tuple[int, ...]]:
     """Neurons by (layer, expert); refuses units that the model does not have."""
     groups: dict[tuple[int, int | None], set[int]] = {}
-    for layer, expert, neuron in units:
+    for layer, expert, neuron in map(as_unit, units):
         if not 0 <= layer < len(anatomy.layers):
             raise InputError(
                 expected=f"a layer from 0 to {len(anatomy.layers) - 1}",
@@ -227,12 +229,22 @@ def checked_units(anatomy: Anatomy, units: Iterable[Unit]) -> dict[tuple[int, in
     return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
 
 
-def anatomy_of(model: AnyModule) -> Anatomy:
-    """The anatomy of a causal language model; a model may bring its own as the attribute `sinkscope_anatomy`."""
-    own = getattr(model, "sinkscope_anatomy", None)
+def anatomy_of(model: LoadedModel | AnyModule) -> Anatomy:
+    """The anatomy of a causal language model; a model may bring its own as the attribute `sinkscope_anatomy`.
+
+    sinkscope.anatomy_of(model).layers[5].output_projection
+    """
+    bare: AnyModule = bare_model(model)
+    if isinstance(bare, str | Path):
+        raise InputError(
+            expected="a model, or what load() gave",
+            found=f"a name, {reprlib.repr(bare)}",
+            next_step="Load it first: model = sinkscope.load(...)",
+        )
+    own = getattr(bare, "sinkscope_anatomy", None)
     if own is not None:
         return own
-    return describe(_family_of(model.config.get_text_config().model_type), model)
+    return describe(_family_of(bare.config.get_text_config().model_type), bare)
 
 
 def describe(family: Family, model: AnyModule) -> Anatomy:

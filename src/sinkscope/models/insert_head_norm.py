@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import AnyModule, anatomy_of
+from sinkscope.models.loaded import LoadedModel, bare_model
 
 NAME = "head_norm"
 """Name of the submodule in each output projection."""
@@ -25,7 +26,7 @@ CONFIG_KEY = "sinkscope_head_norm"
 
 
 def insert_head_norm(
-    model: AnyModule, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
+    model: LoadedModel | AnyModule, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
 ) -> list[HeadRMSNorm]:
     """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
 
@@ -49,11 +50,11 @@ def insert_head_norm(
         projection.add_module(NAME, norm)
         norm.handle = projection.register_forward_pre_hook(_normalise)
         norms.append(norm)
-    setattr(model.config, CONFIG_KEY, options)
+    setattr(bare_model(model).config, CONFIG_KEY, options)
     return norms
 
 
-def remove_head_norm(model: AnyModule) -> None:
+def remove_head_norm(model: LoadedModel | AnyModule) -> None:
     """Takes the norms out: the model computes what it did before they were put in, to the bit, if it was not
     trained meanwhile."""
     for layer in anatomy_of(model).layers:
@@ -66,7 +67,7 @@ def remove_head_norm(model: AnyModule) -> None:
             )
         norm.handle.remove()
         delattr(layer.output_projection, NAME)
-    delattr(model.config, CONFIG_KEY)
+    delattr(bare_model(model).config, CONFIG_KEY)
 
 
 def load_head_norm(model: AnyModule, folder: str | Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from sinkscope.models.checkpoint_checks import (
 from sinkscope.models.gguf_files import gguf_tokenizer, load_gguf, read_gguf_header
 from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
+from sinkscope.models.loaded import LoadedModel, bare_model
 from sinkscope.models.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.results.run_folder import is_training_run
@@ -39,28 +39,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HASHED_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedModel:
-    """A model ready to trace, and where it came from."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    revision: str | None = None
-    """The commit on the Hub, where the model came from there."""
-    source: Literal["hub", "folder", "gguf", "given", "reference"]
-    weight_hash: str
-    dtype: str
-    trust_remote_code: bool
-
-
-def bare_model(model: Any) -> Any:
-    """The model itself, from a loaded model or from one that its owner made and perhaps wrapped for several devices."""
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return model.module
-    return model.model if isinstance(model, LoadedModel) else model
 
 
 class LoadOptions(TypedDict, total=False):
@@ -86,6 +64,8 @@ def load(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
     """The model that `source` names, in eval mode on its device, with every weight checked.
+
+        model = sinkscope.load("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 
     `source` is a folder, a .gguf file, a Hugging Face name, a model object (taken as it is), reference:softmax (the
     default), reference:head_norm or reference:learned_sink, which come with the package, or a training run: RUN for

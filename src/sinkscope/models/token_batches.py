@@ -21,12 +21,12 @@ from torch import Tensor
 from sinkscope.arguments import STANDARD_INPUT, check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
-from sinkscope.models.loading import LoadedModel, bare_model, bos_id, text_config
+from sinkscope.models.loading import LoadedModel, bare_model, bos_id, load, text_config
 from sinkscope.runtime import check_torch_defaults
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +73,7 @@ class TokenBatch:
 
 
 def token_batch(
-    loaded: LoadedModel,
+    model: LoadedModel | PreTrainedModel | str,
     tokens: str = "random",
     *,
     bos: bool | None = None,
@@ -83,6 +83,8 @@ def token_batch(
 ) -> TokenBatch:
     """`num_sequences` sequences of `length` tokens, a BOS token at position 0 included where `bos` asks for one.
 
+        batch = sinkscope.token_batch(model, "text:book.txt", length=128)
+
     bos=None means no BOS for random and repeated tokens, and for text what the tokenizer itself does with a text.
     Random tokens are uniform over the vocabulary without special and unused ids; sequence i depends on the seed and i
     alone, and with BOS its later positions are the ones it has without. The global random state is neither read nor
@@ -90,6 +92,7 @@ def token_batch(
     """
     check_torch_defaults()
     kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences, seed=seed)
+    loaded = load(model)
     _check_length(loaded.model, length)
     if bos is None:
         bos = kind == "text" and tokenizer_adds_bos(loaded)
@@ -241,7 +244,7 @@ def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
         raise InputError(
             expected="a tokenizer, to read text with",
             found=f"none with {loaded.name}",
-            next_step="Give `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
+            next_step="Give ids or `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
         )
     return loaded.tokenizer
 

@@ -120,7 +120,7 @@ class Fingerprint(Result):
         return {
             "kind": "fingerprint",
             "method": self.method,
-            "answer": self.story,
+            "story": self.story,
             "caveat": self.caveat,
             "inputs": asdict(inputs),
             "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
@@ -157,10 +157,12 @@ def fingerprint(
     work: Work | None = None,
     **loading: Unpack[LoadOptions],
 ) -> Fingerprint:
-    """The first model compared with each other one, or all pairs of them.
+    """The first model compared with each other one, or with `matrix` all pairs of them.
+
+        sinkscope.fingerprint(["init:runs/a", "runs/a", "runs/b"]).table("pairs")
 
     Models are anything that `load` takes, signatures, or files of signatures. If one is a signature, its inputs are the
-    default. `loading` goes to `load`. Only one model is in memory at a time.
+    default. Further options go to `load`. Only one model is in memory at a time.
     """
     check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}

@@ -65,7 +65,7 @@ class Bias(Result):
 
 
 def bias(
-    source: Any = None,
+    model: Any = None,
     *,
     seeds: int | None = None,
     num_sequences: int = 128,
@@ -78,10 +78,12 @@ def bias(
 ) -> Bias:
     """The bias of a model, or of models drawn from a configuration.
 
-    `source` is a name from the table in `pretrain/model_specs.py`, a configuration, or a model. From a configuration,
-    `seeds` models are drawn (8 by default). `seed` is that of the random sequences. `controls` are names of CONTROLS,
-    by default all. `along` holds later checkpoints of the model; a training run brings its own. Further options go to
-    `load`.
+        sinkscope.bias("tiny", seeds=4).table("controls")
+
+    `model` is anything that `load` takes, or a configuration, from which `seeds` models are drawn (8 by default): a
+    preset such as "tiny", a config.json or its folder, a training run. `seed` is that of the random sequences.
+    `controls` are names of CONTROLS, by default all. `along` holds later checkpoints of the model; a training run
+    brings its own. Further options go to `load`.
     """
     names = list(CONTROLS if controls is None else dict.fromkeys(controls))
     for name in names:
@@ -90,7 +92,7 @@ def bias(
         if isinstance(place, str | Path):
             user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take
     check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
-    found = find_configuration(source, trust_remote_code=bool(options.get("trust_remote_code")))
+    found = find_configuration(model, trust_remote_code=bool(options.get("trust_remote_code")))
     chosen = _seeds(found, seeds)
     later = [*along, *(_run_checkpoints(found) if found is not None else ())]
     total = len(chosen) * (1 + len(names)) + len(later)
@@ -107,7 +109,7 @@ def bias(
     readings: list[BiasReading] = []
     under: dict[str, list[Controlled]] = {name: [] for name in names}
     refused: dict[str, str] = {}
-    for index, loaded in enumerate(_models(found, source, chosen, options)):
+    for index, loaded in enumerate(_models(found, model, chosen, options)):
         first = loaded if first is None else first
         # Every model has its own sequences, so that an interval over models includes the chance in their choice.
         batch, calibration = (

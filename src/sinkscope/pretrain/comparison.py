@@ -129,7 +129,7 @@ class Reach:
 
 @dataclass(frozen=True, repr=False)
 class TrainingComparison(Result):
-    """What `compare_training` found. `tables` are columns by name, as pandas.DataFrame takes them."""
+    """What `compare_training` found, variant by variant and run by run."""
 
     headline = ("variants", "variant", "quantity", "num_seeds", "mean", "low", "high")
     schemas = COMPARISON_TABLES
@@ -157,21 +157,24 @@ class TrainingComparison(Result):
     def summary(self) -> dict[str, Any]:
         """The short tables as rows."""
         short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
-        return {"baseline": self.baseline, "notes": self.notes, **short}
+        return {"story": self.story, "baseline": self.baseline, "notes": self.notes, **short}
 
 
-def compare_training(folders: Sequence[Path | str]) -> TrainingComparison:
+def compare_training(runs: Path | str | Sequence[Path | str]) -> TrainingComparison:
     """The tables of complete training runs, which must have seen the same data in batches of the same size.
+
+        sinkscope.compare_training(["runs/softmax-0", "runs/gate-0"]).of("gate", "tokens_ratio")
 
     A run is a folder, or a model that comes with the package. One run alone has the same tables.
     """
-    if not folders:
+    named = [runs] if isinstance(runs, str | Path) else runs
+    if not named:
         raise InputError(expected="a training run or several", found="none", next_step="Give run folders")
-    runs = [read_finished_run(run_path(str(folder))) for folder in folders]
-    check_comparable(runs)
-    groups = replicas(runs)
+    finished = [read_finished_run(run_path(str(run))) for run in named]
+    check_comparable(finished)
+    groups = replicas(finished)
     baseline = next(iter(groups))
-    run_rows = _run_rows(groups, one_machine=num_machines(runs) == 1)
+    run_rows = _run_rows(groups, one_machine=num_machines(finished) == 1)
     labelled = [(label, run) for label, group in groups.items() for run in group]
     observables = [row for label, run in labelled for row in _observable_rows(label, run)]
     rows = {

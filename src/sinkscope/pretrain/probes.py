@@ -1,4 +1,4 @@
-"""The six observables of the sink chain, traced on fixed batches while a model trains.
+"""The observables of the sink chain, traced on fixed batches while a model trains.
 
 All of them describe one position: the strongest sink or, while there is none, the key that receives the most attention.
 So each link can be followed before it is strong, and the links can be ordered by their birth.
@@ -29,7 +29,7 @@ from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.super_neurons import channel_sparsity
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.metrics import JsonLines, read_rows
@@ -65,15 +65,17 @@ class Probe:
         return {"whole": self.whole, "layers": self.layers}
 
 
-def probe(model: PreTrainedModel, batch: Tokens, *, effective_rank: bool = True) -> Probe:
-    """The six observables of a model in memory on a batch, eagerly and in the dtype of its weights.
+def probe(model: LoadedModel | PreTrainedModel | str, batch: Tokens, *, effective_rank: bool = True) -> Probe:
+    """The observables of the chain of a model in memory on a batch, eagerly and in the dtype of its weights.
+
+        tracker.log(sinkscope.probe(model, batch).whole)
 
     For any training loop: `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean.
     The model's mode, its gradients and the random state are left as they were.
     """
-    loaded = loaded_model(model)
+    loaded = load(model) if isinstance(model, LoadedModel | str) else loaded_model(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
-    with evaluation_mode(model):
+    with evaluation_mode(loaded.model):
         # Without a sink, not the key with the largest rate: late keys, which few queries see, pass its
         # threshold by chance.
         position, rate = findings.strongest if findings.sinks else findings.most_attended
@@ -160,6 +162,8 @@ def _number(value: float) -> float | None:
 
 class SinkProbe(TrainerCallback):
     """Probes the model before training and every `every` steps, on random tokens or on a given batch.
+
+        trainer.add_callback(sinkscope.SinkProbe(trainer.log, every=100))
 
     `log` is the trainer's own: a callback does not see its trainer, nor what else listens to it.
     """

@@ -90,6 +90,8 @@ def train(
 ) -> Path:
     """The folder of a training run, trained to its end: `sinkscope pretrain` for Python.
 
+        run = sinkscope.train("books/", "runs/gate", variant="gate", steps=1000)
+
     `data` is text, or folders of it, or token shards; `config` a preset (tiny, 30m, 152m, 1b) or a YAML file;
     `training` changes its entries, such as `steps=100`. `say` is called with each line of progress. A run that was
     stopped goes on.

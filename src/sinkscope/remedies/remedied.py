@@ -123,6 +123,7 @@ class Remedied(Result):
     @cached_property
     def summary(self) -> dict[str, Any]:
         return {
+            "story": self.story,
             "model": self.loaded.name,
             "num_texts": self.num_tokens[0],
             "length": self.num_tokens[1],

@@ -101,6 +101,7 @@ class Intervened(Result):
         arms = {arm: getattr(self, arm).summary for arm in ARMS}
         rates = {arm: getattr(self, arm).recording.sink_rate.tolist() for arm in ARMS}
         return {
+            "story": self.story,
             "positions": self.positions,
             "control_is": self.control_is,
             "calibrated_on": self.calibrated_on,

@@ -1,0 +1,33 @@
+"""A model that is loaded, with its tokenizer and where it came from; what functions that take a model are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model ready to trace, and where it came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    revision: str | None = None
+    """The commit on the Hub, where the model came from there."""
+    source: Literal["hub", "folder", "gguf", "given", "reference"]
+    weight_hash: str
+    dtype: str
+    trust_remote_code: bool
+
+
+def bare_model(model: Any) -> Any:
+    """The model itself, from a loaded model or from one that its owner made and perhaps wrapped for several devices."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return model.module
+    return model.model if isinstance(model, LoadedModel) else model
