@@ -51,7 +51,7 @@ MOST_BLAMED = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one pass tells of every module."""
+    """What one pass finds of every module."""
 
     damages: Mapping[tuple[str, str], float]
     """By (module, scheme), the change of the loss in nats a token."""

@@ -80,7 +80,7 @@ class SinkPrefix:
 
 
 def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
-    """The prefix of a model, found on some texts; `neurons` are those that tell its sinks, if they are known."""
+    """The prefix of a model, found on some texts; `neurons` are those that recognise its sinks, if they are known."""
     loaded = load(model)
     batch = as_batch(loaded, ids)
     context = context_length(loaded.model)

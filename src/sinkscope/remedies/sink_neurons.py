@@ -1,4 +1,4 @@
-"""The super neurons that tell a model's sinks without its attention: one threshold each, found once on some texts.
+"""The super neurons that recognise a model's sinks without its attention: one threshold each, found once on some texts.
 
 Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
 a token is a sink where its share (`shared`), the mean over the queries from it on, is beyond the neuron's threshold.
@@ -34,11 +34,11 @@ NUM_CANDIDATES = 8
 """Units of a layer that are tried."""
 MOST_NEURONS = 4
 NEARLY_ALL = 0.25
-"""Units are ranked by the write that all but this share of the sinks reach: what fires for one sink tells no other."""
+"""Units are ranked by the write that all but this share of the sinks reach: what fires for one sink is of no use."""
 CLEARLY_NEARER = 0.02
 """Of F1: what a further neuron must bring. Less than that is chance on a few texts."""
 NEARLY_BEST = 0.01
-"""Of F1: among thresholds that are so near the best, the one that tells as many sinks as there are. On a few texts the
+"""Of F1: among thresholds that are so near the best, the one that finds as many sinks as there are. On a few texts the
 best alone favours precision or recall by chance."""
 OTHERS = 0.1
 """What all tokens at which a neuron does not fire claim of a query together, where a sink claims 1 at most."""
@@ -47,7 +47,7 @@ OTHERS = 0.1
 class SinkNeuron(NamedTuple):
     unit: Unit
     fires_beyond: float
-    """It fires where its activation is beyond this, on the side of its sign: what tells sinks best by itself."""
+    """It fires where its activation is beyond this, on the side of its sign: what recognises sinks best by itself."""
     threshold: float
     """A token is a sink where its share is beyond this."""
 
@@ -78,7 +78,7 @@ def shared(values_BT: Tensor, fires_beyond: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SinkNeurons:
-    """Neurons of which one or another tells a sink; none for texts without sinks."""
+    """Neurons that recognise sinks: at each, one of them fires. None for texts without sinks."""
 
     neurons: tuple[SinkNeuron, ...]
     precision: float
@@ -147,7 +147,7 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
 
 
 def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tuple[float, float, float]:
-    """(F1 of the tokens beyond the threshold and those that others tell, how wide the gap around the threshold is,
+    """(F1 of the tokens beyond the threshold and those that others find, how wide the gap around the threshold is,
     the threshold: the middle of that gap)."""
     sign = -1.0 if float(values_BT[mask_BT].median()) < 0 else 1.0
     values_N, order_N = (sign * values_BT[~told_BT].double()).sort(descending=True)

@@ -68,7 +68,7 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
 
 
 def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
-    """The super neurons that tell the sinks of a model, and their thresholds, found on some texts."""
+    """The super neurons that recognise the sinks of a model, and their thresholds, found on some texts."""
     loaded = load(model)
     batch = as_batch(loaded, ids)
     return calibrated(loaded, batch, attention_sinks(loaded, batch)[0])

@@ -86,7 +86,7 @@ class Run:
     environment: dict[str, Any]
     tables: dict[str, Table]
     given_label: str = ""
-    """What tells it from the other runs of a page, where there are several."""
+    """What distinguishes it from the other runs of a page, where there are several."""
 
     @property
     def model(self) -> str:

@@ -27,7 +27,7 @@ MOST_SHOWN = 2000
 
 
 class Result:
-    """Something found out. `story` tells it in a few sentences, `summary` in one JSON object, `tables` in full."""
+    """What was found out: `story` in a few sentences, `summary` in one JSON object, `tables` in full."""
 
     headline: Sequence[str]
     """The table that says most, and those of its columns that a notebook shows."""

@@ -83,7 +83,7 @@ class AnyOf:
 
 
 NAME = Text(4096)
-"""Of a model, a path or a variant."""
+"""The name of a model, a path or a variant."""
 SCALAR = Maybe(AnyOf((bool, Int(-LARGEST_INT, LARGEST_INT), Real(), Text())))
 ANYTHING = object()
 
