@@ -1,10 +1,13 @@
 """A command's options are the fields of the configurations that it takes."""
 
+import inspect
 from dataclasses import dataclass, fields
 from typing import Annotated
 
+import pytest
 import typer
 
+import sinkscope
 from sinkscope import arguments, cli
 from sinkscope.attention.variants import VARIANTS
 from sinkscope.commands.options import Output, command
@@ -35,6 +38,18 @@ def test_a_command_gets_its_configurations_filled():
 def test_names_that_are_known_before_torch_are_those_of_the_tables():
     assert tuple(VARIANTS) == arguments.VARIANTS
     assert tuple(CONTROLS) == arguments.CONTROLS
+
+
+@pytest.mark.parametrize("name", ["trace", "study", "intervene", "audit", "bias", "fingerprint", "remedy", "pretrain"])
+def test_a_command_has_the_defaults_of_its_function(name):
+    function = sinkscope.train if name == "pretrain" else getattr(sinkscope, name)
+    functions = (function, sinkscope.token_batch) if name == "trace" else (function,)
+    parameters = {key: value for each in functions for key, value in inspect.signature(each).parameters.items()}
+    options = {option.name: option.default for option in cli.command_line().commands[name].params}
+    plain = {key: value.default for key, value in parameters.items() if isinstance(value.default, int | float | str)}
+    compared = {key: value for key, value in plain.items() if key in options}
+    assert len(compared) >= 3
+    assert {key: options[key] for key in compared} == compared
 
 
 def test_every_entry_of_a_training_is_an_option():
