@@ -54,6 +54,8 @@ def audit(
 ) -> Audit:
     """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
 
+        sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
+
     `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
     are measured, all ten without it. `bos` puts a BOS token at position 0, or leaves it out; None means what the
     tokenizer itself does with a text. Further options go to `load`.

@@ -53,6 +53,8 @@ class SinkTokens:
 def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkTokens:
     """The sinks of each text, anywhere in it.
 
+        sinkscope.sink_tokens(model, ids).mask
+
     With `neurons`, found once by `sink_neurons` on other text, the mask is theirs and no attention is read.
     Without, it comes from attention, and `fired` from the neurons that agree best with it on these texts.
     """

@@ -192,7 +192,9 @@ def intervene(
     num_sequences: int = 32,
     seed: int = 0,
 ) -> Intervened:
-    """Traces of a batch before, under the requested interventions, and under what stands in for them as a control.
+    """Traces of a batch before, under the requested interventions, and under a control in their place.
+
+        sinkscope.intervene(model, {"mask_to_self": "10"}, prompt="The cat sat on the mat and then on the rug.").story
 
     What is asked for is written as on the command line, such as {"mask_to_self": ["10"], "ablate": ["5:148"]}; KINDS
     lists the kinds. The batch is `prompt`, one text or several of one length, or drawn as `token_batch` does. What

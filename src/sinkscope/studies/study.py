@@ -158,7 +158,13 @@ def study(
     parts: Parts | None = None,
     progress: Progress | None = None,
 ) -> Study:
-    """The study of a model on batches of tokens; `parts` keeps finished conditions for a run that is interrupted."""
+    """Whether the chain holds in a model, link by link: verdicts by interventions with controls.
+
+        sinkscope.study("reference:softmax").report("study.html")
+
+    Claims are judged on `num_sequences` sequences of `length` tokens, as `token_batch` makes them; 96 others choose
+    what is tested and calibrate it. `parts` keeps finished conditions for a run that is interrupted.
+    """
     loaded = load(model)
     check_study(length, num_sequences)
     sizes = (num_sequences, NUM_CHOOSING, MIN_CALIBRATION)
