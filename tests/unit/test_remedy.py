@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.remedies import prefix
 from sinkscope.remedies.damage import losses
 from sinkscope.remedies.prefix import LOADER, cache_of, other_prefix
 from sinkscope.remedies.remedied import Measured, card
@@ -47,6 +48,22 @@ def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
     other = other_prefix(sinkscope.load(model), found)
     assert other.layers[0][0].shape == found.layers[0][0].shape
     assert not np.allclose(losses(model, ids[8:], prefix=other.cache), by_cache, atol=1e-2)
+
+
+@pytest.mark.parametrize(("losses_after", "chosen"), [((4, 2, 3), (4, 5)), ((3, 4, 5), (3,)), ((4, 0.5, -1), (4, 5))])
+def test_the_prefix_that_keeps_8_bits_nearest_to_the_model_is_chosen(chain, monkeypatch, losses_after, chosen):
+    """16 bits give 2 without a prefix; a loss far below is no better than one above."""
+    found = dict(zip([(3,), (4, 5), (6,)], losses_after, strict=True))
+
+    def losses_of(loaded, ids, cache):
+        head = cache.__self__.ids
+        assert len(ids) == (7 if head in ((4, 5), (6,)) else 8)  # a text does not judge its own head
+        return np.full((len(ids), ids.shape[1] - 1), found[head], dtype=float)
+
+    monkeypatch.setattr(prefix, "_heads", lambda *_: [((3,), None), ((4, 5), 0), ((6,), 1)])
+    monkeypatch.setattr(prefix, "_static_losses", losses_of)
+    monkeypatch.setattr(prefix, "losses", lambda model, ids: np.full((len(ids), ids.shape[1] - 1), 2.0))
+    assert sinkscope.sink_prefix(chain[0], chain[1][:8]).ids == chosen
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
