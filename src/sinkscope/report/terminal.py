@@ -248,9 +248,17 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
 
 def show_remedied(result: Remedied, path: Path) -> None:
     """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
+    from sinkscope.remedies.schemes import SCHEMES, scheme_in_words
+
     console = Console()
     rows = [
-        (row["model"], row["scheme"], f"{row['loss']:.4f}", f"{row['change']:+.4f}", _ends(row["low"], row["high"]))
+        (
+            row["model"],
+            scheme_in_words(row["scheme"]) if row["scheme"] in SCHEMES else row["scheme"],
+            f"{row['loss']:.4f}",
+            f"{row['change']:+.4f}",
+            _ends(row["low"], row["high"]),
+        )
         for row in result.summary["losses"]
     ]
     columns = ("model", "scheme", "loss", "change", "95 %")
