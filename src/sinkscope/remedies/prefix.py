@@ -3,8 +3,8 @@
 A text that is read after it finds its sinks there, and none of its own tokens becomes one: no activation is large, and
 one static scale fits all. Which tokens these are is found, by where the super neurons fire. One token is enough where
 the first position alone is a sink. Others need words before them, so heads of texts that end with such a token are
-tried too. Chosen is the one after which static 8-bit activations stay nearest to the model as it was, token by token.
-The lowest loss would be the wrong rule: it rewards what a head tells of the texts' subject.
+tried too. The prefix is the one after which static 8-bit activations stay nearest to the model as it was, token by
+token. The lowest loss would be the wrong rule: it rewards what a head says about the texts' subject.
 Axes: B texts, T positions, P tokens of the prefix, K key-value heads, D head size.
 """
 
@@ -102,15 +102,17 @@ def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
         return none
     start = int(batch.bos)  # a text that follows a prefix has no BOS of its own
     texts_BT, plain_BT = batch.ids[:, start:], losses(loaded.model, batch.ids)[:, start:]
-    distances: dict[tuple[int, ...], float] = {}
+    tried: dict[tuple[int, ...], tuple[float, SinkPrefix]] = {}
     for head, text in _heads(batch.ids, fired_BT, most):
         others = [number for number in range(len(texts_BT)) if number != text]
-        tried = replace(none, ids=head, layers=cache_of(loaded, head))
-        distances[head] = float(np.abs(_static_losses(loaded, texts_BT[others], tried.cache) - plain_BT[others]).mean())
-    best = min(distances, key=lambda head: distances[head])
-    _, fires_BT = neuron_sinks(loaded, torch.cat([torch.tensor(best).expand(len(texts_BT), -1), texts_BT], 1), neurons)
-    after = float(fires_BT[:, len(best) :].sum(1).double().mean())
-    return replace(none, ids=best, layers=cache_of(loaded, best), fired=(before, after)) if after < before else none
+        prefix = replace(none, ids=head, layers=cache_of(loaded, head))
+        static_BT = _static_losses(loaded, texts_BT[others], prefix.cache)
+        tried[head] = float(np.abs(static_BT - plain_BT[others]).mean()), prefix
+    _, best = min(tried.values(), key=lambda each: each[0])
+    head_BP = torch.tensor(best.ids).expand(len(texts_BT), -1)
+    _, fires_BT = neuron_sinks(loaded, torch.cat([head_BP, texts_BT], 1), neurons)
+    after = float(fires_BT[:, len(best.ids) :].sum(1).double().mean())
+    return replace(best, fired=(before, after)) if after < before else none
 
 
 def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Callable[[int], Any]) -> np.ndarray:

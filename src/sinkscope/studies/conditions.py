@@ -384,7 +384,7 @@ def _open_to_later(study: Conditions, c: Condition) -> Intervention:
 def _shift_mean(study: Conditions, c: Condition) -> Intervention:
     """With the variance of the untouched model in every layer: the mean alone is moved."""
     level = study.level(UNTOUCHED, c.target, c.before_norm)
-    where: dict[str, Any] = dict(calibration=study.calibration, layers=study.plan.layers)
+    where: dict[str, Any] = dict(calibration=study.calibration, layers=study.plan.layers, before_norm=c.before_norm)
     return ShiftMeanAlone(study.loaded, c.target, c.factor or 1.0, variance=level, **where)
 
 

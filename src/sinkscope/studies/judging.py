@@ -5,9 +5,8 @@ threshold that its interval must clear: `at least` and `above` ask the lower end
 is content with the threshold itself. A claim holds when it clears every bar, does not hold when one bar's interval lies
 on the wrong side, and is undecided when an interval contains the threshold. A bar without a number (it rests on a
 condition that did not do what its name says) supports nothing: the others can refute the claim, and without that it is
-not applicable. Intervals are bootstrap intervals over
-sequences at the level that Holm's procedure over all applicable claims gives, so that all verdicts together are right
-with 95 % confidence.
+not applicable. Intervals are bootstrap intervals over sequences at the level that Holm's procedure over all applicable
+claims gives, so that all verdicts together are right with 95 % confidence.
 """
 
 from __future__ import annotations

@@ -130,8 +130,11 @@ def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: b
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
+        by_bar: list[np.ndarray | Empty] = [risen_BS]
+        if beats_control:
+            by_bar.append(unless_marked(lambda: risen_BS - _risen_BS(study, control)))
         return Numbers(
-            by_bar=[risen_BS, unless_marked(lambda: risen_BS - _risen_BS(study, control))][: 1 + beats_control],
+            by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**control).mean())),
             note=_note(study.where, study, risen_BS),
         )
