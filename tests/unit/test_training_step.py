@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain import step as loss_module
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.optimisers import build_optimisers, learning_rate
+from sinkscope.pretrain.optimisers import CapturableMuon, build_optimisers, learning_rate, set_learning_rate
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import TRAINING_PRESETS, changed, decoder_config, preset, resolve
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
@@ -173,6 +173,25 @@ def test_muon_learns():
     stream, step = Fixed(512, 8, 32), tiny_step(optimiser="muon", warmup_steps=0)
     losses = [float(step.update(number, stream)[0]) for number in range(10)]
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_muon_whose_rate_stays_on_the_device_takes_the_steps_of_torchs():
+    theirs, ours, at_one_rate = (torch.nn.Linear(48, 32, bias=False) for _ in range(3))
+    for linear in (ours, at_one_rate):
+        linear.load_state_dict(theirs.state_dict())
+    decay = {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"}
+    plain = torch.optim.Muon(theirs.parameters(), lr=0.1, **decay)
+    capturable = CapturableMuon(ours.parameters(), lr=torch.tensor(0.1), **decay)  # type: ignore[arg-type]
+    control = torch.optim.Muon(at_one_rate.parameters(), lr=0.1, **decay)
+    for rate in (0.1, 0.03, 0.2):
+        gradient = torch.randn(32, 48)
+        set_learning_rate([plain, capturable], rate)
+        for optimiser, linear in ((plain, theirs), (capturable, ours), (control, at_one_rate)):
+            linear.weight.grad = gradient.clone()
+            optimiser.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
+    assert (at_one_rate.weight - theirs.weight).abs().max() > 0.01
+    assert isinstance(capturable.param_groups[0]["lr"], torch.Tensor)
 
 
 def test_flops_by_hand():

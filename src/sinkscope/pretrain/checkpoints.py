@@ -30,6 +30,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase,
 from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.optimisers import CapturableMuon
 from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
 from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
@@ -53,7 +54,12 @@ RECORD_SHAPE = {
     "validation_loss": Maybe(Real()),
 }
 # What each optimiser keeps for a parameter: tensors of its shape, and counts.
-_STATE = {torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)), torch.optim.Muon: (("momentum_buffer",), ())}
+_MUON = (("momentum_buffer",), ())
+_STATE = {
+    torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)),
+    torch.optim.Muon: _MUON,
+    CapturableMuon: _MUON,
+}
 # As safetensors names them.
 _DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 

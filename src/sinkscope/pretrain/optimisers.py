@@ -17,8 +17,8 @@ def build_optimisers(
     """The optimisers of a model's parameters; weight decay acts on matrices alone, not on gains and biases.
 
     Muon takes the matrices inside `blocks`, with an update scaled to the size of AdamW's, so that both share one
-    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied. A capturable
-    AdamW reads its learning rate on the device, so that a graph of its step can be launched with another one.
+    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied. Capturable ones
+    read their learning rate on the device, so that a graph of their step can be launched with another one.
     """
     inside = {id(parameter) for parameter in blocks.parameters()}
     norms = [module for module in model.modules() if isinstance(module, HeadRMSNorm)]
@@ -44,14 +44,31 @@ def build_optimisers(
         )
     ]
     if by_muon:
-        muon = torch.optim.Muon(
-            by_muon,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
+        muon = CapturableMuon if capturable else torch.optim.Muon
+        optimisers.append(
+            muon(by_muon, lr=rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")  # type: ignore[arg-type]
         )
-        optimisers.append(muon)
     return optimisers
+
+
+class CapturableMuon(torch.optim.Muon):
+    """Muon with its learning rate on the device: a tensor, which torch's own step would read on the host.
+
+    A step is a straight line in the rate, w - rate * (weight_decay * w + update): it is taken at a rate of 1 and cut to
+    the rate.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        before = [[weight.clone() for weight in group["params"]] for group in self.param_groups]
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 1.0
+        super().step()
+        for group, rate, kept in zip(self.param_groups, rates, before, strict=True):
+            group["lr"] = rate
+            for weight, old in zip(group["params"], kept, strict=True):
+                weight.copy_(old.lerp(weight, rate))
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -2,7 +2,7 @@
 
 Compilation is regional: each block is compiled on its own, all of them with one graph, and so are the last norm and
 the loss. That starts several times sooner than compiling the whole model, at the same speed. A compiled model that one
-process trains with AdamW is also recorded as a CUDA graph. A small model's kernels take a few microseconds each, less
+process trains is also recorded as a CUDA graph. A small model's kernels take a few microseconds each, less
 than their launch, so the host launches one graph in place of thousands of kernels.
 
 The cross entropy is computed in chunks of tokens, together with its gradients. Logits are the largest tensor of a small
@@ -70,9 +70,9 @@ class TrainingStep:
         # Kept, since FSDP2 shows gathered weights in their place after a forward pass. Buffers are changed by training
         # too, where a variant keeps statistics.
         self.parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        # Muon's step reads its learning rate on the host, and collectives belong to all processes at once.
+        # Collectives belong to all processes at once.
         on_one_device = group.device.type == "cuda" and group.mode == "single"
-        self._is_recorded = record and compile and on_one_device and config.optimiser == "adamw"
+        self._is_recorded = record and compile and on_one_device
         self._graph: StepGraph | None = None
         self._launched = 0
         self.optimisers = build_optimisers(model, model.blocks, config, capturable=self._is_recorded)
