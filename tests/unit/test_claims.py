@@ -319,3 +319,31 @@ def test_a_claim_is_judged_on_the_side_of_a_norm_that_speaks_most_for_it():
     assert (judged(False, True).verdict, judged(False, True).effect) == ("holds", pytest.approx(0.25))
     # The control: behind the norm alone it would fail.
     assert (judged(False).verdict, judged(False).effect) == ("does not hold", pytest.approx(1.0))
+
+
+def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():
+    """Before the norm the rate rises with every factor (tau 1), after it it never moves (tau 0)."""
+    rates = {1.5: 0.1, 2.0: 0.2, 4.0: 0.3, 8.0: 0.4}
+
+    def outcome(condition):
+        rate = rates[condition.factor] if condition.before_norm else 0.0
+        return SimpleNamespace(later_BS=np.full((N, 11), rate))
+
+    conditions = [Condition("amplify_variance", 10, f, before_norm=side) for f in rates for side in (False, True)]
+
+    def judged(*sides):
+        study: Any = SimpleNamespace(
+            plan=SimpleNamespace(targets=(10,)),
+            sides=sides,
+            untouched=SimpleNamespace(later_BS=np.zeros((N, 11))),
+            outcomes={condition: outcome(condition) for condition in conditions},
+            at_targets=lambda name, factor, **side: [Condition(name, 10, factor, **side)],
+            supports=lambda *conditions: None,
+            by_side=lambda values: "",
+        )
+        claim = CLAIMS["dose_response"]
+        return judge([(claim, claim.numbers(study))], N)[0]
+
+    assert (judged(False, True).verdict, judged(False, True).effect) == ("holds", pytest.approx(1.0))
+    # The control: after the norm alone there is no trend.
+    assert (judged(False).verdict, judged(False).effect) == ("does not hold", 0.0)

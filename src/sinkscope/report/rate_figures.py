@@ -12,9 +12,9 @@ from sinkscope.studies.judging import percent
 
 NUM_TARGETS = 4
 MOVED = ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
-IDENTITIES = ("amplify_variance", "scale_norm", "shift_mean")
+IDENTITIES = ("amplify_variance", "amplify_variance+before_norm", "scale_norm", "shift_mean")
 """Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
-DOSED = ("amplify_variance", "scale_norm", "shift_mean", "swap_deviation", "random_direction")
+DOSED = (*IDENTITIES, "swap_deviation", "random_direction")
 
 
 def targets(run: Run) -> list[int]:
@@ -107,7 +107,7 @@ def dose_response(run: Run) -> list[Figure]:
             own = dose_curve(run, condition, target)
             if own:
                 x, y, low, high = ([row[name] for row in own] for name in ("factor", "rate", "low", "high"))
-                traces.append(line(x, y, condition.replace("_", " "), look, low=low, high=high))
+                traces.append(line(x, y, _in_words(condition), look, low=low, high=high))
                 listed += [(condition, *values) for values in zip(x, y, low, high, strict=True)]
         if traces:
             figures.append(
@@ -133,10 +133,13 @@ def dose_response(run: Run) -> list[Figure]:
 
 def condition_name(row: dict[str, Any]) -> str:
     """What was done, where and how strongly: amplify variance @10 x4."""
-    name = row["condition"].replace("_", " ").replace("+", " + ")
     target = "" if row["target"] is None else f" @{row['target']}"
     factor = "" if row.get("factor") is None else f" \N{MULTIPLICATION SIGN}{row['factor']:g}"
-    return name + target + factor
+    return _in_words(row["condition"]) + target + factor
+
+
+def _in_words(condition: str) -> str:
+    return condition.replace("_", " ").replace("+", " + ")
 
 
 def strongest_doses(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -248,9 +248,7 @@ class Conditions:
         if target == plan.targets[0]:
             for mixing in MIXINGS[1:]:
                 yield from (c for c in _levelled(mixing, target) if c.name == mixing)
-        for factor in FACTORS[:-1]:
-            yield Condition("amplify_variance", target, factor)
-        yield from self._both_sides([Condition("amplify_variance", target, DOSE)])
+        yield from self._both_sides(Condition("amplify_variance", target, factor) for factor in FACTORS)
         for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
             yield Condition(control, target, DOSE)
         if plan.dimensions:
