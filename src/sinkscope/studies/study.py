@@ -33,13 +33,14 @@ from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import STORED, TURNED_BASIS, Condition, Conditions, Outcome, reduced
+from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions
 from sinkscope.studies.controls import Activity, direction_writers, draw_controls, read_activity
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set
+from sinkscope.studies.outcome import STORED, Outcome, reduced
 from sinkscope.studies.plan import Plan, make_plan
 from sinkscope.studies.study_schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables

@@ -15,19 +15,10 @@ from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
-from sinkscope.studies.conditions import (
-    DIMENSIONS,
-    DOSE,
-    MIXINGS,
-    QUANTITIES,
-    RANDOM_OF,
-    ROWS,
-    SUPER_NEURONS,
-    Condition,
-    Outcome,
-)
+from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, SUPER_NEURONS, Condition
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
+from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
 from sinkscope.studies.study_schemas import STUDY_TABLES
 
 NUM_BINS = 24
