@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sinkscope import __version__, processes
-from sinkscope.commands import options
+from sinkscope.commands import options, output
 from sinkscope.commands.audit import audit_command
 from sinkscope.commands.bias import bias_command
 from sinkscope.commands.compare import compare_command
@@ -101,7 +101,7 @@ def main() -> None:
     shares = next(iter(sys.argv[1:]), "") in SHARED
     try:
         with (
-            options.outputs,
+            output.locked_runs,
             processes.joined() if shares else nullcontext(),
             _unheard() if processes.rank() > 0 else nullcontext(),
         ):

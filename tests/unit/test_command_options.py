@@ -10,7 +10,8 @@ import typer
 import sinkscope
 from sinkscope import arguments, cli
 from sinkscope.attention.variants import VARIANTS
-from sinkscope.commands.options import Output, command
+from sinkscope.commands.options import command
+from sinkscope.commands.output import Output
 from sinkscope.commands.pretrain import TrainingFlags
 from sinkscope.origins.bias_controls import CONTROLS
 from sinkscope.pretrain.config import TrainingConfig

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.capture.trace import trace
-from sinkscope.commands.options import write_pictures
+from sinkscope.commands.output import write_pictures
 from sinkscope.errors import InputError
 from sinkscope.interventions.kinds import requests
 from sinkscope.measures.contraction import principal

@@ -10,17 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from sinkscope.arguments import check_audit, check_batch
-from sinkscope.commands.options import (
-    Bos,
-    Length,
-    ModelOptions,
-    Output,
-    Seed,
-    bound_memory_of,
-    command_text,
-    run_environment,
-    write_request,
-)
+from sinkscope.commands.options import Bos, Length, ModelOptions, Seed, bound_memory_of
+from sinkscope.commands.output import Output, command_text, run_environment, write_request
 
 
 @dataclass(frozen=True, kw_only=True)

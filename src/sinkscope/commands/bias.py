@@ -9,17 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from sinkscope.arguments import CONTROLS, check_bias, check_choice
-from sinkscope.commands.options import (
-    Length,
-    ModelOptions,
-    NumSequences,
-    Output,
-    Seed,
-    bound_memory_of,
-    first_process_writes,
-    run_environment,
-    write_request,
-)
+from sinkscope.commands.options import Length, ModelOptions, NumSequences, Seed, bound_memory_of
+from sinkscope.commands.output import Output, first_process_writes, run_environment, write_request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from sinkscope.arguments import check_fingerprint, check_inputs
-from sinkscope.commands.options import (
-    Device,
-    Dtype,
-    Output,
-    TrustRemoteCode,
-    bound_memory_of,
-    command_text,
-    finished_parts_are_kept,
-    first_process_writes,
-    write_request,
-)
+from sinkscope.commands.options import Device, Dtype, TrustRemoteCode, bound_memory_of
+from sinkscope.commands.output import Output, command_text, finished_parts_are_kept, first_process_writes, write_request
 from sinkscope.errors import InputError
 from sinkscope.runtime import check_placement
 

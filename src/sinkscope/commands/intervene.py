@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sinkscope.commands.options import (
-    BatchOptions,
-    ModelOptions,
-    Output,
-    PromptOptions,
-    command_text,
-    run_environment,
-    write_request,
-)
+from sinkscope.commands.options import BatchOptions, ModelOptions, PromptOptions
+from sinkscope.commands.output import Output, command_text, run_environment, write_request
 from sinkscope.interventions.kinds import KINDS, requests
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import typer
 
 from sinkscope.arguments import check_remedies
 from sinkscope.commands.audit import AuditOptions
-from sinkscope.commands.options import ModelOptions, Output, run_environment, write_request
+from sinkscope.commands.options import ModelOptions
+from sinkscope.commands.output import Output, run_environment, write_request
 
 
 @dataclass(frozen=True, kw_only=True)

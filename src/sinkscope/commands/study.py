@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sinkscope.arguments import check_choice, check_study
-from sinkscope.commands.options import (
-    BatchOptions,
-    ModelOptions,
+from sinkscope.commands.options import BatchOptions, ModelOptions
+from sinkscope.commands.output import (
     Output,
     finished_parts_are_kept,
     first_process_writes,

@@ -8,17 +8,8 @@ from typing import Annotated
 import typer
 
 from sinkscope.arguments import check_keys
-from sinkscope.commands.options import (
-    BatchOptions,
-    ModelOptions,
-    Output,
-    PromptOptions,
-    first_process_writes,
-    integers,
-    run_environment,
-    write_pictures,
-    write_request,
-)
+from sinkscope.commands.options import BatchOptions, ModelOptions, PromptOptions, integers
+from sinkscope.commands.output import Output, first_process_writes, run_environment, write_pictures, write_request
 
 
 @dataclass(frozen=True, kw_only=True)
