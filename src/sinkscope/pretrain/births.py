@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinkscope.measures.dimension_disparity import DOM_RATIO
+from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.studies import judging
+from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE, TOP_SHARE
+from sinkscope.measures.value_variance import VARIANCE_RATIO
 
 Probe = Mapping[str, Any]
 """A row of probes.jsonl."""
@@ -45,26 +48,26 @@ LINKS = (
     Link(
         "variance discrepancy",
         "variance of the value aggregation at position 0 over the later half's",
-        judging.VARIANCE_RATIO,
+        VARIANCE_RATIO,
         _by_layer("variance_ratio"),
     ),
     Link(
         "super neuron",
         "largest write of a neuron at the sink over its median at other positions",
-        judging.LEVEL_ELSEWHERE,
+        LEVEL_ELSEWHERE,
         _by_layer("write_contrast"),
     ),
     Link(
         "channel sparsity",
         "energy share of the top dimension in that neuron's output vector",
-        judging.TOP_SHARE,
+        TOP_SHARE,
         _by_layer("top_share"),
     ),
-    Link("dimension disparity", "DomRatio at the sink over that elsewhere", judging.DOM_RATIO, _over_elsewhere),
+    Link("dimension disparity", "DomRatio at the sink over that elsewhere", DOM_RATIO, _over_elsewhere),
     Link(
         "directional collapse",
         "mean cosine of the sink's state over pairs of sequences",
-        judging.COSINE,
+        COSINE,
         _by_layer("cosine"),
     ),
     Link(

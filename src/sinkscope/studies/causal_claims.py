@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.measures.super_neurons import TOP_SHARE
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
@@ -25,7 +26,6 @@ from sinkscope.studies.judging import (
     RISE,
     SPARED,
     TAKEN_AWAY,
-    TOP_SHARE,
     UP,
     Bar,
     Claim,

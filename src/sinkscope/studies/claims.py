@@ -9,18 +9,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sinkscope.measures.dimension_disparity import DOM_RATIO
+from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.measures.value_variance import log_r_squared, variance_ratio
+from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE, TOP_SHARE
+from sinkscope.measures.value_variance import VARIANCE_RATIO, log_r_squared, variance_ratio
 from sinkscope.statistics import seen_mean
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition
 from sinkscope.studies.evidence import LOCKED, gone
 from sinkscope.studies.judging import (
-    COSINE,
-    DOM_RATIO,
-    LEVEL_ELSEWHERE,
-    TOP_SHARE,
-    VARIANCE_RATIO,
     Bar,
     Claim,
     Empty,

@@ -38,15 +38,6 @@ FAMILY_LEVEL = 0.05
 CAUSAL = "causal"
 """The link of claims about cause and effect."""
 
-# Thresholds that the plan of a study, births in training and figures use too.
-VARIANCE_RATIO = 2.0
-LEVEL_ELSEWHERE = 10.0
-"""A super neuron's write at the sink over its level at other positions."""
-TOP_SHARE = 0.25
-"""An output vector with at least this share of its energy in one dimension is channel-sparse."""
-DOM_RATIO = 3.0
-"""DomRatio at the sink, over that elsewhere."""
-COSINE = 0.9
 RISE = 0.05
 """Five points of the sink rate: what counts as a sink made, and the margin of equivalence for what makes none."""
 QUARTER = 0.25

@@ -11,12 +11,12 @@ import numpy as np
 
 from sinkscope.capture.replay import ConditionReading
 from sinkscope.measures.dimension_disparity import top_energy_share
+from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.studies.checks import ROUNDING, MarkedError, control_unless_marked, missed
 from sinkscope.studies.conditions import Condition, sides_of_norm
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
-from sinkscope.studies.judging import LEVEL_ELSEWHERE
 from sinkscope.studies.outcome import Outcome
 from sinkscope.studies.plan import Plan
 

@@ -10,8 +10,8 @@ import torch
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.movers import SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
 from sinkscope.models.anatomy import Layer, Unit
-from sinkscope.studies.judging import LEVEL_ELSEWHERE
 
 SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
