@@ -53,7 +53,9 @@ def test_short_prompts_say_what_they_cannot_show(model, length, tmp_path):
     found = sinkscope.trace(model, [ids])
     assert ("needs 16 later queries" in found.story) == (length < 17)
     assert (found.summary["sink_rate"] != found.summary["sink_rate"]) == (length < 17)
-    found.report(tmp_path / "page.html")
+    assert ("There is no sink rate" in found.report(tmp_path / "page.html").read_text()) == (length < 17)
+    received = found.plot("received").axes[0].lines[0].get_ydata()
+    assert len(received) == (length if length < 17 else 1), "no empty plot"
 
 
 def test_what_is_no_text_of_two_tokens_is_refused(model):

@@ -103,6 +103,8 @@ def test_one_sequence_is_told_as_one(traced, tmp_path):
     assert alone.get_title() == "1. Energy by position (one sequence)"
     assert len(alone.lines[0].get_ydata()) == 64
     assert traced.plot().axes[0].get_title() == "1. Value variance by position"
+    energy = found.plot("map-second-moment").axes[0].images[0].get_array()
+    assert energy.count() == 100 * found.recording.num_layers
     page, several = (result.report(tmp_path / name).read_text() for name, result in (("a", found), ("b", traced)))
     assert "one sequence of 100 given tokens" in page
     assert "One sequence has no variance across sequences" in page

@@ -28,9 +28,7 @@ def maps(run: Run) -> list[Figure]:
     by_position = [
         _position_map(run, "attention_received", "Attention received", "mean over heads and sequences"),
         _position_map(run, "dom_ratio", "DomRatio", "max |h| / mean |h| of the residual that leaves the layer", True),
-        _position_map(
-            run, "value_variance", "Value variance", "across sequences, mean over channels; blank where zero", True
-        ),
+        _variance_map(run),
         _position_map(run, "largest_write", "Largest neuron write", "of any unit in any sequence", True),
     ]
     return [
@@ -39,6 +37,14 @@ def maps(run: Run) -> list[Figure]:
         head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
         *_locks(run),
     ]
+
+
+def _variance_map(run: Run) -> Figure:
+    if run.summary["tokens"]["count"] == 1:
+        caption = "second moment of the value aggregation; one sequence has no variance across sequences"
+        return _position_map(run, "second_moment", "Energy", caption, True)
+    caption = "across sequences, mean over channels; blank where zero"
+    return _position_map(run, "value_variance", "Value variance", caption, True)
 
 
 def _locks(run: Run) -> list[Figure]:

@@ -261,6 +261,8 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
 
 def _received(run: Run) -> Figure:
     positions, rates, low, high = sink_rates(run)
+    if not positions:
+        return _received_unjudged(run)
     # Between chosen keys nothing was recorded.
     chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
     return Figure(
@@ -277,6 +279,24 @@ def _received(run: Run) -> Figure:
         },
         ("position", "sink rate", "low", "high"),
         list(zip(positions, rates, low, high, strict=True)),
+        PANEL_HEIGHT,
+    )
+
+
+def _received_unjudged(run: Run) -> Figure:
+    """The attention itself, of a text that is too short for a sink rate."""
+    means = by_layer_and_position(run, "attention_received").mean(0)
+    positions = np.flatnonzero(np.isfinite(means)).tolist()
+    means = means[positions].tolist()
+    return Figure(
+        "received",
+        "Attention received",
+        f"Mean over layers, heads and queries. There is no sink rate: a key needs {LATER_QUERIES} later queries.",
+        ("positions",),
+        [line(positions, means, "attention received", 0, showlegend=False)],
+        {"xaxis": axis("key position"), "yaxis": axis("", range=[0, 1])},
+        ("position", "attention received"),
+        list(zip(positions, means, strict=True)),
         PANEL_HEIGHT,
     )
 
