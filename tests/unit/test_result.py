@@ -1,6 +1,7 @@
 """Every result has one shape: a story, a summary, tables; a short repr, a notebook's view, a folder and a page."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_model
@@ -59,6 +60,20 @@ def test_a_model_is_given_as_it_is_at_hand():
 def test_one_intervention_needs_no_list():
     (request,) = requests({"mask_to_self": "10"})
     assert request.values == requests({"mask_to_self": ["10"]})[0].values == ((10,),)
+    assert requests({"mask_to_self": 10}) == requests({"mask_to_self": [10]}) == [request]
+    super_neuron = SimpleNamespace(position=0, layer=5, expert=None, neuron=148)
+    for units in ("5:148", (5, 148), sinkscope.Unit(5, None, 148), super_neuron, [super_neuron], ((5, 148),)):
+        assert requests({"ablate": units})[0].values == (((5, None, 148),),)
+    assert requests({"amplify": "10:4"}, layers=[0, 1], heads="0-1")[0].where == {"layers": (0, 1), "heads": (0, 1)}
+
+
+def test_what_is_no_intervention_is_refused():
+    for wrong in ("mask_to_self", ["mask_to_self 10"]):
+        with pytest.raises(sinkscope.InputError, match="'mask_to_self': 10"):
+            sinkscope.intervene(tiny_model("llama"), wrong)  # type: ignore[arg-type]
+    for wrong in (1.5, None, "x", (5, 148, 3)):
+        with pytest.raises(sinkscope.InputError, match="such as 10"):
+            requests({"mask_to_self": wrong})  # type: ignore[arg-type]
 
 
 def test_a_repr_is_a_few_lines(traced):

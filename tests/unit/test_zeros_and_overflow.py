@@ -16,7 +16,6 @@ from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.capture.trace import trace
 from sinkscope.commands.output import write_pictures
 from sinkscope.errors import InputError
-from sinkscope.interventions.kinds import requests
 from sinkscope.measures.contraction import principal
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch, token_batch
@@ -149,7 +148,7 @@ def read_by(name, model):
     if name == "study":
         return study(loaded, length=32, num_sequences=STUDY_SEQUENCES)
     if name == "intervene":
-        return intervene(loaded, requests({"mask_to_self": ["10"]}), num_sequences=2, length=40)
+        return intervene(loaded, {"mask_to_self": 10}, num_sequences=2, length=40)
     if name == "bias":
         return read_bias(loaded, given_batch(ids, model=model))
     return sign(loaded, Inputs(vocabulary=97, length=20, num_sequences=64))

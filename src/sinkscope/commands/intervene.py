@@ -56,7 +56,7 @@ def intervene_command(
     """
     texts.check(tokens, calibrates=True)
     given = {kind: values for kind, values in asdict(interventions).items() if values}
-    wanted = requests(given, layers=asked.layers, heads=asked.heads)
+    requests(given, **asdict(asked))  # refuses what cannot be parsed before a model is loaded
     path = output.path(source.model)
     from sinkscope.report import progress, terminal
     from sinkscope.results.run_folder import run_folder
@@ -64,7 +64,7 @@ def intervene_command(
 
     loaded = source.load()
     with progress.working("tracing before, after and under the control"):
-        result = intervene(loaded, wanted, **asdict(texts), **asdict(tokens))
+        result = intervene(loaded, given, **asdict(asked), **asdict(texts), **asdict(tokens))
     with run_folder(path, output.overwrite) as folder:
         write_request(folder, source, tokens, texts, asked, interventions=given)
         attention = result.after.recording.attention_path

@@ -11,6 +11,7 @@ of the kind exists, the control is the untouched model.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,12 @@ from sinkscope.arguments import unit_of_text, whole_numbers
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
-    from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.models.anatomy import Anatomy, Unit, UnitLike
     from sinkscope.models.loading import LoadedModel
     from sinkscope.models.token_batches import TokenBatch
+
+    ByKind = Mapping[str, "str | int | UnitLike | Sequence[str | int | UnitLike]"]
+    """By kind: one of them or several, each as text such as 10:4, a position, or a unit."""
 
 NOTHING = "nothing"
 """The control where there is none of the kind: the untouched model."""
@@ -95,9 +99,15 @@ class Request:
 
 
 def requests(
-    asked: Mapping[str, Sequence[str]], *, layers: str | None = None, heads: str | None = None
+    asked: ByKind, *, layers: str | Sequence[int] | None = None, heads: str | Sequence[int] | None = None
 ) -> list[Request]:
-    """What is asked for in words, by kind, as requests; refuses what cannot be parsed."""
+    """What is asked for, by kind, as requests; refuses what cannot be parsed."""
+    if not isinstance(asked, Mapping):
+        raise InputError(
+            expected="interventions by kind, in a dictionary",
+            found=reprlib.repr(asked),
+            next_step=f"Give one, such as {{'mask_to_self': 10}}; the kinds are {', '.join(KINDS)}",
+        )
     if not asked:
         raise InputError(
             expected="at least one intervention",
@@ -111,8 +121,8 @@ def requests(
             next_step="Choose among them",
         )
     where = {}
-    for option, text in (("layers", layers), ("heads", heads)):
-        if text is None:
+    for option, chosen in (("layers", layers), ("heads", heads)):
+        if chosen is None:
             continue
         if not any(option in KINDS[name].takes for name in asked):
             able = [name for name, kind in KINDS.items() if option in kind.takes]
@@ -121,27 +131,43 @@ def requests(
                 found=_named(asked),
                 next_step=f"Leave `{option}` out",
             )
-        where[option] = tuple(_read(text, option, "numbers such as 0-2,7", whole_numbers))
+        where[option] = tuple(
+            _read(chosen, option, "numbers such as 0-2,7", whole_numbers) if isinstance(chosen, str) else chosen
+        )
     return [
         Request(
             name=name,
             values=tuple(
-                _read(text, name, f"{KINDS[name].form}, such as {KINDS[name].example}", KINDS[name].read)
-                for text in ([texts] if isinstance(texts, str) else texts)
+                _read(one, name, f"{KINDS[name].form}, such as {KINDS[name].example}", KINDS[name].read)
+                for one in _several(given)
             ),
             where=where,
         )
-        for name, texts in asked.items()
+        for name, given in asked.items()
     ]
 
 
-def _read(text: str, name: str, form: str, read: Callable[[str], Any]) -> Any:
+def _several(given: Any) -> list:
+    """What is asked for of one kind as a list: a text, a number or a unit alone is one of them."""
+    is_unit = isinstance(given, tuple) and all(isinstance(part, int | None) for part in given)
+    return [given] if is_unit or isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+
+
+def _written(given: Any) -> str:
+    """As on a command line: text as it is, 10 of a position, 5:148 of a unit."""
+    if isinstance(given, str | int):
+        return str(given)
+    unit = given if isinstance(given, tuple) else (given.layer, given.expert, given.neuron)
+    return ":".join(str(part) for part in unit if part is not None)
+
+
+def _read(given: Any, name: str, form: str, read: Callable[[str], Any]) -> Any:
     try:
-        return read(text)
-    except ValueError:
+        return read(_written(given))
+    except (ValueError, AttributeError):  # the latter of what is no text, no number and no unit
         raise InputError(
             expected=f"`{name}` as {form}",
-            found=f"'{text}'",
+            found=reprlib.repr(given),
             next_step="Write each of them in that form",
         ) from None
 

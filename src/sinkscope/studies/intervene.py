@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +25,9 @@ from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
+
+if TYPE_CHECKING:
+    from sinkscope.interventions.kinds import ByKind
 
 ARMS = ("before", "after", "control")
 _QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
@@ -183,8 +187,10 @@ def drawn_batch(
 
 def intervene(
     model: LoadedModel | PreTrainedModel | str,
-    requests: Sequence[Request] | Mapping[str, Sequence[str]],
+    requests: ByKind,
     *,
+    layers: str | Sequence[int] | None = None,
+    heads: str | Sequence[int] | None = None,
     prompt: str | Sequence[str] | None = None,
     tokens: str = "random",
     bos: bool | None = None,
@@ -194,27 +200,28 @@ def intervene(
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under a control in their place.
 
-        sinkscope.intervene(model, {"mask_to_self": "10"}, prompt="The cat sat on the mat and then on the rug.").story
+        sinkscope.intervene(model, {"mask_to_self": 10}, prompt="The cat sat on the mat and then on the rug.").story
 
-    What is asked for is written as on the command line, such as {"mask_to_self": ["10"], "ablate": ["5:148"]}; KINDS
-    lists the kinds. The batch is `prompt`, one text or several of one length, or drawn as `token_batch` does. What
-    interventions must know of the model comes from 64 other sequences of that length: with `prompt`, from those that
-    `tokens` names.
+    What is asked for is written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
+    a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
+    `heads` choose where masks and edits of the aggregation act. The batch is `prompt`, one text or several of one
+    length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences of
+    that length: with `prompt`, from those that `tokens` names.
     """
-    requests = read_requests(requests) if isinstance(requests, Mapping) else requests
+    wanted = read_requests(requests, layers=layers, heads=heads)
     if prompt is None:
         given = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     else:
         given = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
-    after, control = (given.under(requests, control=is_control) for is_control in (False, True))
-    controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in requests))
+    after, control = (given.under(wanted, control=is_control) for is_control in (False, True))
+    controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in wanted))
     calibration = given.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
     return Intervened(
         given.before,
         after,
         control,
-        positions=_positions(requests),
+        positions=_positions(wanted),
         control_is=controls,
         calibrated_on=f"{MIN_CALIBRATION} other sequences of {calibration.length} {kind}",
     )
