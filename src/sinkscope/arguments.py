@@ -45,6 +45,11 @@ STUDY_LENGTH = 32
 STUDY_SEQUENCES = 16
 """With fewer, a bootstrap cannot reach the level of Holm's first step, and all claims would be undecided."""
 
+AUDIT_LENGTH = 4 * LATER_QUERIES
+"""The shortest with room for a window of a quarter."""
+AUDIT_SEQUENCES = 2
+"""The fewest with an interval."""
+
 
 def check_batch(
     tokens: str = "random", *, length: int, num_sequences: int, seed: int = 0
@@ -63,7 +68,7 @@ def check_batch(
         )
     if kind == "text" and argument != STANDARD_INPUT and not (path := user_path(argument)).is_file():
         found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
-        raise InputError(expected="a text file", found=found, next_step="Name one as `tokens='text:FILE'`")
+        raise InputError(expected="a text file", found=found, next_step="Name one that is there")
     check_sizes(length=length, num_sequences=num_sequences)
     check_seed(seed)
     return kind, argument  # type: ignore[return-value]
@@ -161,7 +166,7 @@ def check_bias(*, seeds: int, length: int, num_sequences: int, seed: int) -> Non
 
 def check_audit(*, length: int, num_sequences: int, seed: int) -> None:
     """Refuses texts without room for a window of a quarter, and too few for an interval."""
-    check_sizes(length=length, num_sequences=num_sequences, least_length=4 * LATER_QUERIES, least_sequences=2)
+    check_sizes(length=length, num_sequences=num_sequences, least_length=AUDIT_LENGTH, least_sequences=AUDIT_SEQUENCES)
     check_seed(seed)
 
 

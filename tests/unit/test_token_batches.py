@@ -1,5 +1,6 @@
 """Token batches: the right ids at the right places, independent of what they should not depend on, or a refusal."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,10 +17,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import sinkscope
 from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import _text_ids, given_batch, special_ids, token_batch
+from sinkscope.models.token_batches import _text_ids, batch_with_others, given_batch, special_ids, token_batch
 
 NUM_ROWS, NUM_TOKENS, BOS, EOS = 96, 83, 1, 2
 """The embedding has rows beyond the tokenizer's vocabulary, as padded checkpoints do."""
@@ -217,6 +219,45 @@ class TestText:
         refused(lambda: batch(length=64, num_sequences=31), found, "`length=30` with `num_sequences=1`")
         batch(length=30, num_sequences=1)
 
+    def test_too_short_for_what_calibrates_too(self, loaded, text):
+        """What is advised leaves room for the other sequences, and is no less than the caller needs."""
+
+        def batch(length, num_sequences, least=(2, 1)):
+            sizes = {"length": length, "num_sequences": num_sequences}
+            return batch_with_others(loaded, f"text:{text}", bos=False, **sizes, seed=0, others=2, least=least)
+
+        expected = "40 tokens for 6 sequences of 5 and 2 others"
+        refused(lambda: batch(5, 6), expected, "Use at most `num_sequences=4` or `length=3`, or")
+        assert batch(5, 4).ids.shape == (6, 5)
+        assert batch(3, 6).ids.shape == (8, 3)
+        refused(lambda: batch(5, 6, least=(4, 1)), "Use at most `num_sequences=4`, or")
+        refused(lambda: batch(5, 6, least=(2, 5)), "Use at most `length=3`, or")
+        refused(lambda: batch(20, 6, least=(4, 5)), "`length=4` with `num_sequences=5`")
+        batch(4, 5)
+        refused(lambda: batch(20, 6, least=(5, 5)), "Use a longer text")
+
+    @pytest.mark.parametrize(
+        ("call", "asked", "others", "least"),
+        [
+            (sinkscope.audit, {"length": 128}, 8, (64, 2)),
+            (sinkscope.study, {"length": 64}, 96, (32, 16)),
+            (sinkscope.intervene, {"length": 64, "requests": {"mask_to_self": 3}}, 64, (2, 1)),
+        ],
+    )
+    def test_a_short_text_is_refused_with_sizes_that_fit(self, call, asked, others, least, tmp_path):
+        path = tmp_path / "short.txt"
+        path.write_text("The cat sat on the mat, and the dog lay on the rug. " * 360)
+        text = {"text": path} if call is sinkscope.audit else {"tokens": f"text:{path}"}
+        with pytest.raises(InputError) as refusal:
+            call("reference:softmax", num_sequences=1000, **asked, **text)
+        (found,) = map(int, re.findall(r"found (\d+) tokens", str(refusal.value)))
+        advised = {name: int(number) for name, number in re.findall(r"`(\w+)=(\d+)`", str(refusal.value))}
+        sizes = {"length": asked["length"], "num_sequences": 1000} | advised
+        assert advised
+        assert sizes["length"] * (others + sizes["num_sequences"]) <= found
+        assert (sizes["length"], sizes["num_sequences"]) >= least
+        assert sizes["num_sequences"] >= least[1]
+
     @pytest.mark.parametrize(
         ("content", "parts"),
         [
@@ -228,7 +269,7 @@ class TestText:
     )
     def test_not_text(self, loaded, tmp_path, content, parts):
         (tmp_path / "bad.txt").write_bytes(content)
-        refused(lambda: token_batch(loaded, f"text:{tmp_path / 'bad.txt'}"), "bad.txt", "text:FILE", *parts)
+        refused(lambda: token_batch(loaded, f"text:{tmp_path / 'bad.txt'}"), "bad.txt", *parts)
 
     def test_of_a_long_text_the_beginning_is_read(self, loaded, tmp_path):
         path = tmp_path / "long.txt"

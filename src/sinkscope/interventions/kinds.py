@@ -112,7 +112,7 @@ def requests(
         raise InputError(
             expected="at least one intervention",
             found="none",
-            next_step=f"Give one, such as `mask_to_self=10`; the kinds are {', '.join(KINDS)}",
+            next_step=f"Give one, such as `mask_to_self=10`; the kinds are {_named(KINDS)}",
         )
     if unknown := [name for name in asked if name not in KINDS]:
         raise InputError(

@@ -51,7 +51,7 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
             raise InputError(
                 expected="a text of at least 2 tokens",
                 found=f"{len(whole[-1])} in {text[:40]!r}",
-                next_step="Give a longer text; random tokens are token_batch(model)",
+                next_step="Give a longer text",
             )
         if (most := context_length(loaded.model)) is not None and len(whole[-1]) > most:
             raise InputError(

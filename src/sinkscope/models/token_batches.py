@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -90,8 +89,26 @@ def token_batch(
     alone, and with BOS its later positions are the ones it has without. The global random state is neither read nor
     changed.
     """
+    return batch_with_others(model, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
+
+
+def batch_with_others(
+    model: LoadedModel | PreTrainedModel | str,
+    tokens: str,
+    *,
+    bos: bool | None,
+    length: int,
+    num_sequences: int,
+    seed: int,
+    others: int = 0,
+    least: tuple[int, int] = (2, 1),
+) -> TokenBatch:
+    """A batch as `token_batch` makes it, with `others` more sequences after it, which calibrate.
+
+    `least`: the length and the number of sequences that the caller needs, so that no less is advised for a short text.
+    """
     check_torch_defaults()
-    kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences, seed=seed)
+    kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences + others, seed=seed)
     loaded = load(model)
     _check_length(loaded.model, length)
     if bos is None:
@@ -102,13 +119,22 @@ def token_batch(
         _check_vocabulary(torch.tensor([first]), num_embeddings(loaded.model))
     source = left_out = None
     if kind == "random":
-        ids, left_out = _random_ids(loaded, length, num_sequences, seed)
+        ids, left_out = _random_ids(loaded, length, num_sequences + others, seed)
     elif kind == "repeat":
-        ids = _repeated_id(loaded, argument).expand(num_sequences, length).clone()
+        ids = _repeated_id(loaded, argument).expand(num_sequences + others, length).clone()
     else:
-        source = "standard input" if argument == STANDARD_INPUT else Path(argument).name
-        windows = _text_windows(loaded, argument, length - bos, num_sequences, bos=bos)
-        ids = torch.nn.functional.pad(windows, (int(bos), 0))
+        source, total, window = _source(argument), num_sequences + others, length - bos
+        text = torch.tensor(_text_ids(tokenizer_of(loaded), argument, total * window), dtype=torch.int64)
+        _check_vocabulary(text, num_embeddings(loaded.model))
+        if total * window > len(text):
+            beside = f" and {others} others" if others else ""
+            raise InputError(
+                expected=f"{total * window} tokens for {num_sequences} sequences of {length}{beside}",
+                found=f"{len(text)} tokens in {source}",
+                next_step=_shorter(len(text), window, num_sequences, bos=bos, others=others, least=least),
+            )
+        # Consecutive windows of the text.
+        ids = torch.nn.functional.pad(text[: total * window].view(total, window), (int(bos), 0))
     if first is not None:
         ids[:, 0] = first
     seed_used = seed if kind == "random" else None
@@ -219,23 +245,20 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
     return token
 
 
-def _text_windows(
-    loaded: LoadedModel, name: str, window: int, num_sequences: int, *, bos: bool
-) -> Int64[Tensor, "B window"]:
-    """The first `num_sequences` consecutive windows of the text's tokens."""
-    ids = torch.tensor(_text_ids(tokenizer_of(loaded), name, num_sequences * window), dtype=torch.int64)
-    _check_vocabulary(ids, num_embeddings(loaded.model))
-    if num_sequences * window > len(ids):
-        longest, most = len(ids) // num_sequences + bos, len(ids) // window
-        ways = [f"`num_sequences={most}`"] * (most > 0) + [f"`length={longest}`"] * (longest >= 2)
-        if not ways and len(ids) + bos >= 2:
-            ways = [f"`length={len(ids) + bos}` with `num_sequences=1`"]
-        raise InputError(
-            expected=f"{num_sequences * window} tokens for {num_sequences} sequences of {window + bos}",
-            found=f"{len(ids)} tokens in {Path(name).name}",
-            next_step=f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text",
-        )
-    return ids[: num_sequences * window].view(num_sequences, window)
+def _shorter(num_ids: int, window: int, num_sequences: int, *, bos: bool, others: int, least: tuple[int, int]) -> str:
+    """What to ask for of a text that has too few tokens."""
+    least_length, least_sequences = least
+    most, longest = num_ids // window - others, num_ids // (num_sequences + others) + bos
+    ways = [f"`num_sequences={most}`"] * (most >= least_sequences) + [f"`length={longest}`"] * (longest >= least_length)
+    longest = num_ids // (least_sequences + others) + bos
+    if not ways and longest >= least_length:
+        ways = [f"`length={longest}` with `num_sequences={least_sequences}`"]
+    return f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text"
+
+
+def _source(name: str) -> str:
+    """A text file as it is called in words."""
+    return "standard input" if name == STANDARD_INPUT else user_path(name).name
 
 
 def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
@@ -273,23 +296,22 @@ def _standard_input() -> bytes:
 
 def _read_text(name: str, num_bytes: int) -> tuple[str, bool]:
     """(the text in the file's first bytes, whether that is all of it)."""
-    path = user_path(name)
-    next_step = "Name a text file as `tokens='text:FILE'`"
+    source, next_step = _source(name), "Name a text file"
     try:
         if name == STANDARD_INPUT:
             content = _standard_input()[: num_bytes + 1]
         else:
-            with path.open("rb") as file:  # bytes, so that line endings stay as they are
+            with user_path(name).open("rb") as file:  # bytes, so that line endings stay as they are
                 content = file.read(num_bytes + 1)
         is_all = len(content) <= num_bytes
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
     except (UnicodeDecodeError, OSError) as error:
         reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
-        raise InputError(expected="text in UTF-8", found=f"{path.name}, which {reason}", next_step=next_step) from error
+        raise InputError(expected="text in UTF-8", found=f"{source}, which {reason}", next_step=next_step) from error
     if "\0" in text:
-        raise InputError(expected="text in UTF-8", found=f"{path.name}, a binary file", next_step=next_step)
+        raise InputError(expected="text in UTF-8", found=f"{source}, a binary file", next_step=next_step)
     if is_all and not text.strip():
-        raise InputError(expected="a text file with text in it", found=f"{path.name}, empty", next_step=next_step)
+        raise InputError(expected="a text file with text in it", found=f"{source}, empty", next_step=next_step)
     return text, is_all
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import check_audit
+from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_audit
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.prompts import as_batch
-from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.models.token_batches import TokenBatch, batch_with_others, token_batch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages
@@ -83,9 +83,17 @@ def texts_to_measure(
     loaded: LoadedModel, text: Any, *, bos: bool | None, length: int, num_sequences: int, seed: int
 ) -> TokenBatch:
     """The calibration texts, and the held-out ones."""
-    count = CALIBRATION + num_sequences
     if isinstance(text, str | Path):
-        return token_batch(loaded, f"text:{text}", bos=bos, length=length, num_sequences=count)
+        return batch_with_others(
+            loaded,
+            f"text:{text}",
+            bos=bos,
+            length=length,
+            num_sequences=num_sequences,
+            seed=seed,
+            others=CALIBRATION,
+            least=(AUDIT_LENGTH, AUDIT_SEQUENCES),
+        )
     if text is not None:
         if bos is not None:
             raise InputError(
@@ -102,7 +110,7 @@ def texts_to_measure(
             )
         return batch
     model: Any = loaded.model
-    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=count, seed=seed)
+    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=CALIBRATION + num_sequences, seed=seed)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         ids_NT = model.generate(

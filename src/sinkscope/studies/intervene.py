@@ -21,7 +21,7 @@ from sinkscope.interventions.kinds import requests as read_requests
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import prompt_batch
-from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
@@ -169,8 +169,15 @@ def read_prompt(
 ) -> Untouched:
     """A text, or several of one length, to intervene on."""
     batch = _one_length(prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos))
-    sizes = {"length": batch.length, "num_sequences": MIN_CALIBRATION}
-    calibration = token_batch(loaded, tokens, bos=batch.bos, seed=seed, **sizes)
+    calibration = batch_with_others(
+        loaded,
+        tokens,
+        bos=batch.bos,
+        length=batch.length,
+        num_sequences=MIN_CALIBRATION,
+        seed=seed,
+        least=(batch.length, MIN_CALIBRATION),
+    )
     return Untouched(loaded=loaded, batch=batch, calibration=calibration, observables=observables)
 
 
@@ -179,9 +186,10 @@ def drawn_batch(
 ) -> Untouched:
     """A batch as `token_batch` draws it, to intervene on."""
     check_sizes(length=length, num_sequences=num_sequences)
-    sizes = [num_sequences, MIN_CALIBRATION]
-    drawn = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
-    batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split(sizes))
+    drawn = batch_with_others(
+        loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed, others=MIN_CALIBRATION
+    )
+    batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split([num_sequences, MIN_CALIBRATION]))
     return Untouched(loaded=loaded, batch=batch, calibration=calibration)
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope import processes
-from sinkscope.arguments import check_study
+from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import Trace, trace
@@ -25,7 +25,7 @@ from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
-from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
@@ -168,9 +168,18 @@ def study(
     """
     loaded = load(model)
     check_study(length, num_sequences)
-    sizes = (num_sequences, NUM_CHOOSING, MIN_CALIBRATION)
-    whole = token_batch(loaded, tokens, bos=bos, length=length, num_sequences=sum(sizes), seed=seed)
-    judging, choosing, calibration = (replace(whole, ids=ids) for ids in whole.ids.split(list(sizes)))
+    others = (NUM_CHOOSING, MIN_CALIBRATION)
+    whole = batch_with_others(
+        loaded,
+        tokens,
+        bos=bos,
+        length=length,
+        num_sequences=num_sequences,
+        seed=seed,
+        others=sum(others),
+        least=(STUDY_LENGTH, STUDY_SEQUENCES),
+    )
+    judging, choosing, calibration = (replace(whole, ids=ids) for ids in whole.ids.split([num_sequences, *others]))
     with evaluation_mode(loaded.model):
         return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
 
