@@ -23,6 +23,17 @@ SWITCHES = (
 KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "ArrowLeft": (37, ""), "ArrowRight": (39, "")}
 """Keys that the browser itself acts on: (code, what they type)."""
 
+BROKEN_WORDS = """[...document.querySelectorAll('{}')].flatMap(each => {{
+  const broken = [], walk = document.createTreeWalker(each, NodeFilter.SHOW_TEXT), range = document.createRange();
+  for (let node; (node = walk.nextNode());) for (const word of node.data.matchAll(/\\S+/g)) {{
+    range.setStart(node, word.index);
+    range.setEnd(node, word.index + word[0].length);
+    if (range.getClientRects().length > 1) broken.push(word[0]);
+  }}
+  return broken;
+}})"""
+"""The words in some elements that do not stand on one line."""
+
 
 class Chromium:
     """One browser with one page. `errors` are the console's, `requests` every address that was asked for."""

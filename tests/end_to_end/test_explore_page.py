@@ -5,7 +5,7 @@ import time
 
 import pytest
 import uvicorn
-from chromium import CHROMIUM, Chromium
+from chromium import BROKEN_WORDS, CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS
 
 import sinkscope
@@ -238,6 +238,7 @@ def test_narrow_light_and_dark(address, browser, scheme):
         "[...document.querySelectorAll('button')].filter(each => each.offsetHeight && each.offsetHeight < 20).length"
     )
     assert browser.evaluate(small) == 0, "buttons can be hit"
+    assert browser.evaluate(BROKEN_WORDS.format(".parts td")) == []
     assert browser.errors == []
 
 

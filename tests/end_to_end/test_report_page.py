@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from chromium import CHROMIUM, Chromium
+from chromium import BROKEN_WORDS, CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder
 from training_folders import curved_loss, write_training_folder
 
@@ -64,6 +64,16 @@ def test_a_page_is_drawn_without_errors_requests_or_overflow(pages, browser, nam
     assert browser.evaluate(WIDTH_NEEDED) <= 0
     assert browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_no_word_of_a_table_is_broken(pages, browser):
+    browser.open(pages["study"], width=1000)
+    browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert browser.evaluate(BROKEN_WORDS.format("table th")) == []
+    browser.evaluate(
+        "document.querySelectorAll('table').forEach(each => each.style = 'width:40px;overflow-wrap:anywhere')"
+    )
+    assert browser.evaluate(BROKEN_WORDS.format("table th")), "the control: a table that is too narrow"
 
 
 def test_control_a_wide_element_is_seen_as_overflow(pages, browser):

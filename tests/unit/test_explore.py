@@ -89,6 +89,14 @@ def test_what_is_silenced_stays_listed(page):
     assert now[0] == unit | {"found": False}
 
 
+def test_a_list_that_is_cut_says_so(page, monkeypatch):
+    whole = page.view().json()
+    assert whole["found"] == {name: len(whole[name]) for name in ("units", "dimensions")}
+    monkeypatch.setattr(readings, "MOST_LISTED", 2)
+    cut = page.view().json()
+    assert (cut["units"], cut["found"]) == (whole["units"][:2], whole["found"])
+
+
 WRONG = {
     "no JSON": (b"{", "JSON"),
     "not a number": (b'{"source": NaN}', "`source`"),

@@ -146,7 +146,12 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
     def both(values: Callable[[Reading], Any]) -> dict[str, Any]:
         return {"now": _listed(values(now)), "before": None if before is None else _listed(values(before))}
 
-    found = before or now
+    # Those of the untouched run stay listed when an intervention silences them, or they could not be put back.
+    first = before or now
+    parts = {
+        "units": _with_presence(first.units, now.units, ("position", "layer", "expert", "neuron")),
+        "dimensions": _with_presence(first.dimensions, now.dimensions, ("position", "dimension")),
+    }
     return {
         "story": now.story,
         "story_before": before.story if before else None,
@@ -174,14 +179,8 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
             "meaning": QUANTITIES[quantity],
             **both(lambda reading: reading.by_position[quantity][:, shown]),
         },
-        # Those of the untouched run stay listed when an intervention silences them, or they could not be put back.
-        **{
-            name: _with_presence(rows(found), rows(now), keys)
-            for name, rows, keys in (
-                ("units", lambda reading: reading.units, ("position", "layer", "expert", "neuron")),
-                ("dimensions", lambda reading: reading.dimensions, ("position", "dimension")),
-            )
-        },
+        **{name: rows[:MOST_LISTED] for name, rows in parts.items()},
+        "found": {name: len(rows) for name, rows in parts.items()},
     }
 
 
@@ -198,7 +197,7 @@ def _with_presence(before: Sequence[Mapping], now: Sequence[Mapping], keys: Sequ
 
     old, new = ({name(row): row for row in rows} for rows in (before, now))
     rows = [*before, *(row for row in now if name(row) not in old)]
-    return [{**row, "found": name(row) in new, "is_new": name(row) not in old} for row in rows[:MOST_LISTED]]
+    return [{**row, "found": name(row) in new, "is_new": name(row) not in old} for row in rows]
 
 
 def _elsewhere(values_LT: np.ndarray, position: int) -> np.ndarray:

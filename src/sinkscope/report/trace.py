@@ -206,7 +206,7 @@ def _output_energy(run: Run) -> Figure:
         ("output_energy",),
         traces,
         {
-            "xaxis": axis("rank of the dimension", type="log", tickvals=[1, 2, 5, 10, 20, 50]),
+            "xaxis": axis("dimension's rank", type="log", tickvals=[1, 2, 5, 10, 20, 50]),
             "yaxis": log_axis("", [share for trace in traces for share in trace["y"]]),
         },
         ("layer:neuron", "kind", "rank", "dimension", "energy share"),

@@ -222,6 +222,8 @@ class Pane {
       ]));
     }
     this.get(".parts tbody").replaceChildren(...rows);
+    const cut = [["units", units], ["dimensions", dimensions]].filter(([name, listed]) => listed.length < this.view.found[name]);
+    this.get(".parts-cut").textContent = cut.map(([name, listed]) => `The first ${listed.length} of ${this.view.found[name]} ${name}.`).join(" ");
   }
 }
 
