@@ -65,6 +65,12 @@ def test_what_is_no_text_of_two_tokens_is_refused(model):
         sinkscope.trace(model.model, LONG)
 
 
+def test_texts_of_unequal_length_have_no_common_mask(model):
+    assert sinkscope.sink_tokens(model, LONG).positions() == [0]
+    with pytest.raises(sinkscope.InputError, match="one length"):
+        sinkscope.sink_tokens(model, TEXTS)
+
+
 def test_standard_input_is_a_text(model, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(LONG.encode())))
     token_batches._standard_input.cache_clear()

@@ -45,3 +45,15 @@ def test_options_that_are_handed_on_are_all_typed():
     for name in ("train", "audit", "bias", "fingerprint"):
         *_, last = inspect.signature(getattr(sinkscope, name)).parameters.values()
         assert last.annotation.startswith("Unpack["), name
+
+
+def test_every_parameter_has_a_type():
+    """Any tells a reader nothing. Of classes, those that a user makes himself."""
+    own = [getattr(sinkscope, name) for name in sinkscope.__all__ if name[0].islower()]
+    for call in [*own, sinkscope.SinkProbe, sinkscope.SinkWatch, sinkscope.HeadRMSNorm]:
+        if callable(call):
+            hints = {parameter.name: parameter.annotation for parameter in inspect.signature(call).parameters.values()}
+            untyped = {
+                name for name, hint in hints.items() if hint in ("Any", "Sequence[Any]", inspect.Parameter.empty)
+            }
+            assert not untyped, (call, untyped)

@@ -38,7 +38,7 @@ def test_every_result_has_this_shape():
         assert all(hasattr(kind, part) for part in ("story", "summary"))
 
 
-def test_a_model_is_given_as_it_is_at_hand():
+def test_a_model_is_given_as_it_is_at_hand(tmp_path):
     model = tiny_model("llama")
     loaded = sinkscope.load(model)
     batch = sinkscope.token_batch(model, num_sequences=2, length=24)
@@ -48,6 +48,8 @@ def test_a_model_is_given_as_it_is_at_hand():
         is sinkscope.anatomy_of(model).layers[0].output_projection
     )
     assert sinkscope.probe(loaded, batch).whole == sinkscope.probe(model, batch).whole
+    model.save_pretrained(tmp_path)
+    assert sinkscope.probe(tmp_path, batch).whole == sinkscope.probe(model, batch).whole
     norms = sinkscope.insert_head_norm(loaded)
     assert norms[0] in set(model.modules())
     sinkscope.remove_head_norm(loaded)
@@ -85,6 +87,10 @@ def test_a_repr_is_a_few_lines(traced):
         story = "long " * 10_000
 
     assert len(repr(Long())) < 3000
+    model = sinkscope.load("reference:softmax")
+    for other in (sinkscope.anatomy_of(model), sinkscope.probe(model, sinkscope.token_batch(model, num_sequences=2))):
+        assert len(repr(other)) < 1000
+        assert "sink_rate" in repr(other) or "num_layers=16" in repr(other)
 
 
 def test_a_notebook_shows_the_story_the_table_and_the_chain(traced):

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
-
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import EFFECTIVE_RANK, Observable, resolved
 from sinkscope.capture.recorder import CHUNK_TOKENS, Progress, Recording, evaluation_mode, record
@@ -16,7 +14,8 @@ from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.capture.summary import hidden_sinks, story, trace_summary
 from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loaded import ModelLike
+from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
@@ -94,7 +93,7 @@ class Trace(Result):
 
 
 def trace(
-    model: LoadedModel | PreTrainedModel | str,
+    model: ModelLike,
     batch: Tokens,
     *,
     observables: Iterable[Observable | str] | None = None,

@@ -21,9 +21,8 @@ from sinkscope.capture.edits import depth, going_by_sequence
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
-from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.loaded import Model, bare_model
 
-Model = LoadedModel | nn.Module
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 

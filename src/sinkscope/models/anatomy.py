@@ -20,7 +20,7 @@ from sinkscope.arguments import unit_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
-from sinkscope.models.loaded import LoadedModel, bare_model
+from sinkscope.models.loaded import Model, bare_model
 
 AnyModule = Any
 """A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
@@ -173,7 +173,7 @@ class Layer:
         return self.post_norm.forward(torch.ones_like(gain_E)).detach().float()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Anatomy:
     """The modules of one model, and the numbers that its configuration states."""
 
@@ -207,6 +207,9 @@ class Anatomy:
             "experts": self.family.experts,
         }
 
+    def __repr__(self) -> str:
+        return f"Anatomy({', '.join(f'{name}={value!r}' for name, value in self.row().items())})"
+
 
 def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[tuple[int, int | None], tuple[int, ...]]:
     """Neurons by (layer, expert); refuses units that the model does not have."""
@@ -229,10 +232,12 @@ def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[tuple[int
     return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
 
 
-def anatomy_of(model: LoadedModel | AnyModule) -> Anatomy:
-    """The anatomy of a causal language model; a model may bring its own as the attribute `sinkscope_anatomy`.
+def anatomy_of(model: Model) -> Anatomy:
+    """The anatomy of a causal language model.
 
-    sinkscope.anatomy_of(model).layers[5].output_projection
+        sinkscope.anatomy_of(model).layers[5].output_projection
+
+    A model may bring its own as the attribute `sinkscope_anatomy`.
     """
     bare: AnyModule = bare_model(model)
     if isinstance(bare, str | Path):

@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import AnyModule, anatomy_of
-from sinkscope.models.loaded import LoadedModel, bare_model
+from sinkscope.models.loaded import Model, bare_model
 
 NAME = "head_norm"
 """Name of the submodule in each output projection."""
@@ -26,7 +26,7 @@ CONFIG_KEY = "sinkscope_head_norm"
 
 
 def insert_head_norm(
-    model: LoadedModel | AnyModule, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
+    model: Model, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
 ) -> list[HeadRMSNorm]:
     """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
 
@@ -54,7 +54,7 @@ def insert_head_norm(
     return norms
 
 
-def remove_head_norm(model: LoadedModel | AnyModule) -> None:
+def remove_head_norm(model: Model) -> None:
     """Takes the norms out: the model computes what it did before they were put in, to the bit, if it was not
     trained meanwhile."""
     for layer in anatomy_of(model).layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -24,6 +25,12 @@ class LoadedModel:
     weight_hash: str
     dtype: str
     trust_remote_code: bool
+
+
+Model = LoadedModel | nn.Module
+"""A model at hand, as `load` gives it or as its owner made it."""
+ModelLike = Model | str | Path
+"""A model as `load` takes it: at hand, or by its name or its path."""
 
 
 def bare_model(model: Any) -> Any:

@@ -27,7 +27,7 @@ from sinkscope.models.checkpoint_checks import (
 from sinkscope.models.gguf_files import gguf_tokenizer, load_gguf, read_gguf_header
 from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
-from sinkscope.models.loaded import LoadedModel, bare_model
+from sinkscope.models.loaded import LoadedModel, ModelLike, bare_model
 from sinkscope.models.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.results.run_folder import is_training_run
@@ -54,7 +54,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load(
-    source: str | Path | PreTrainedModel | LoadedModel | None = None,
+    source: ModelLike | None = None,
     *,
     revision: str | None = None,
     dtype: str = "auto",

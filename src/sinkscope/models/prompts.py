@@ -67,3 +67,13 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
         bos=bos,
         whole=tuple(whole) if len(lengths) > 1 else (),
     )
+
+
+def check_one_length(batch: TokenBatch, why: str) -> None:
+    """Refuses texts of unequal length, which are cut to the shortest, where something cannot go by each alone."""
+    if batch.whole:
+        raise InputError(
+            expected=f"texts of one length, since {why}",
+            found=f"{', '.join(str(len(ids)) for ids in batch.whole[:8])} tokens",
+            next_step="Give one text at a time",
+        )

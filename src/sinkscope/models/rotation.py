@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import Model, bare_model
 
 NUM_TRIED = 16
 """Tokens of the passes that see and check."""
 
 
 @torch.no_grad()
-def rotate(model: Any, rotation: Tensor | None = None, *, seed: int = 0) -> Any:
+def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> Any:
     """A copy of a causal language model whose residual stream is turned by an orthogonal [E, E] matrix: the one given,
     or a random one. It is a plain model of its family and saves and loads as such; tied embeddings are untied."""
-    model = bare_model(model)
-    _check_norms(anatomy_of(model))
-    turned = copy.deepcopy(model).eval()
+    own = bare_model(model)
+    _check_norms(anatomy_of(own))
+    turned = copy.deepcopy(own).eval()
     anatomy = anatomy_of(turned)
     decoder, embedding, head = anatomy.decoder, turned.get_input_embeddings(), turned.get_output_embeddings()
     norms = [decoder.get_submodule(anatomy.family.final_norm)]
@@ -61,7 +61,7 @@ def rotate(model: Any, rotation: Tensor | None = None, *, seed: int = 0) -> Any:
     for weight, axis in _writing_weights(anatomy):
         _turn(weight, axis, rotation)
     _check_same(before, turned(ids).logits)
-    return turned.train(model.training)
+    return turned.train(own.training)
 
 
 def random_rotation(width: int, *, seed: int, centred: bool = False) -> Tensor:

@@ -20,12 +20,13 @@ from torch import Tensor
 from sinkscope.arguments import STANDARD_INPUT, check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, bare_model, bos_id, load, text_config
 from sinkscope.runtime import check_torch_defaults
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +73,7 @@ class TokenBatch:
 
 
 def token_batch(
-    model: LoadedModel | PreTrainedModel | str,
+    model: ModelLike,
     tokens: str = "random",
     *,
     bos: bool | None = None,
@@ -93,7 +94,7 @@ def token_batch(
 
 
 def batch_with_others(
-    model: LoadedModel | PreTrainedModel | str,
+    model: ModelLike,
     tokens: str,
     *,
     bos: bool | None,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sinkscope.arguments import Method, check_fingerprint
 from sinkscope.errors import InputError
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.origins.alignment import alignment, alignment_table
@@ -143,11 +144,11 @@ class Fingerprint(Result):
 
 
 def fingerprint(
-    models: Sequence[Any],
+    models: Sequence[ModelLike | Signature],
     *,
     matrix: bool = False,
     method: Method = "alignment",
-    unrelated: Sequence[Any] = (),
+    unrelated: Sequence[ModelLike | Signature] = (),
     fresh: int = FRESH,
     vocabulary: int | None = None,
     length: int | None = None,

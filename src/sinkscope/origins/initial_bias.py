@@ -16,6 +16,7 @@ from typing import Any, Unpack
 from sinkscope.arguments import check_bias, check_choice
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.origins.bias_controls import CONTROLS, controlled
@@ -65,14 +66,14 @@ class Bias(Result):
 
 
 def bias(
-    model: Any = None,
+    model: ModelLike | None = None,
     *,
     seeds: int | None = None,
     num_sequences: int = 128,
     length: int = 32,
     seed: int = 0,
     controls: Sequence[str] | None = None,
-    along: Sequence[Any] = (),
+    along: Sequence[ModelLike] = (),
     progress: Progress | None = None,
     **options: Unpack[LoadOptions],
 ) -> Bias:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sinkscope.capture.findings import Findings
@@ -29,6 +29,7 @@ from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.super_neurons import channel_sparsity
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
@@ -54,7 +55,7 @@ PREFIX = "sinkscope/"
 """Of what a probe adds to a trainer's log."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Probe:
     """One probe: numbers for the whole model and for each layer."""
 
@@ -64,8 +65,11 @@ class Probe:
     def row(self) -> dict[str, Any]:
         return {"whole": self.whole, "layers": self.layers}
 
+    def __repr__(self) -> str:
+        return f"Probe(whole={self.whole}, layers of {', '.join(self.layers)})"
 
-def probe(model: LoadedModel | PreTrainedModel | str, batch: Tokens, *, effective_rank: bool = True) -> Probe:
+
+def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Probe:
     """The observables of the chain of a model in memory on a batch, eagerly and in the dtype of its weights.
 
         tracker.log(sinkscope.probe(model, batch).whole)
@@ -73,7 +77,7 @@ def probe(model: LoadedModel | PreTrainedModel | str, batch: Tokens, *, effectiv
     For any training loop: `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean.
     The model's mode, its gradients and the random state are left as they were.
     """
-    loaded = load(model) if isinstance(model, LoadedModel | str) else loaded_model(model)
+    loaded = loaded_model(model) if isinstance(model, nn.Module) else load(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
     with evaluation_mode(loaded.model):
         # Without a sink, not the key with the largest rate: late keys, which few queries see, pass its
@@ -98,7 +102,7 @@ def text_batch(windows_BT: Tensor, *, length: int) -> TokenBatch:
     return TokenBatch(ids=windows_BT[:, :length].clone(), kind="text", source="validation")
 
 
-def loaded_model(model: PreTrainedModel) -> LoadedModel:
+def loaded_model(model: Any) -> LoadedModel:
     """A model in memory, ready to trace; unlike `load`, without a hash of the weights, which keep changing."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return LoadedModel(

@@ -19,6 +19,7 @@ from torch import Tensor
 from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_audit
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others, token_batch
@@ -41,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 
 def audit(
-    model: Any = None,
+    model: ModelLike | None = None,
     text: str | Path | Tensor | TokenBatch | None = None,
     *,
     schemes: Sequence[str] | None = None,
@@ -80,7 +81,13 @@ def audit(
 
 
 def texts_to_measure(
-    loaded: LoadedModel, text: Any, *, bos: bool | None, length: int, num_sequences: int, seed: int
+    loaded: LoadedModel,
+    text: str | Path | Tensor | TokenBatch | None,
+    *,
+    bos: bool | None,
+    length: int,
+    num_sequences: int,
+    seed: int,
 ) -> TokenBatch:
     """The calibration texts, and the held-out ones."""
     if isinstance(text, str | Path):

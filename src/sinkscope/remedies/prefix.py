@@ -23,9 +23,10 @@ from torch import Tensor
 
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.prompts import as_batch
-from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
+from sinkscope.models.prompts import Tokens, as_batch
+from sinkscope.models.token_batches import context_length, token_batch
 from sinkscope.remedies.damage import input_ranges, losses, scheme_losses
 from sinkscope.remedies.schemes import SCHEMES
 from sinkscope.remedies.sink_neurons import SinkNeurons
@@ -82,7 +83,7 @@ class SinkPrefix:
         return f"SinkPrefix({len(self.ids)} tokens; super neurons fire at {before:.1f} -> {after:.1f} tokens a text)"
 
 
-def sink_prefix(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
+def sink_prefix(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
     """The prefix of a model, found on some texts; `neurons` are those that recognise its sinks, if they are known."""
     loaded = load(model)
     batch = as_batch(loaded, ids)

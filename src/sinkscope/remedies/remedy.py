@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sinkscope.arguments import check_audit, check_remedies
 from sinkscope.interventions.neurons import matched_units
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
@@ -43,8 +46,8 @@ class Treated:
 
 
 def remedy(
-    model: Any,
-    text: Any = None,
+    model: ModelLike,
+    text: str | Path | Tensor | TokenBatch | None = None,
     *,
     rotate: bool = False,
     prefix: bool = False,

@@ -27,7 +27,7 @@ from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, Unit, anatomy_of, checked_units
-from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
 
 NUM_CANDIDATES = 8
@@ -163,17 +163,17 @@ def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tupl
 
 
 class SinkWatch:
-    """While open, follows the sinks of a text as a model reads or writes it, step by step with a cache:
+    """While open, follows the sinks of a text as a model reads or writes it, step by step with a cache.
 
-    with sinkscope.SinkWatch(model, neurons) as watch:
-        model.generate(...)
-    watch.mask  # [B, T], up to the last token that the model has read
+        with sinkscope.SinkWatch(model, neurons) as watch:
+            model.generate(...)
+        watch.mask  # [B, T], up to the last token that the model has read
 
     It begins anew when it is opened, and with each call without a filled cache. Sequences must keep their places in the
     batch, as they do unless beams are searched.
     """
 
-    def __init__(self, model: Any, neurons: SinkNeurons) -> None:
+    def __init__(self, model: Model, neurons: SinkNeurons) -> None:
         self.anatomy = anatomy_of(bare_model(model))
         checked_units(self.anatomy, [neuron.unit for neuron in neurons.neurons])
         self.neurons = neurons.neurons

@@ -10,7 +10,6 @@ Axes: L layers, B sequences, T positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,8 +19,9 @@ from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.capture.recorder import evaluation_mode, input_device, record, without_autograd
 from sinkscope.measures.sink_score import are_sinks
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.prompts import as_batch
+from sinkscope.models.prompts import Tokens, as_batch, check_one_length
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.damage import BATCH_TOKENS
 from sinkscope.remedies.sink_neurons import SinkNeurons, SinkWatch, calibrated
@@ -50,7 +50,7 @@ class SinkTokens:
         return f"SinkTokens({int(self.mask.sum())} sinks by {by} in {texts} x {length} tokens)"
 
 
-def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | None = None) -> SinkTokens:
+def sink_tokens(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None) -> SinkTokens:
     """The sinks of each text, anywhere in it.
 
         sinkscope.sink_tokens(model, ids).mask
@@ -60,6 +60,7 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
     """
     loaded = load(model)
     batch = as_batch(loaded, ids)
+    check_one_length(batch, "a mask has a row for each")
     if neurons is not None:
         told, fired = neuron_sinks(loaded, batch.ids, neurons)
         return SinkTokens(mask=told, fired=fired, rate=None, received=None, neurons=neurons)
@@ -69,10 +70,11 @@ def sink_tokens(model: Any, ids: TokenBatch | Tensor, *, neurons: SinkNeurons | 
     return SinkTokens(mask=mask, fired=fired, rate=rate, received=received, neurons=neurons)
 
 
-def sink_neurons(model: Any, ids: TokenBatch | Tensor) -> SinkNeurons:
+def sink_neurons(model: ModelLike, ids: Tokens) -> SinkNeurons:
     """The super neurons that recognise the sinks of a model, and their thresholds, found on some texts."""
     loaded = load(model)
     batch = as_batch(loaded, ids)
+    check_one_length(batch, "a mask has a row for each")
     return calibrated(loaded, batch, attention_sinks(loaded, batch)[0])
 
 

@@ -13,12 +13,12 @@ import torch
 
 from sinkscope.capture.trace import trace
 from sinkscope.models.anatomy import Unit, UnitLike, anatomy_of, checked_units
-from sinkscope.models.loading import LoadedModel, bare_model
+from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
 
 
 @torch.no_grad()
-def unplug(model: Any, units: Iterable[UnitLike]) -> Any:
+def unplug(model: Model, units: Iterable[UnitLike]) -> Any:
     """A copy of the model in which these units write nothing; it saves and loads as a plain model of its family."""
     unplugged = copy.deepcopy(bare_model(model))
     anatomy = anatomy_of(unplugged)

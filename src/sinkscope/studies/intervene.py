@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sinkscope.arguments import check_sizes
 from sinkscope.capture.recorder import evaluation_mode
@@ -19,8 +18,9 @@ from sinkscope.interventions.base import together
 from sinkscope.interventions.kinds import Request, Setting
 from sinkscope.interventions.kinds import requests as read_requests
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.prompts import prompt_batch
+from sinkscope.models.prompts import check_one_length, prompt_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Column, Schema
@@ -168,7 +168,8 @@ def read_prompt(
     observables: Sequence[str] | None = None,
 ) -> Untouched:
     """A text, or several of one length, to intervene on."""
-    batch = _one_length(prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos))
+    batch = prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos)
+    check_one_length(batch, "interventions act on positions")
     calibration = batch_with_others(
         loaded,
         tokens,
@@ -194,7 +195,7 @@ def drawn_batch(
 
 
 def intervene(
-    model: LoadedModel | PreTrainedModel | str,
+    model: ModelLike,
     requests: ByKind,
     *,
     layers: str | Sequence[int] | None = None,
@@ -237,13 +238,3 @@ def intervene(
 
 def _positions(requests: Sequence[Request]) -> tuple[int, ...]:
     return tuple(sorted({position for request in requests for position in request.positions()}))
-
-
-def _one_length(batch: TokenBatch) -> TokenBatch:
-    if batch.whole:
-        raise InputError(
-            expected="texts of one length, since interventions act on positions",
-            found=f"{', '.join(str(len(ids)) for ids in batch.whole[:8])} tokens",
-            next_step="Give one `prompt` at a time",
-        )
-    return batch

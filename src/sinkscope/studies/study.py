@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
@@ -23,6 +22,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
 from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
@@ -149,7 +149,7 @@ class Study(Result):
 
 
 def study(
-    model: LoadedModel | PreTrainedModel | str | None = None,
+    model: ModelLike | None = None,
     *,
     tokens: str = "random",
     bos: bool | None = None,
