@@ -34,6 +34,12 @@ def test_what_each_key_receives_is_that_of_attention_written_out(model):
     assert torch.equal(model(ids), before)
 
 
+def test_a_model_that_says_nothing_of_itself_is_refused():
+    for call in (sinkscope.load, sinkscope.anatomy_of, lambda silent: sinkscope.mask_to_self(silent, 3)):
+        with pytest.raises(sinkscope.InputError, match="sinkscope_anatomy"):
+            call(torch.nn.Linear(2, 2))
+
+
 def test_interventions_and_probes_work_on_it(model):
     ids = torch.randint(100, (4, 32), generator=torch.Generator().manual_seed(2))
     with sinkscope.mask_to_self(model, 10):

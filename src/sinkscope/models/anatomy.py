@@ -249,6 +249,12 @@ def anatomy_of(model: Model) -> Anatomy:
     own = getattr(bare, "sinkscope_anatomy", None)
     if own is not None:
         return own
+    if not hasattr(bare, "config"):
+        raise InputError(
+            expected="a model of transformers, or one with the attribute sinkscope_anatomy",
+            found=f"a {type(bare).__name__} without either",
+            next_step="Give it the attribute, as examples/own_gpt.py does",
+        )
     return describe(_family_of(bare.config.get_text_config().model_type), bare)
 
 
@@ -309,7 +315,8 @@ def _family_of(model_type: str) -> Family:
     raise InputError(
         expected=f"a model of one of the families {names}",
         found=f"model type '{model_type}', which has no row in the family table",
-        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says",
+        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says, "
+        "or give the model the attribute sinkscope_anatomy, as examples/own_gpt.py does",
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.checkpoint_checks import (
     ask,
     causal_config,
@@ -98,6 +99,8 @@ def load(
             )
         if hasattr(source, "config"):
             check_causal(source.config, _name_of(source))
+        else:
+            anatomy_of(source)  # refuses a model that says nothing of itself
         return _finish(source, tokenizer, name=_name_of(source), source="given", trust_remote_code=trust_remote_code)
     if not isinstance(source, str | Path):
         raise InputError(
