@@ -22,10 +22,15 @@ def test_lines_say_what_is_done_and_left(monkeypatch):
     with progress.bar("conditions") as move:  # pytest's standard error is no terminal
         move(3, 12)
         assert seen.wait(10)
-    assert "of 12 done" in printed[-1] or "of ? done" in printed[-1]
+    assert "of 12 done" in printed[-1] or "begun" in printed[-1]
+    seen.clear()
+    with progress.working("tracing"):
+        assert seen.wait(10)
+    assert printed[-1].startswith("tracing: begun ")
     monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
     assert progress.progress_line("traces", 3, 12, 40.0) == "traces: 3 of 12 done after 60 s, 9 left, about 180 s"
-    assert progress.progress_line("traces", 0, None, 70.0) == "traces: 0 of ? done after 30 s"
+    assert progress.progress_line("traces", 0, None, 70.0) == "traces: begun 30 s ago"
+    assert progress.progress_line("traces", 0, 12, 70.0) == "traces: 0 of 12 done after 30 s"
 
 
 def hints() -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Text to token shards: trains a byte-level BPE on the training documents and encodes every document with it.
 
-Validation is held out by document, never more than twice the share asked for. Which documents are held out depends on
-the texts and not on their order: one that occurs twice is never on both sides, and the tokenizer is never trained on
-one that is held out.
+Validation is held out by document, never more than twice the share asked for, in characters (the share in tokens is a
+little above or below). Which documents are held out depends on the texts and not on their order: one that occurs twice
+is never on both sides, and the tokenizer is never trained on one that is held out.
 """
 
 from __future__ import annotations

@@ -18,8 +18,13 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Shows on a terminal what is being done."""
+    """Shows on a terminal what is being done; elsewhere every 30 seconds for how long."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with _lines() as begin:
+            begin(what)
+            yield
+        return
     with console.status(Text(printed(what, console.encoding))):
         yield
 
@@ -85,7 +90,7 @@ def _lines() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 def progress_line(what: str, done: int, total: int | None, begun_at: float) -> str:
     """What is done, what is left, and about how long that will take."""
     elapsed_s = time.monotonic() - begun_at
-    text = f"{what}: {done} of {'?' if total is None else total} done after {elapsed_s:.0f} s"
-    if total is None or not done:
-        return text
-    return f"{text}, {total - done} left, about {elapsed_s / done * (total - done):.0f} s"
+    if total is None:
+        return f"{what}: begun {elapsed_s:.0f} s ago"
+    text = f"{what}: {done} of {total} done after {elapsed_s:.0f} s"
+    return f"{text}, {total - done} left, about {elapsed_s / done * (total - done):.0f} s" if done else text
