@@ -111,7 +111,12 @@ def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model, tmp_path)
     assert found.before.recording.batch.num_sequences == 1
     assert found.calibrated_on == f"64 other sequences of {found.before.recording.batch.length} random tokens"
     assert found.table("means").num_rows == len(set(found.tables["means"]["quantity"])) * len(found.shown)
-    assert "DomRatio at position 3" in found.report(tmp_path / "page.html").read_text()
+    page = found.report(tmp_path / "page.html").read_text()
+    assert "DomRatio at position 3, \N{OPEN BOX}on" in page
+    assert "one sequence of" in page
+    assert "of each run" not in page
+    assert "position %{x}, %{text}" in page  # the token in the hover
+    assert "<td>\N{OPEN BOX}on</td>" in page.replace("<bdi>", "").replace("</bdi>", "")  # and in the table
     with pytest.raises(sinkscope.InputError, match="one length"):
         sinkscope.intervene(model, {"amplify": ["3:2"]}, prompt=TEXTS)
 

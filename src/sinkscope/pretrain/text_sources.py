@@ -39,7 +39,9 @@ class TokenizeConfig:
 
     data: Annotated[Sequence[str], DATA]
     validation: Annotated[Sequence[str], VALIDATION] = ()
-    validation_share: Annotated[float, "Share of the text to hold out if none is given, by document; at most twice that"] = 0.01
+    validation_share: Annotated[float, "Share to hold out, by document, if no texts are given; at most twice that"] = (
+        0.01
+    )
     vocab_size: Annotated[int, "Tokens of the byte-level BPE that is trained"] = 8192
     tokenizer: Annotated[str | None, "Folder or Hugging Face name of a tokenizer to use instead"] = None
     max_tokens: Annotated[int | None, "Stop after this many training tokens; a streamed dataset may have no end"] = None

@@ -67,6 +67,15 @@ class Files(Protocol):
     def file_name(self, table: str) -> str: ...
 
 
+class _OwnFiles:
+    def file_name(self, table: str) -> str:
+        return f"{table}.parquet"
+
+
+OWN_FILES = _OwnFiles()
+"""The files of the one run that a page is about."""
+
+
 def verdict(word: str, *, with_word: bool = True) -> str:
     """A verdict as symbol and word; if the word is not shown, screen readers still get it."""
     symbol, style = VERDICTS.get(word, ("\u00b7", "none"))

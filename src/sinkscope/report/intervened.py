@@ -8,7 +8,8 @@ from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.html import header, write_page
-from sinkscope.report.text import escaped, isolated
+from sinkscope.report.text import escaped, isolated, token_text
+from sinkscope.report.trace import with_texts
 from sinkscope.studies.intervene import ARMS, Intervened
 
 MOST_POSITIONS = 256
@@ -18,16 +19,19 @@ MOST_POSITIONS = 256
 def write_intervened_page(result: Intervened, command: str, destination: Path) -> None:
     """Writes the page of a result."""
     recording, figures = result.before.recording, intervened_figures(result)
-    title = f"Interventions on {recording.model_name}"
+    title, count = f"Interventions on {recording.model_name}", recording.batch.num_sequences
+    many = "one sequence" if count == 1 else f"{count} sequences"
     told = "".join(
         f"<section><h3>{name}</h3><p>{isolated(getattr(result, arm).story)}</p></section>"
         for arm, name in zip(ARMS, ("Before", "After", "Under the control"), strict=True)
     )
-    means = result.tables["means"]
+    means, texts = dict(result.tables["means"]), position_texts(result)
+    if texts:
+        means = {"token": [texts[position] for position in means["position"]], **means}
     listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
-    drawn = "".join(html.figure(figure, None) for figure in figures)
+    drawn = "".join(html.figure(figure, html.OWN_FILES) for figure in figures)
     body = [
-        header(title, f"{recording.batch.num_sequences} sequences of {recording.batch.length} tokens"),
+        header(title, f"{many} of {recording.batch.length} tokens"),
         f'<main id="main"><div class="runs">{told}</div>',
         f"<p>The control: {escaped(result.control_is)}. Calibrated on {escaped(result.calibrated_on)}.</p>",
         f'<div class="figures">{drawn}</div>',
@@ -35,6 +39,14 @@ def write_intervened_page(result: Intervened, command: str, destination: Path) -
         f"<h2>Method</h2><p><code>{isolated(command)}</code></p></main>",
     ]
     write_page(destination, title, "".join(body), figures)
+
+
+def position_texts(result: Intervened) -> dict[int, str]:
+    """The tokens by position, where one text was read and can be written."""
+    before = result.before
+    if before.tokenizer is None or before.recording.batch.num_sequences > 1:
+        return {}
+    return {at: token_text(before.token_text(token)) for at, token in enumerate(before.recording.batch.ids[0].tolist())}
 
 
 def intervened_figures(result: Intervened) -> list[Figure]:
@@ -52,7 +64,7 @@ def intervened_figures(result: Intervened) -> list[Figure]:
 def _curves(result: Intervened, quantity: str, title: str, caption: str, num_positions: int) -> Figure:
     values = [arm[quantity].double().mean(0)[:num_positions].tolist() for arm in result.observables]
     places = list(range(num_positions))
-    return Figure(
+    drawn = Figure(
         quantity.replace("_", "-"),
         title,
         caption,
@@ -62,14 +74,15 @@ def _curves(result: Intervened, quantity: str, title: str, caption: str, num_pos
         ("position", *ARMS),
         list(zip(places, *values, strict=True)),
     )
+    return with_texts(position_texts(result), drawn)
 
 
 def _by_layer(result: Intervened, position: int) -> Figure:
     values = [arm["dom_ratio"].double()[:, position].tolist() for arm in result.observables]
-    layers = list(range(len(values[0])))
+    layers, texts = list(range(len(values[0]))), position_texts(result)
     return Figure(
         f"dom-ratio-{position}",
-        f"DomRatio at position {position}",
+        f"DomRatio at position {position}" + (f", {texts[position]}" if texts else ""),
         "max |h| / mean |h| of the residual, by layer.",
         ("observables",),
         [line(layers, own, arm, look) for look, (arm, own) in enumerate(zip(ARMS, values, strict=True))],

@@ -19,7 +19,7 @@ def write_remedied_page(result: Remedied, destination: Path) -> None:
     body = [
         header(title, f"{num_texts} held-out texts of {length} tokens"),
         f'<main id="main"><p class="answer">{isolated(result.story)}</p>',
-        *(html.figure(figure, None, wide=True) for figure in figures),
+        *(html.figure(figure, html.OWN_FILES, wide=True) for figure in figures),
         "</main>",
     ]
     write_page(destination, title, "".join(body), figures)

@@ -17,6 +17,8 @@ from rich.text import Text
 from sinkscope.report.text import number, printed
 
 if TYPE_CHECKING:
+    from sinkscope.capture.findings import Findings
+    from sinkscope.capture.movers import SuperNeuron
     from sinkscope.capture.trace import Trace
     from sinkscope.models.loading import LoadedModel
     from sinkscope.origins.fingerprint import Fingerprint
@@ -57,10 +59,10 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
         _table(console, "sinks", ("position", "sink rate", "95 % interval", "mean attention", "layers"), rows)
     if trace.token_sinks:
         rows = [
-            (f"'{trace.token_text(s.id)}'", f"{s.num_sequences} of {s.num_with}", _span(list(s.positions)))
+            (f"'{trace.token_text(s.id)}'", f"{s.num_sequences} of {s.num_with} with it", _span(list(s.positions)))
             for s in trace.token_sinks
         ]
-        _table(console, "sinks within texts, by token", ("token", "texts with it", "positions"), rows)
+        _table(console, "sinks within texts, by token", ("token", "texts", "positions"), rows)
     if findings.super_neurons:
         rows = [
             (
@@ -74,13 +76,22 @@ def show_trace(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
-            for u in findings.super_neurons
-            if u.position == findings.focus[0]
+            for u in _from_the_birth(findings)
         ]
         columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
         _table(console, f"super neurons at position {findings.focus[0]}", columns, rows)
     _say(console, trace.story, style="bold")
     _say(console, f"Tables and summary: {path}")
+
+
+def _from_the_birth(findings: Findings) -> list[SuperNeuron]:
+    """The super neurons at the foremost position: first those that begin its disparity, which the story names."""
+    births = findings.birth_layers
+    units = [unit for unit in findings.super_neurons if unit.position == findings.focus[0]]
+    return sorted(
+        units,
+        key=lambda u: births.index(u.layer) if u.layer in births and u.role == "writes" else len(births),
+    )
 
 
 def _length(tokens: dict) -> str:
@@ -107,9 +118,11 @@ def show_study(study: Study, path: Path) -> None:
 
 def show_intervened(result: Intervened, path: Path) -> None:
     """Every observable at the positions acted on and at the sinks, before, after and under the control."""
-    console = Console()
+    from sinkscope.report.intervened import position_texts
+
+    console, texts = Console(), position_texts(result)
     rows = [
-        (quantity, str(position), *(f"{value:.4g}" for value in values))
+        (quantity, f"{position} {texts.get(position, '')}".strip(), *(f"{value:.4g}" for value in values))
         for quantity, position, *values in zip(*result.tables["means"].values(), strict=True)
     ]
     columns = ("quantity", "position", "before", "after", "control")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -44,7 +45,11 @@ def position_texts(run: Run) -> dict[int, str]:
 
 def with_tokens(run: Run, drawn: Figure) -> Figure:
     """A figure by position with the token at each in its hover and its table, where one sequence was read."""
-    texts = position_texts(run)
+    return with_texts(position_texts(run), drawn)
+
+
+def with_texts(texts: Mapping[int, str], drawn: Figure) -> Figure:
+    """The same with the tokens given by position; unchanged without any."""
     if not texts or "position" not in drawn.columns:
         return drawn
     at = drawn.columns.index("position") + 1
