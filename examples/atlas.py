@@ -73,15 +73,22 @@ class Entry:
 
 def read_list(path: Path) -> list[Entry]:
     """The models of a YAML file; what is not understood is refused."""
-    asked = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(asked, dict) or not asked.get("models") or (asked.keys() - SECTIONS):
+    try:
+        asked = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(
+            expected=f"a list of models in YAML in {path}", found=str(error), next_step="Give another file"
+        ) from error
+    models = asked.get("models") if isinstance(asked, dict) else None
+    named = isinstance(models, list) and all("model" in each if isinstance(each, dict) else each for each in models)
+    if not isinstance(asked, dict) or not models or not named or (asked.keys() - SECTIONS):
         raise InputError(
             expected=f"models, and perhaps study and audit, in {path}",
             found=", ".join(map(str, asked)) if isinstance(asked, dict) else type(asked).__name__,
             next_step="Write it as the head of atlas.py shows",
         )
     entries = []
-    for given in asked["models"]:
+    for given in models:
         own = dict(given) if isinstance(given, dict) else {"model": given}
         model = str(own.pop("model"))
         name = re.sub(r"[^\w.-]+", "-", str(own.pop("name", model)))

@@ -130,6 +130,10 @@ def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
     with pytest.raises(InputError, match="modles"):
         atlas.read_list(path)
     assert atlas.main([str(path)]) == 2
+    for wrong in ("models: 3", "models: [{name: a}]", "models: [a", "\0"):
+        path.write_text(wrong)
+        assert atlas.main([str(path)]) == 2, wrong
+    assert atlas.main([str(tmp_path / "no such file.yaml")]) == 2
     path.write_text("models: [{model: a, audit: {seed: 1}}, b]")
     assert [entry.audit for entry in atlas.read_list(path)] == [{"seed": 1}, None]
     path.write_text("audit: {seed: 1}\nmodels: [{model: a, audit: false}, b]")

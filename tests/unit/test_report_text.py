@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -124,3 +125,17 @@ def test_names_on_a_terminal_neither_colour_it_nor_need_more_than_ascii(monkeypa
 def test_json_is_whole_on_a_terminal_that_knows_ascii_alone(monkeypatch):
     value = {"name": "\N{GRINNING FACE} \N{MINUS SIGN} \x1b"}
     assert json.loads(printed_in_ascii(monkeypatch, lambda: print(json.dumps(value, ensure_ascii=False)))) == value
+
+
+def test_the_neuron_that_the_story_names_is_listed_first():
+    units = [
+        SimpleNamespace(position=at, layer=layer, role=role, neuron=neuron)
+        for at, layer, role, neuron in [
+            (0, 28, "erases", 678),
+            (0, 11, "writes", 1229),
+            (5, 1, "writes", 2),
+            (0, 1, "writes", 83),
+        ]
+    ]
+    findings = SimpleNamespace(super_neurons=units, birth_layers=[1, 11], focus=[0, 5])
+    assert [unit.neuron for unit in terminal._from_the_birth(findings)] == [83, 1229, 678]
