@@ -153,13 +153,13 @@ def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None)
         raise InputError(
             expected=f"a study or a trace in {folder}",
             found=f"a run of sinkscope {kind}",
-            next_step="Leave it out; its own page shows all of it",
+            next_step=f"See its own page, {folder / 'report.html'}, which shows all of it",
         )
     if {"before", "after"} <= summary.keys():
         raise InputError(
             expected=f"a study or a trace in {folder}",
             found="a run of sinkscope intervene",
-            next_step="Leave it out; its table observables holds before, after and control side by side",
+            next_step=f"See its own page, {folder / 'report.html'}, with before, after and control side by side",
         )
     kind = _kind(folder)
     checked(summary, SUMMARY, folder / "summary.json")
