@@ -27,6 +27,8 @@ def is_page(path: Path) -> bool:
     """Whether a path below docs/ is a file, or a page that the site makes."""
     if not path.is_relative_to(DOCS):
         return False
+    if any(path.relative_to(DOCS).match(pattern) for pattern in SITE["exclude_docs"].split()):
+        return False
     made = path.with_suffix(".ipynb").is_file() or path.relative_to(DOCS).as_posix() in WRITTEN_WITH_THE_SITE
     return path.is_file() or made
 
@@ -57,6 +59,14 @@ def test_links_lead_somewhere(path):
 def test_control_a_broken_link_is_found(tmp_path):
     (tmp_path / "page.md").write_text("[here](nowhere.md) and [there](https://example.org)")
     assert broken_links(tmp_path / "page.md") == ["nowhere.md"]
+    assert (DOCS / "explore_picture.py").is_file()
+    assert not is_page(DOCS / "explore_picture.py"), "the site leaves it out"
+
+
+def test_what_a_cell_printed_is_wrapped():
+    """The style wraps blocks of text by their class, which the extension writes only when it is asked to."""
+    assert ".language-text" in (DOCS / "assets" / "site.css").read_text(encoding="utf-8")
+    assert {"pymdownx.highlight": {"pygments_lang_class": True}} in SITE["markdown_extensions"]
 
 
 def test_the_page_on_python_names_everything():
