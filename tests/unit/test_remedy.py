@@ -28,8 +28,19 @@ def chain():
 
 
 @pytest.fixture(scope="module")
-def remedied(chain):
-    return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True, exempt=True)
+def told():
+    """What each long part of a remedy told of its progress, by its name."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def remedied(chain, told):
+    def work(what):
+        calls = told.setdefault(what, [])
+        calls.clear()  # the modules are blamed twice
+        return lambda done, total: calls.append((done, total))
+
+    return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True, exempt=True, work=work)
 
 
 def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
@@ -97,6 +108,19 @@ def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remed
     assert "All together: " in repr(remedied)
     assert "What 8 bits cost, before and after" in remedied.report(tmp_path / "page.html").read_text(encoding="utf-8")
     assert remedied.plot().axes
+
+
+def test_every_long_part_is_counted_from_the_first_to_the_last(remedied, told):
+    assert list(told) == [
+        "prefixes tried",
+        "texts that blame modules",
+        "prefixes tried beside the other remedies",
+        "models measured",
+    ]
+    for calls in told.values():
+        total = calls[0][1]
+        assert calls == [(done, total) for done in range(total + 1)]
+    assert told["models measured"][0] == (0, len(remedied.readings))
 
 
 def test_modules_left_in_16_bits_are_those_that_read_the_super_neuron(chain, remedied):

@@ -15,10 +15,11 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.remedies import damage as damage_file
-from sinkscope.remedies.damage import damage, input_ranges, losses, scheme_losses
+from sinkscope.remedies.damage import damage, input_ranges, least_error_range, losses, scheme_losses
 from sinkscope.remedies.schemes import (
     SCHEMES,
     Scheme,
+    entering_rows,
     largest_over,
     linear_layers,
     quantised,
@@ -124,11 +125,53 @@ def test_every_linear_layer_reads_rounded_inputs(ids_NT, name, family):
             assert not torch.allclose(found_TE, raw_TE, atol=1e-3), "the control"
 
 
+def squared_error(x: np.ndarray, bits: int, largest: float) -> float:
+    """Of rounding, in float64."""
+    levels = 2 ** (bits - 1) - 1
+    scale = largest / levels
+    return float(((np.clip(np.round(x / scale), -levels, levels) * scale - x) ** 2).sum())
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_static_range_is_the_one_of_least_squared_error(ids_NT, bits, monkeypatch):
+    monkeypatch.setattr("sinkscope.remedies.damage.BATCH_TOKENS", LENGTH)  # a text a pass
+    model, read = tiny_model("llama", scale=3.0), {}
+    keep_NT = torch.zeros(ids_NT.shape, dtype=torch.bool)
+    keep_NT[:, 0] = True
+    with entering_rows(model, linear_layers(model), lambda name, x: read.setdefault(name, []).append(x.detach())):
+        losses(model, ids_NT)
+    steps, shares = np.arange(1, 21) / 20, []
+    for spared in (None, keep_NT):
+        found = input_ranges(model, ids_NT, bits=bits, keep=spared)
+        for name, parts in read.items():
+            x = torch.cat(parts).double()[:, int(spared is not None) :].numpy()
+            least = min(squared_error(x, bits, step * np.abs(x).max()) for step in steps)
+            # Magnitudes are known to 2 %, and their errors within a step not at all.
+            assert squared_error(x, bits, found[name]) < 1.1 * least
+            shares.append(found[name] / np.abs(x).max())
+    assert np.median(shares) < 0.95 if bits == 4 else min(shares) >= 1, "few bits clip, and 16 do not"
+
+
+def test_a_range_by_hand():
+    """Of 100 ones and a 20 in 4 bits: 7 steps of 1 to 7 round the ones well and clip 13 off; 20 / 7 loses the ones."""
+    magnitude_M = torch.tensor([1.0, 20.0], dtype=torch.float64)
+    by_range = {}
+    for step in range(1, 21):
+        size = step / 7
+        ones = 1.0 if size > 2 else size**2 / 12
+        by_range[step] = 100 * ones + (20 - step) ** 2 * (step < 20) + (size**2 / 12) * (step == 20)
+    best = min(by_range, key=lambda step: by_range[step])
+    assert best == 14, "the largest range whose step still tells a one from nothing"
+    assert least_error_range(magnitude_M, torch.tensor([100, 1]), 4) == pytest.approx(best)
+    assert least_error_range(magnitude_M, torch.tensor([100, 1]), 16) == pytest.approx(20)
+    assert least_error_range(magnitude_M, torch.tensor([100, 0]), 16) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sixteen_bits_change_nothing_and_two_do(ids_NT, name, family):
     model = tiny_model(family, scale=5.0)
-    scheme, plain_NT, ranges = SCHEMES[name], losses(model, ids_NT), input_ranges(model, ids_NT)
+    scheme, plain_NT, ranges = SCHEMES[name], losses(model, ids_NT), input_ranges(model, ids_NT, bits=16)
     control_NT = scheme_losses(model, scheme.control(), ids_NT, ranges=ranges)
     # 16 bits leave each number within 1 / 65,534 of the largest; the tiny models make of it 1e-3 of a loss of 5.
     assert np.abs(control_NT - plain_NT).max() < 5e-3

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,14 @@ import sinkscope
 from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import _text_ids, batch_with_others, given_batch, special_ids, token_batch
+from sinkscope.models.token_batches import (
+    batch_with_others,
+    first_ids,
+    given_batch,
+    read_text,
+    special_ids,
+    token_batch,
+)
 
 NUM_ROWS, NUM_TOKENS, BOS, EOS = 96, 83, 1, 2
 """The embedding has rows beyond the tokenizer's vocabulary, as padded checkpoints do."""
@@ -239,7 +247,6 @@ class TestText:
     @pytest.mark.parametrize(
         ("call", "asked", "others", "least"),
         [
-            (sinkscope.audit, {"length": 128}, 8, (64, 2)),
             (sinkscope.study, {"length": 64}, 96, (32, 16)),
             (sinkscope.intervene, {"length": 64, "requests": {"mask_to_self": 3}}, 64, (2, 1)),
         ],
@@ -247,9 +254,8 @@ class TestText:
     def test_a_short_text_is_refused_with_sizes_that_fit(self, call, asked, others, least, tmp_path):
         path = tmp_path / "short.txt"
         path.write_text("The cat sat on the mat, and the dog lay on the rug. " * 360)
-        text = {"text": path} if call is sinkscope.audit else {"tokens": f"text:{path}"}
         with pytest.raises(InputError) as refusal:
-            call("reference:softmax", num_sequences=1000, **asked, **text)
+            call("reference:softmax", tokens=f"text:{path}", num_sequences=1000, **asked)
         (found,) = map(int, re.findall(r"found (\d+) tokens", str(refusal.value)))
         advised = {name: int(number) for name, number in re.findall(r"`(\w+)=(\d+)`", str(refusal.value))}
         sizes = {"length": asked["length"], "num_sequences": 1000} | advised
@@ -302,7 +308,7 @@ class TestText:
         )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
         whole = tokenizer(text)["input_ids"]
-        assert _text_ids(tokenizer, path, wanted)[:wanted] == whole[:wanted]
+        assert first_ids(tokenizer, partial(read_text, path), wanted)[:wanted] == whole[:wanted]
 
     def test_a_byte_order_mark_is_not_text(self, loaded, tmp_path):
         (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfw10 w11")

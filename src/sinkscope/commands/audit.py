@@ -19,7 +19,10 @@ class AuditOptions:
     """The texts that a model is audited on."""
 
     text: Annotated[
-        Path | None, typer.Option(help="Text file; without one the model writes its own.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Text file, read in windows spread over it; without one the model writes its own.", show_default=False
+        ),
     ] = None
     bos: Bos = None
     length: Length = 128

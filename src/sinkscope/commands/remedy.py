@@ -42,8 +42,8 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
-    with progress.bar("models measured") as move:
-        result = remedy(loaded, **asdict(texts), **asdict(asked), progress=move)
+    with progress.bars() as work:
+        result = remedy(loaded, **asdict(texts), **asdict(asked), work=work)
     with progress.working("writing the model"), run_folder(path, output.overwrite) as folder:
         write_request(folder, source, texts, asked)
         folder.write_json("environment.json", run_environment(loaded))

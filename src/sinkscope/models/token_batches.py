@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -124,8 +124,9 @@ def batch_with_others(
     elif kind == "repeat":
         ids = _repeated_id(loaded, argument).expand(num_sequences + others, length).clone()
     else:
-        source, total, window = _source(argument), num_sequences + others, length - bos
-        text = torch.tensor(_text_ids(tokenizer_of(loaded), argument, total * window), dtype=torch.int64)
+        source, total, window = source_of(argument), num_sequences + others, length - bos
+        read = partial(read_text, argument)
+        text = torch.tensor(first_ids(tokenizer_of(loaded), read, total * window), dtype=torch.int64)
         _check_vocabulary(text, num_embeddings(loaded.model))
         if total * window > len(text):
             beside = f" and {others} others" if others else ""
@@ -257,7 +258,7 @@ def _shorter(num_ids: int, window: int, num_sequences: int, *, bos: bool, others
     return f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text"
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """A text file as it is called in words."""
     return "standard input" if name == STANDARD_INPUT else user_path(name).name
 
@@ -273,20 +274,20 @@ def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
     return loaded.tokenizer
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, name: str, wanted: int) -> list[int]:
-    """At least the first `wanted` ids of the text, as the tokenizer gives them for the whole text; all of a short one.
+def first_ids(tokenizer: PreTrainedTokenizerBase, read: Callable[[int], tuple[str, bool]], wanted: int) -> list[int]:
+    """At least the first `wanted` ids of a text, as the tokenizer gives them for the whole text; all of a short one.
 
-    A long text is not read to its end. A cut changes the tokens near it, so twice as much is read until the wanted ones
-    stay as they are.
+    `read` gives so much of the text's beginning, and whether that is all. A long text is not read to its end. A cut
+    changes the tokens near it, so twice as much is read until the wanted ones stay as they are.
     """
-    num_bytes, before = 8 * wanted, []
+    amount, before = 8 * wanted, []
     while True:
-        text, is_all = _read_text(name, num_bytes)
+        text, is_all = read(amount)
         # Without verbose=False the tokenizer warns that a text is longer than the model's context.
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
         if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
             return ids
-        num_bytes, before = 2 * num_bytes, ids
+        amount, before = 2 * amount, ids
 
 
 @cache
@@ -295,16 +296,17 @@ def _standard_input() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _read_text(name: str, num_bytes: int) -> tuple[str, bool]:
-    """(the text in the file's first bytes, whether that is all of it)."""
-    source, next_step = _source(name), "Name a text file"
+def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
+    """(the text in the file's first bytes, or in all of them, whether that is all of it)."""
+    source, next_step = source_of(name), "Name a text file"
+    limit = None if num_bytes is None else num_bytes + 1
     try:
         if name == STANDARD_INPUT:
-            content = _standard_input()[: num_bytes + 1]
+            content = _standard_input()[:limit]
         else:
             with user_path(name).open("rb") as file:  # bytes, so that line endings stay as they are
-                content = file.read(num_bytes + 1)
-        is_all = len(content) <= num_bytes
+                content = file.read(limit)
+        is_all = num_bytes is None or len(content) <= num_bytes
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
     except (UnicodeDecodeError, OSError) as error:
         reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"

@@ -23,10 +23,12 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.damage import Damage, damage, input_ranges, losses, scheme_losses
 from sinkscope.remedies.prediction import Prediction
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
-from sinkscope.remedies.schemes import Scheme
+from sinkscope.remedies.schemes import CONTROL_BITS, Scheme
 
 NEGLIGIBLE = 0.01
 """A damage below this, in nats a token, needs no remedy: one per cent of perplexity."""
+CONTROL_ROOM = 4
+"""Times the largest input of the calibration; 14 of 16 bits are left for what lies within."""
 EXEMPT = "leave modules in 16 bits"
 
 
@@ -50,11 +52,18 @@ class Setting:
 
     def losses(self, scheme: Scheme, *, model: Any = None, **options: Any) -> np.ndarray:
         """[N, T - 1] under a scheme, with the static ranges of the calibration unless others are given."""
-        options.setdefault("ranges", self.ranges)
+        if scheme.shared_by == "calibration":
+            options.setdefault("ranges", self.control_ranges if scheme.bits == CONTROL_BITS else self.ranges)
         return scheme_losses(model or self.model, scheme, self.ids, **options)[:, int(self.bos) :]
 
     def damage(self, scheme: Scheme, **options: Any) -> Damage:
         return damage(self.losses(scheme, **options), self.plain, scheme)
+
+    @cached_property
+    def control_ranges(self) -> dict[str, float]:
+        """The static ranges of the control: so wide that nothing is clipped in other texts either."""
+        found = input_ranges(self.model, self.calibration, bits=CONTROL_BITS)
+        return {name: CONTROL_ROOM * largest for name, largest in found.items()}
 
     @cached_property
     def other_tokens(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +145,7 @@ def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed
 
 
 def _kept(setting: Setting, scheme: Scheme, keep: Tensor, of_calibration: Tensor) -> np.ndarray:
-    ranges = setting.ranges
+    ranges = None
     if scheme.shared_by == "calibration":
         ranges = input_ranges(setting.model, setting.calibration, keep=of_calibration)
     return setting.losses(scheme, keep=keep, ranges=ranges)

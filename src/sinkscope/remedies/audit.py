@@ -8,21 +8,20 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_audit
+from sinkscope.arguments import check_audit
+from sinkscope.capture.recorder import Progress
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
-from sinkscope.models.prompts import as_batch
-from sinkscope.models.token_batches import TokenBatch, batch_with_others, token_batch
+from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages
@@ -30,15 +29,12 @@ from sinkscope.remedies.damage import Damage, damage, input_ranges
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.remedies.sink_tokens import attention_sinks
+from sinkscope.remedies.texts import CALIBRATION, texts_to_measure
 
-CALIBRATION = 8
-"""Texts, before the held-out ones, that sinks, ranges and the prediction come from."""
 GROUPS = ("early", "middle", "late")
 """Thirds of the layers; with ten schemes they make thirty cells."""
 NUM_BLAMED = 5
 """Modules that are measured one at a time."""
-Progress = Callable[[int, int], None]
-"""Called with (measurements done, measurements in all)."""
 
 
 def audit(
@@ -65,8 +61,10 @@ def audit(
     measured = _schemes(schemes)
     loaded = load(model, **options)
     batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
+    progress = progress or (lambda done, total: None)
+    progress(0, _num_cells(measured))
     setting = _setting(loaded, batch, seed)
-    cells, trials, refused = _measured(setting, measured, progress or (lambda done, total: None))
+    cells, trials, refused = _measured(setting, measured, progress)
     asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
     return Audit(
@@ -78,59 +76,6 @@ def audit(
         refused=refused,
         by_torchao=torchao_damages(setting) if asks_torchao else None,
     )
-
-
-def texts_to_measure(
-    loaded: LoadedModel,
-    text: str | Path | Tensor | TokenBatch | None,
-    *,
-    bos: bool | None,
-    length: int,
-    num_sequences: int,
-    seed: int,
-) -> TokenBatch:
-    """The calibration texts, and the held-out ones."""
-    if isinstance(text, str | Path):
-        return batch_with_others(
-            loaded,
-            f"text:{text}",
-            bos=bos,
-            length=length,
-            num_sequences=num_sequences,
-            seed=seed,
-            others=CALIBRATION,
-            least=(AUDIT_LENGTH, AUDIT_SEQUENCES),
-        )
-    if text is not None:
-        if bos is not None:
-            raise InputError(
-                expected="`bos` for a text file, or for what the model writes itself",
-                found=f"`bos={bos}` beside ids, which begin as they are",
-                next_step="Leave `bos` out",
-            )
-        batch = as_batch(loaded, text)
-        if batch.num_sequences <= CALIBRATION + 1:
-            raise InputError(
-                expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
-                found=str(batch.num_sequences),
-                next_step="Give more rows of ids",
-            )
-        return batch
-    model: Any = loaded.model
-    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=CALIBRATION + num_sequences, seed=seed)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
-        ids_NT = model.generate(
-            first.ids.to(model.get_input_embeddings().weight.device),
-            attention_mask=torch.ones_like(first.ids),
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            temperature=1.0,
-            min_new_tokens=length - 2,
-            max_new_tokens=length - 2,
-        )
-    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source="written by the model itself")
 
 
 def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
@@ -160,12 +105,16 @@ def _schemes(names: Sequence[str] | None) -> list[Scheme]:
     return [SCHEMES[name] for name in names or SCHEMES]
 
 
+def _num_cells(schemes: list[Scheme]) -> int:
+    """Of each scheme in the model, its control, and its groups of layers; and of the modules that are blamed."""
+    return len(schemes) * (2 + len(GROUPS)) + NUM_BLAMED
+
+
 def _measured(
     setting: Setting, schemes: list[Scheme], progress: Progress
 ) -> tuple[list[Cell], list[Trial], dict[str, str]]:
     """Every cell; and every remedy where a scheme does harm, if any token is a sink."""
-    total = len(schemes) * (2 + len(GROUPS)) + NUM_BLAMED
-    done = 0
+    total, done = _num_cells(schemes), 0
 
     def step() -> None:
         nonlocal done

@@ -1,11 +1,12 @@
 """What a scheme costs: the change of the next-token loss on held-out text, with an interval over texts.
 
-Axes: N texts, B texts of a pass, T positions, E width.
+Axes: N texts, B texts of a pass, T positions, E width, M magnitudes, R ranges.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,21 @@ from torch import Tensor, nn
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import bare_model
-from sinkscope.remedies.schemes import Scheme, entering_rows, largest_over, linear_layers, window_size
+from sinkscope.remedies.schemes import (
+    Scheme,
+    entering_rows,
+    linear_layers,
+    window_size,
+    without_kept,
+)
 from sinkscope.statistics import bootstrap_mean_interval
 
 BATCH_TOKENS = 4096
 """Tokens of one forward pass."""
+RANGE_STEPS = 20
+"""Ranges that are tried for a static scale, up to the largest input."""
+BINS_AN_OCTAVE, HALF_BINS = 32, 32 * 128
+"""Magnitudes are counted in bins of 2 %, over all that float32 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +119,25 @@ def damage(losses_NT: np.ndarray, plain_NT: np.ndarray, scheme: Scheme | None = 
 
 
 def input_ranges(
-    model: Any, ids_NT: Tensor, *, keep: Tensor | None = None, prefix: Callable[[int], Any] | None = None
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    bits: int = 8,
+    keep: Tensor | None = None,
+    prefix: Callable[[int], Any] | None = None,
 ) -> dict[str, float]:
-    """The largest magnitude that each linear layer reads in a calibration, by name: what static scales are made of.
+    """The range of what each linear layer reads in a calibration, by name: what static scales are made of.
 
-    Tokens that are kept in 16 bits, `keep` [N, T], do not count."""
+    It is the one that rounds the calibration with the least squared error (`least_error_range`). Tokens that are kept
+    in 16 bits, `keep` [N, T], do not count."""
     model = bare_model(model)
-    found: dict[str, float] = {}
+    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
     spared: Tensor | None = None
 
     def note(name: str, x_BTE: Tensor) -> None:
-        found[name] = max(found.get(name, 0.0), float(largest_over(x_BTE, (0, 1, 2), spared)))
+        magnitude = without_kept(x_BTE, spared).detach().float().abs().nan_to_num().flatten()
+        bins = (magnitude.log2() * BINS_AN_OCTAVE).floor().clamp(-HALF_BINS, HALF_BINS - 1).long() + HALF_BINS
+        found[name] += bins.bincount(minlength=2 * HALF_BINS).cpu()
 
     def each(rows: slice) -> contextlib.AbstractContextManager:
         nonlocal spared
@@ -127,4 +146,22 @@ def input_ranges(
 
     with entering_rows(model, linear_layers(model), note):
         losses(model, ids_NT, prefix=prefix, each=each)
-    return found
+    # The upper ends of the bins, so that the largest range clips nothing.
+    magnitude_M = torch.exp2(torch.arange(1 - HALF_BINS, 1 + HALF_BINS, dtype=torch.float64) / BINS_AN_OCTAVE)
+    return {name: least_error_range(magnitude_M, count_M, bits) for name, count_M in found.items()}
+
+
+def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
+    """The range that rounds numbers of these magnitudes, each so often, with the least squared error.
+
+    Of even steps up to the largest. A few far values are clipped where all others gain more by it, as by
+    HistogramObserver, PyTorch's usual choice for static scales. Within the range the error is that of numbers spread
+    evenly over a step, and below half a step the number itself.
+    """
+    seen = count_M > 0
+    magnitude_M, count_M = magnitude_M[seen], count_M[seen]
+    range_R1 = magnitude_M.max() * torch.arange(1, RANGE_STEPS + 1)[:, None] / RANGE_STEPS
+    step_R1 = range_R1 / (2 ** (bits - 1) - 1)
+    within_RM = torch.where(magnitude_M < step_R1 / 2, magnitude_M.square(), step_R1.square() / 12)
+    error_RM = torch.where(magnitude_M > range_R1, (magnitude_M - range_R1).square(), within_RM)
+    return float(range_R1[(count_M * error_RM).sum(1).argmin(), 0])

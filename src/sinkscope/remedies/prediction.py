@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.recorder import Progress, evaluation_mode
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.remedies.readings import Reading
 from sinkscope.remedies.schemes import (
@@ -74,8 +74,18 @@ class Prediction:
         return chosen
 
 
-def predict(model: Any, ids_NT: Tensor, *, ranges: Mapping[str, float], is_sink: Tensor, seed: int = 0) -> Prediction:
-    """The prediction for every scheme; `ranges` give the static scales and `is_sink` [N, T] the sinks of the texts."""
+def predict(
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    ranges: Mapping[str, float],
+    is_sink: Tensor,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Prediction:
+    """The prediction for every scheme; `ranges` give the static scales and `is_sink` [N, T] the sinks of the texts.
+
+    `progress` is called with (texts read, texts in all)."""
     layers, names = linear_layers(model), {layer: name for name, layer in attentions(model).items()}
     generator = torch.Generator().manual_seed(seed)
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -123,6 +133,8 @@ def predict(model: Any, ids_NT: Tensor, *, ranges: Mapping[str, float], is_sink:
             drawn_T = torch.multinomial(logits_TV.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
             loss = nn.functional.cross_entropy(logits_TV, drawn_T.to(logits_TV.device), reduction="sum")
             torch.autograd.grad(loss, embedded.pop())
+            if progress is not None:
+                progress(text + 1, num_texts)
     return Prediction(damages=dict(sums), readings=dict(readings))
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.recorder import Progress, evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
@@ -83,8 +83,12 @@ class SinkPrefix:
         return f"SinkPrefix({len(self.ids)} tokens; super neurons fire at {before:.1f} -> {after:.1f} tokens a text)"
 
 
-def sink_prefix(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None) -> SinkPrefix:
-    """The prefix of a model, found on some texts; `neurons` are those that recognise its sinks, if they are known."""
+def sink_prefix(
+    model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None, progress: Progress | None = None
+) -> SinkPrefix:
+    """The prefix of a model, found on some texts; `neurons` are those that recognise its sinks, if they are known.
+
+    `progress` is called with (prefixes tried, prefixes to try)."""
     loaded = load(model)
     batch = as_batch(loaded, ids)
     context = context_length(loaded.model)
@@ -104,11 +108,15 @@ def sink_prefix(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = 
     start = int(batch.bos)  # a text that follows a prefix has no BOS of its own
     texts_BT, plain_BT = batch.ids[:, start:], losses(loaded.model, batch.ids)[:, start:]
     tried: dict[tuple[int, ...], tuple[float, SinkPrefix]] = {}
-    for head, text in _heads(batch.ids, fired_BT, most):
+    heads = _heads(batch.ids, fired_BT, most)
+    step = progress or (lambda done, total: None)
+    step(0, len(heads))
+    for number, (head, text) in enumerate(heads):
         others = [number for number in range(len(texts_BT)) if number != text]
         prefix = replace(none, ids=head, layers=cache_of(loaded, head))
         static_BT = _static_losses(loaded, texts_BT[others], prefix.cache)
         tried[head] = float(np.abs(static_BT - plain_BT[others]).mean()), prefix
+        step(number + 1, len(heads))
     _, best = min(tried.values(), key=lambda each: each[0])
     head_BP = torch.tensor(best.ids).expand(len(texts_BT), -1)
     _, fires_BT = neuron_sinks(loaded, torch.cat([head_BP, texts_BT], 1), neurons)

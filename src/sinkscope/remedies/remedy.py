@@ -8,7 +8,7 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import check_audit, check_remedies
+from sinkscope.capture.recorder import Progress
 from sinkscope.interventions.neurons import matched_units
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -24,13 +25,16 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import check_plain, other_modules
-from sinkscope.remedies.audit import CALIBRATION, Progress, texts_to_measure
 from sinkscope.remedies.damage import input_ranges, losses, scheme_losses
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
 from sinkscope.remedies.remedied import MEASURED, PLAIN, Measured, Remedied
 from sinkscope.remedies.schemes import SCHEMES, linear_layers
+from sinkscope.remedies.texts import CALIBRATION, texts_to_measure
 from sinkscope.remedies.unplug import super_neurons, unplug
+
+Work = Callable[[str], Progress]
+"""Given what is to be done, returns what is called as it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,12 @@ def remedy(
     length: int = 128,
     num_sequences: int = 16,
     seed: int = 0,
-    progress: Progress | None = None,
+    work: Work | None = None,
 ) -> Remedied:
     """A model with one remedy or several, measured on `num_sequences` held-out texts of `length` tokens.
 
     `text` is a file, or token ids [texts, positions], of which the first 8 calibrate; without one the model writes
-    its own. `bos` is as for `audit`.
+    its own. `bos` is as for `audit`. `work` is given the name of each long part, and returns what is told its progress.
     """
     check_remedies(rotate=rotate, prefix=prefix, unplug=unplug, exempt=exempt)
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
@@ -76,16 +80,19 @@ def remedy(
         treated += _unplugged(loaded, units, seed)
     if rotate:
         treated.append(Treated(name="rotate", model=_rotated(loaded.model, seed)))
-    found = sink_prefix(loaded, calibration) if prefix else None
+    begin = work or (lambda what: lambda done, total: None)
+    found = sink_prefix(loaded, calibration, progress=begin("prefixes tried")) if prefix else None
     if found is not None and found.ids:
         treated.append(Treated(name="prefix", model=loaded.model, prefix=found))
         other = other_prefix(loaded, found, seed=seed)
         treated.append(Treated(name="random prefix", model=loaded.model, prefix=other, is_control=True))
-    blamed = _blamed(loaded.model, calibration, seed) if exempt else None
+    blamed = _blamed(loaded.model, calibration, seed, begin) if exempt else None
     if blamed:
         treated += _exempted(loaded.model, blamed, seed)
     if len([each for each in treated if not each.is_control]) > 2:
-        together = _together(loaded, calibration, rotate=rotate, units=units, prefix=found, blamed=blamed, seed=seed)
+        together = _together(
+            loaded, calibration, rotate=rotate, units=units, prefix=found, blamed=blamed, seed=seed, begin=begin
+        )
         treated.append(together)
         found = together.prefix
     needless = ["unplug: nothing to do, no super neuron writes a sink"] if unplug and not units else []
@@ -93,11 +100,12 @@ def remedy(
         beside = " beside the others" if any(each.name == "prefix" for each in treated) else ""
         needless.append(f"prefix: nothing to do{beside}, {found.why_none}")
     needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
-    readings = []
-    for number, each in enumerate(treated):
+    readings: list[Measured] = []
+    step = begin("models measured")
+    step(0, len(treated))
+    for each in treated:
         readings.append(_reading(each, calibration, held_out))
-        if progress is not None:
-            progress(number + 1, len(treated))
+        step(len(readings), len(treated))
     last = [each for each in treated if not each.is_control][-1]
     return Remedied(
         loaded=replace(loaded, model=last.model),
@@ -132,11 +140,13 @@ def _exempted(model: Any, blamed: Sequence[str], seed: int) -> list[Treated]:
     ]
 
 
-def _blamed(model: Any, calibration: TokenBatch, seed: int) -> list[str]:
+def _blamed(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> list[str]:
     """The modules that hold most of what both schemes are predicted to cost, as one list."""
+    step = begin("texts that blame modules")
+    step(0, calibration.num_sequences)
     no_sinks = torch.zeros(calibration.ids.shape, dtype=torch.bool)  # readings tell of them; damages need none
     ranges = input_ranges(model, calibration.ids)
-    prediction = predict(model, calibration.ids, ranges=ranges, is_sink=no_sinks, seed=seed)
+    prediction = predict(model, calibration.ids, ranges=ranges, is_sink=no_sinks, seed=seed, progress=step)
     return prediction.blamed(list(linear_layers(model)), *(SCHEMES[name] for name in MEASURED))
 
 
@@ -149,14 +159,17 @@ def _together(
     prefix: SinkPrefix | None,
     blamed: Sequence[str] | None,
     seed: int,
+    begin: Work,
 ) -> Treated:
     """All remedies in one model. Prefix and modules are those of the original, found again where the model is
     another."""
     model = unplug(loaded.model, units) if units else loaded.model
     model = _rotated(model, seed) if rotate else model
     if model is not loaded.model:
-        prefix = None if prefix is None else sink_prefix(replace(loaded, model=model), calibration)
-        blamed = None if blamed is None else _blamed(model, calibration, seed)
+        if prefix is not None:
+            step = begin("prefixes tried beside the other remedies")
+            prefix = sink_prefix(replace(loaded, model=model), calibration, progress=step)
+        blamed = None if blamed is None else _blamed(model, calibration, seed, begin)
     return Treated(name="all together", model=model, prefix=prefix, exempted=blamed or ())
 
 

@@ -2,8 +2,8 @@
 
 Rounding is symmetric and to nearest: x becomes s clip(round(x / s)), s the largest magnitude of what shares a scale
 over 2^(bits - 1) - 1.
-- Activations are what a linear layer reads. A scale is shared by a text (dynamic, per tensor), by every text of a
-  calibration (static, per tensor; larger values are clipped) or by a token.
+- Activations are what a linear layer reads. A scale is shared by a text (dynamic, per tensor), by every text
+  (static, per tensor; made for the least squared error in a calibration, and larger values are clipped) or by a token.
 - Weights share a scale by output channel, or by a group of 128 of its inputs.
 - In the cache, keys share a scale by channel of a text and values by token (Liu et al. 2024, KIVI): a few channels of
   the keys are large for every token, and values have no such channels. So one token with large keys costs all others.
@@ -75,7 +75,7 @@ class Scheme:
     ) -> Iterator[None]:
         """While open, the scheme acts in these modules, or in all; on leaving, the model is as it was to the bit.
 
-        `ranges` are the largest inputs of each linear layer in a calibration (`input_ranges`), for static scales.
+        `ranges` are those of what each linear layer reads in a calibration (`input_ranges`), for static scales.
         `keep` [B, T] marks tokens that stay in 16 bits, or in the window; the passes inside must have its shape.
         """
         model = bare_model(model)
@@ -172,9 +172,12 @@ def quantised(x: Tensor, bits: int, largest: Tensor | float) -> Tensor:
 
 def largest_over(x: Tensor, dims: int | tuple[int, ...], keep_BT: Tensor | None = None) -> Tensor:
     """The largest magnitude over some axes of x [B, ..., T, E], which stay as ones; tokens that are kept count not."""
-    if keep_BT is not None:
-        x = x.masked_fill(_as_mask(keep_BT, x), 0)
-    return x.detach().float().abs().amax(dims, keepdim=True)
+    return without_kept(x, keep_BT).detach().float().abs().amax(dims, keepdim=True)
+
+
+def without_kept(x: Tensor, keep_BT: Tensor | None) -> Tensor:
+    """x [B, ..., T, E] with zeros for the tokens that are kept."""
+    return x if keep_BT is None else x.masked_fill(_as_mask(keep_BT, x), 0)
 
 
 def rounded_input(scheme: Scheme, x_BTE: Tensor, largest: float | None = None, keep_BT: Tensor | None = None) -> Tensor:

@@ -1,0 +1,139 @@
+"""The texts that an audit or a remedy reads: the first 8 calibrate, and the others are held out.
+
+Of a file they are windows, spread evenly over all of it. Those that calibrate are from its beginning and the others
+from the rest; the cut is the end of a document, where one ends near.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_batch
+from sinkscope.errors import InputError
+from sinkscope.models.loading import LoadedModel, bos_id
+from sinkscope.models.prompts import as_batch
+from sinkscope.models.token_batches import (
+    TokenBatch,
+    check_ids,
+    first_ids,
+    read_text,
+    source_of,
+    token_batch,
+    tokenizer_adds_bos,
+    tokenizer_of,
+)
+from sinkscope.pretrain.text_sources import SEPARATOR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALIBRATION = 8
+"""Texts, before the held-out ones, that sinks, ranges and the prediction come from."""
+WHITE_SPACE = re.compile(r"\s")
+
+
+def texts_to_measure(
+    loaded: LoadedModel,
+    text: str | Path | Tensor | TokenBatch | None,
+    *,
+    bos: bool | None,
+    length: int,
+    num_sequences: int,
+    seed: int,
+) -> TokenBatch:
+    """The calibration texts, and the held-out ones."""
+    count = CALIBRATION + num_sequences
+    if isinstance(text, str | Path):
+        check_batch(f"text:{text}", length=length, num_sequences=count)
+        return spread_batch(loaded, str(text), bos=bos, length=length, num_sequences=num_sequences)
+    if text is not None:
+        if bos is not None:
+            raise InputError(
+                expected="`bos` for a text file, or for what the model writes itself",
+                found=f"`bos={bos}` beside ids, which begin as they are",
+                next_step="Leave `bos` out",
+            )
+        batch = as_batch(loaded, text)
+        if batch.num_sequences <= CALIBRATION + 1:
+            raise InputError(
+                expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
+                found=str(batch.num_sequences),
+                next_step="Give more rows of ids",
+            )
+        return batch
+    model: Any = loaded.model
+    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=count, seed=seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        ids_NT = model.generate(
+            first.ids.to(model.get_input_embeddings().weight.device),
+            attention_mask=torch.ones_like(first.ids),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            min_new_tokens=length - 2,
+            max_new_tokens=length - 2,
+        )
+    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source="written by the model itself")
+
+
+def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: int, num_sequences: int) -> TokenBatch:
+    """8 windows of a text file that calibrate, and `num_sequences` of the rest of it, each spread evenly."""
+    tokenizer, (text, _) = tokenizer_of(loaded), read_text(name)
+    bos = tokenizer_adds_bos(loaded) if bos is None else bos
+    first, cut = [bos_id(loaded)] if bos else [], _cut(text, CALIBRATION / (CALIBRATION + num_sequences))
+    parts = (*_parts(text[:cut], CALIBRATION), *_parts(text[cut:], num_sequences))
+    rows = [first + _window(tokenizer, part, length - bos) for part in parts]
+    if (shortest := min(map(len, rows))) < length:
+        most = shortest * len(rows) // length - CALIBRATION
+        ways = [f"`num_sequences={most}`"] * (most >= AUDIT_SEQUENCES)
+        ways += [f"`length={shortest}`"] * (shortest >= AUDIT_LENGTH)
+        raise InputError(
+            expected=f"{length} tokens in each of {len(rows)} parts of the text",
+            found=f"{shortest} in one of {source_of(name)}",
+            next_step=f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text",
+        )
+    ids = torch.tensor(rows)
+    check_ids(loaded.model, ids)
+    return TokenBatch(ids=ids, kind="text", bos=bos, source=source_of(name))
+
+
+def _cut(text: str, share: float) -> int:
+    """Where a text is cut after about that share of it: at the nearest end of a document, if it leaves either side at
+    least half of what it should have; else right there."""
+    place = int(share * len(text))
+    ends = [found.end() for found in re.finditer(re.escape(SEPARATOR), text)]
+    near = [end for end in ends if abs(end - place) <= min(place, len(text) - place) / 2]
+    return min(near, key=lambda end: abs(end - place), default=place)
+
+
+def _parts(text: str, count: int) -> Iterator[str]:
+    """The text in so many parts of one length, each of which begins with a word."""
+    for number in range(count):
+        start, end = (len(text) * place // count for place in (number, number + 1))
+        space = WHITE_SPACE.search(text, start, end)
+        yield text[space.start() if space else start : end]
+
+
+def _window(tokenizer: PreTrainedTokenizerBase, part: str, size: int) -> list[int]:
+    """The first ids of the first document in a part that has so many; fewer where none has.
+
+    That is usually one which began before: the others begin with their title pages.
+    """
+    longest: list[int] = []
+    for document in part.split(SEPARATOR):
+
+        def read(amount: int, text: str = document) -> tuple[str, bool]:
+            return text[:amount], amount >= len(text)
+
+        longest = max(longest, first_ids(tokenizer, read, size)[:size], key=len)
+        if len(longest) == size:
+            break
+    return longest
