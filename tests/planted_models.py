@@ -310,7 +310,8 @@ class _Planting:
         magnitudes."""
         columns = self.normal(E, E)
         signs = columns[:, 0].sign()
-        columns[:, 0] = signs if self.plan.dense else signs * torch.eye(E)[self.dimension]
+        # No zero below zero: LAPACKs differ in the sign that they give to such a column.
+        columns[:, 0] = signs if self.plan.dense else signs * torch.eye(E)[self.dimension] + 0.0
         basis = torch.linalg.qr(columns).Q
         basis[:, [0, MASSIVE]] = basis[:, [MASSIVE, 0]]
         return basis

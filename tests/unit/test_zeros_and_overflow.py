@@ -18,7 +18,7 @@ from sinkscope.commands.output import write_pictures
 from sinkscope.errors import InputError
 from sinkscope.measures.contraction import principal
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch, token_batch
+from sinkscope.models.token_batches import batch_with_others, given_batch
 from sinkscope.origins.bias_reading import read_bias
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.run_folder import run_folder
@@ -91,13 +91,13 @@ def study_with_zeros(monkeypatch, *places):
         model.get_input_embeddings().weight[NULL] = 0
 
     def batch(*args, **kwargs):
-        made = token_batch(*args, **kwargs)
+        made = batch_with_others(*args, **kwargs)
         ids = torch.where(made.ids == NULL, NULL + 1, made.ids)
         for place in places:
             ids[place] = NULL
         return replace(made, ids=ids)
 
-    monkeypatch.setattr("sinkscope.studies.study.token_batch", batch)
+    monkeypatch.setattr("sinkscope.studies.study.batch_with_others", batch)
     return study(load(model), num_sequences=STUDY_SEQUENCES, length=32)
 
 
