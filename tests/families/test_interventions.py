@@ -20,8 +20,9 @@ from torch import Tensor
 
 from sinkscope.capture.replay import read_condition
 from sinkscope.capture.trace import trace
-from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit, amplify_variance
+from sinkscope.interventions.aggregation import AggregationEdit, amplify_variance
 from sinkscope.interventions.base import together
+from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions

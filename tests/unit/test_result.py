@@ -7,7 +7,7 @@ import pytest
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope.interventions.kinds import requests
+from sinkscope.interventions.requests import requests
 from sinkscope.results.tables import Column, Schema
 
 

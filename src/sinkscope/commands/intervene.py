@@ -10,7 +10,8 @@ import typer
 
 from sinkscope.commands.options import BatchOptions, ModelOptions, PromptOptions
 from sinkscope.commands.output import Output, command_text, run_environment, write_request
-from sinkscope.interventions.kinds import KINDS, requests
+from sinkscope.interventions.kinds import KINDS
+from sinkscope.interventions.requests import requests
 
 if TYPE_CHECKING:
     Interventions = Any

@@ -15,7 +15,7 @@ from typing import Any, cast
 from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
-from sinkscope.interventions.kinds import requests
+from sinkscope.interventions.requests import requests
 from sinkscope.models.loading import LoadedModel
 from sinkscope.studies.intervene import Untouched, read_prompt
 

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import FORMULAS, AggregationEdit, AtAggregation, run_with_aggregations
+from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, run_with_aggregations
 from sinkscope.interventions.base import (
     AttentionPlace,
     Intervention,
     Model,
     Place,
 )
+from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.measures.value_variance import second_moment, value_variance
 from sinkscope.models.anatomy import Layer
 from sinkscope.models.token_batches import TokenBatch

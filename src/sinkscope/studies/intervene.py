@@ -15,8 +15,9 @@ from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION
 from sinkscope.interventions.base import together
-from sinkscope.interventions.kinds import Request, Setting
-from sinkscope.interventions.kinds import requests as read_requests
+from sinkscope.interventions.kinds import Setting
+from sinkscope.interventions.requests import Request
+from sinkscope.interventions.requests import requests as read_requests
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
@@ -27,7 +28,7 @@ from sinkscope.results.tables import Column, Schema
 from sinkscope.studies.plan import make_plan
 
 if TYPE_CHECKING:
-    from sinkscope.interventions.kinds import ByKind
+    from sinkscope.interventions.requests import ByKind
 
 ARMS = ("before", "after", "control")
 _QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
