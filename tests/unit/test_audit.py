@@ -166,7 +166,7 @@ def test_texts_may_begin_with_bos_which_no_prefix_is_followed_by():
     for bos in (True, False):
         written = texts_to_measure(loaded, None, bos=bos, length=4, num_sequences=1, seed=0)
         assert written.bos == bos == bool((written.ids[:, 0] == 5).all())
-    ids = random_tokens(facts, num_sequences=12, length=32)
+    ids = random_tokens(facts, num_sequences=20, length=32)
     with pytest.raises(InputError, match="Leave `bos` out"):
         texts_to_measure(loaded, ids, bos=True, length=32, num_sequences=4, seed=0)
     ids[:, 0] = 5
@@ -250,7 +250,7 @@ def test_as_many_random_tokens_are_none_of_the_sinks():
         ({"num_sequences": 1}, "`num_sequences` of at least 2"),
         ({"text": "nowhere.txt"}, "found no 'nowhere.txt'"),
         ({"text": torch.full((12, 64), 97)}, "token ids from 0 to 96"),
-        ({"text": torch.zeros(9, 64, dtype=torch.long)}, "at least 10 texts"),
+        ({"text": torch.zeros(17, 64, dtype=torch.long)}, "at least 18 texts"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(tiny, options, message):

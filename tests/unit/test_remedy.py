@@ -24,7 +24,7 @@ from sinkscope.results.run_folder import run_folder
 @pytest.fixture(scope="module")
 def chain():
     model, facts = planted_chain(0)
-    return model, random_tokens(facts, num_sequences=12, length=48)
+    return model, random_tokens(facts, num_sequences=20, length=48)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,16 @@ def test_after_its_prefix_texts_have_hardly_a_sink_of_their_own(chain):
     assert len(found.ids) == 1
     assert found.fired[0] == 1
     assert found.fired[1] < 0.5
-    after = torch.cat([torch.tensor(found.ids).expand(4, -1), ids[8:]], 1)
+    after = torch.cat([torch.tensor(found.ids).expand(4, -1), ids[8:12]], 1)
     assert int(sinkscope.sink_tokens(model, after).mask[:, 1:].sum()) < 2
-    assert int(sinkscope.sink_tokens(model, ids[8:]).mask.sum()) == 4
+    assert int(sinkscope.sink_tokens(model, ids[8:12]).mask.sum()) == 4
     # The cache stands for the tokens.
-    by_cache, by_tokens = losses(model, ids[8:], prefix=found.cache), losses(model, after)[:, 1:]
+    by_cache, by_tokens = losses(model, ids[8:12], prefix=found.cache), losses(model, after)[:, 1:]
     assert np.allclose(by_cache, by_tokens, atol=1e-4)
     # Control: after a token that is no sink, the text has a sink of its own, as it has without.
     other = other_prefix(sinkscope.load(model), found)
     assert other.layers[0][0].shape == found.layers[0][0].shape
-    assert not np.allclose(losses(model, ids[8:], prefix=other.cache), by_cache, atol=1e-2)
+    assert not np.allclose(losses(model, ids[8:12], prefix=other.cache), by_cache, atol=1e-2)
 
 
 @pytest.mark.parametrize(("losses_after", "chosen"), [((4, 2, 3), (4, 5)), ((3, 4, 5), (3,)), ((4, 0.5, -1), (4, 5))])
@@ -139,12 +139,12 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     with run_folder(tmp_path / "out") as folder:
         remedied.write(folder)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    space = {"model": again, "ids": ids[8:]}
+    space = {"model": again, "ids": ids[16:]}
     assert len(LOADER.splitlines()) == 5
     exec(LOADER.replace("prefix.safetensors", str(tmp_path / "out" / "prefix.safetensors")), space)
     with torch.no_grad():
-        loaded = again(ids[8:], past_key_values=space["cache"]).logits
-        expected = remedied.loaded.model(ids[8:], past_key_values=remedied.prefix.cache(4)).logits
+        loaded = again(ids[16:], past_key_values=space["cache"]).logits
+        expected = remedied.loaded.model(ids[16:], past_key_values=remedied.prefix.cache(4)).logits
     assert torch.allclose(loaded, expected, atol=1e-4)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert LOADER in card
@@ -177,7 +177,7 @@ def test_shares_of_hand_worked_losses(remedied):
 
 def test_a_model_without_sinks_is_told_that_there_is_nothing_to_do():
     model = tiny_model("llama", scale=1.0)
-    ids = torch.randint(97, (10, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(97, (18, 24), generator=torch.Generator().manual_seed(0))
     result = sinkscope.remedy(model, ids, prefix=True, unplug=True, rotate=True, exempt=True)
     needless = ["unplug: nothing to do, no super neuron writes a sink", "prefix: nothing to do, no token is a sink"]
     assert result.verdicts[:2] == needless
@@ -196,10 +196,10 @@ def test_a_prefix_that_the_other_remedies_make_needless_is_told(chain):
 
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(sinkscope.InputError, match="a remedy"):
-        sinkscope.remedy(tiny_model("llama"), torch.zeros(10, 24, dtype=torch.long))
+        sinkscope.remedy(tiny_model("llama"), torch.zeros(18, 24, dtype=torch.long))
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         cache_of(sinkscope.load(tiny_model("gemma3")), [1])
-    ids = torch.randint(97, (10, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(97, (18, 24), generator=torch.Generator().manual_seed(0))
     with pytest.raises(sinkscope.InputError, match="norm with gains"):
         sinkscope.remedy(tiny_model("gemma3"), ids, rotate=True)
 

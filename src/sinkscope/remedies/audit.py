@@ -49,7 +49,8 @@ def audit(
     progress: Progress | None = None,
     **options: Unpack[LoadOptions],
 ) -> Audit:
-    """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 8 that calibrate.
+    """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 16 that
+    calibrate.
 
         sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
 

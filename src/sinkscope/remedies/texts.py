@@ -1,4 +1,4 @@
-"""The texts that an audit or a remedy reads: the first 8 calibrate, and the others are held out.
+"""The texts that an audit or a remedy reads: the first 16 calibrate, and the others are held out.
 
 Of a file they are windows, spread evenly over all of it. Those that calibrate are from its beginning and the others
 from the rest; the cut is the end of a document, where one ends near.
@@ -33,8 +33,9 @@ from sinkscope.pretrain.text_sources import SEPARATOR
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALIBRATION = 8
-"""Texts, before the held-out ones, that sinks, ranges and the prediction come from."""
+CALIBRATION = 16
+"""Texts, before the held-out ones, that sinks, ranges and the prediction come from. With 8 the prediction for a window
+differed by a factor of three from one eight to the next."""
 WHITE_SPACE = re.compile(r"\s")
 
 
@@ -85,7 +86,7 @@ def texts_to_measure(
 
 
 def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: int, num_sequences: int) -> TokenBatch:
-    """8 windows of a text file that calibrate, and `num_sequences` of the rest of it, each spread evenly."""
+    """16 windows of a text file that calibrate, and `num_sequences` of the rest of it, each spread evenly."""
     tokenizer, (text, _) = tokenizer_of(loaded), read_text(name)
     bos = tokenizer_adds_bos(loaded) if bos is None else bos
     first, cut = [bos_id(loaded)] if bos else [], _cut(text, CALIBRATION / (CALIBRATION + num_sequences))
