@@ -131,6 +131,16 @@ def test_without_a_kept_layer_the_pass_begins_at_the_one_before():
             assert torch.equal(found.received_LBS, replay._read(None, loss=False).received_LBS)
 
 
+def test_moments_are_read_in_the_first_layers_that_are_asked_for():
+    model = model_of("gemma3")
+    whole, short = (Replay(anatomy_of(model), model, IDS, restarts=(3,), moment_layers=number) for number in (None, 2))
+    for first_layer in (0, 3):
+        with mask_to_self(model, 10, layers=[first_layer, 4]):
+            squares_LBS2T = whole.read(first_layer).squares_LBS2T
+            assert torch.equal(short.read(first_layer).squares_LBS2T, squares_LBS2T[:2])
+        assert not torch.equal(squares_LBS2T, whole.untouched.squares_LBS2T)
+
+
 @every_family
 @pytest.mark.parametrize("condition", ["untouched", "masked", "all"])
 def test_readings_equal_a_trace(family, condition, monkeypatch):

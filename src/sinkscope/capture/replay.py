@@ -52,7 +52,8 @@ class ConditionReading:
     """The part of it that a position's own key has: a_tt^2, mean over heads."""
     squares_LBS2T: Tensor
     """Of the aggregation: squared deviation from the batch's mean, whose mean is the batch variance; and energy. As it
-    enters the output projection and, where a norm comes before that, as it enters the norm."""
+    enters the output projection and, where a norm comes before that, as it enters the norm. L are the first layers, as
+    many as were asked for."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
     units: dict[tuple[int, int | None], Tensor]
@@ -102,7 +103,10 @@ BY_SEQUENCE = {
 
 
 def _observables(
-    anatomy: Anatomy, units: dict[tuple[int, int | None], tuple[int, ...]], dimensions: tuple[int, ...]
+    anatomy: Anatomy,
+    units: dict[tuple[int, int | None], tuple[int, ...]],
+    dimensions: tuple[int, ...],
+    moment_layers: int | None,
 ) -> list[Observable]:
     layers = range(len(anatomy.layers))
 
@@ -136,7 +140,7 @@ def _observables(
             Rows(),
             asks="own weights",
         ),
-        by_sequence("squares_LBS2T", Tap.AGGREGATION, _squares, Rows()),
+        by_sequence("squares_LBS2T", Tap.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
         by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
         by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
@@ -159,6 +163,8 @@ class Replay:
     restarts: Collection[int] = (0,)
     """Layers that a pass may begin at: what enters them is kept."""
     loss: bool = False
+    moment_layers: int | None = None
+    """How many layers, from the first one on, the moments of the aggregation are read in; None means all."""
     untouched: ConditionReading = field(init=False)
     num_layer_passes: int = 0
     """Blocks run so far, a measure of what a study costs."""
@@ -192,7 +198,7 @@ class Replay:
         return hook
 
     def _read(self, start: int | None, *, loss: bool) -> ConditionReading:
-        recorder = Recorder(self.anatomy, _observables(self.anatomy, self._groups, self.dimensions))
+        recorder = Recorder(self.anatomy, _observables(self.anatomy, self._groups, self.dimensions, self.moment_layers))
         layers = self.anatomy.layers[start or 0 :]
         shape = (self.ids_BT.shape[0], self.ids_BT.shape[1])
         with torch.no_grad(), evaluation_mode(self.model), recorder.listening(shape, layers):

@@ -231,7 +231,9 @@ class _Run:
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
         dimensions = (*plan.dimensions, *controls.dimensions)
         restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
-        replay = Replay(anatomy, model, ids_BT, units, dimensions, restarts=restarts, loss=True)
+        replay = Replay(
+            anatomy, model, ids_BT, units, dimensions, restarts=restarts, loss=True, moment_layers=len(plan.mixed)
+        )
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
         conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, controls)
