@@ -175,22 +175,24 @@ def test_muon_learns():
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_muon_whose_rate_stays_on_the_device_takes_the_steps_of_torchs():
-    theirs, ours, at_one_rate = (torch.nn.Linear(48, 32, bias=False) for _ in range(3))
-    for linear in (ours, at_one_rate):
-        linear.load_state_dict(theirs.state_dict())
+def test_a_muon_that_a_graph_can_record_takes_the_steps_of_torchs():
+    shapes = [(32, 48), (48, 32), (32, 48), (24, 24), (48, 32)]
+    theirs = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    ours, at_one_rate = ([torch.nn.Parameter(weight.detach().clone()) for weight in theirs] for _ in range(2))
     decay = {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"}
-    plain = torch.optim.Muon(theirs.parameters(), lr=0.1, **decay)
-    capturable = CapturableMuon(ours.parameters(), lr=torch.tensor(0.1), **decay)  # type: ignore[arg-type]
-    control = torch.optim.Muon(at_one_rate.parameters(), lr=0.1, **decay)
+    plain = torch.optim.Muon(theirs, lr=0.1, **decay)
+    capturable = CapturableMuon(ours, lr=torch.tensor(0.1), **decay)  # type: ignore[arg-type]
+    control = torch.optim.Muon(at_one_rate, lr=0.1, **decay)
     for rate in (0.1, 0.03, 0.2):
-        gradient = torch.randn(32, 48)
+        gradients = [torch.randn(shape) for shape in shapes]
         set_learning_rate([plain, capturable], rate)
-        for optimiser, linear in ((plain, theirs), (capturable, ours), (control, at_one_rate)):
-            linear.weight.grad = gradient.clone()
+        for optimiser, weights in ((plain, theirs), (capturable, ours), (control, at_one_rate)):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient.clone()
             optimiser.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-6)
-    assert (at_one_rate.weight - theirs.weight).abs().max() > 0.01
+    for weight, expected, wrong in zip(ours, theirs, at_one_rate, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
+        assert (wrong - expected).abs().max() > 0.01
     assert isinstance(capturable.param_groups[0]["lr"], torch.Tensor)
 
 
