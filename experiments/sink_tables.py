@@ -69,9 +69,13 @@ ByArm = dict[str, dict[int, dict[str, Any]]]
 
 
 def variance_discrepancy(text: dict[str, Any]) -> float:
-    """The geometric mean over layers up to the birth of disparity; over all layers where there is none."""
-    last = min(text["birth_layers"], default=len(text["variance_ratio"]))
-    return geometric_mean(text["variance_ratio"][: last + 1])
+    """The geometric mean over layers up to the birth of disparity, or up to the first sink if that comes before.
+
+    After a sink the ratio is near 0 in every model, since its state is a constant. All layers count where neither is.
+    """
+    ratios = text["variance_ratio"]
+    first_sink = min((layer for sink in text["sinks"] for layer in sink["layers"]), default=len(ratios))
+    return geometric_mean(ratios[: min([first_sink, *(birth + 1 for birth in text["birth_layers"])])])
 
 
 def main() -> None:
