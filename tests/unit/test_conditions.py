@@ -97,6 +97,26 @@ def test_a_pass_from_a_later_layer_equals_a_whole_one_to_the_bit(family):
 
 
 @every_family
+def test_feed_forwards_from_a_later_position_give_the_same_reading(family):
+    model, seen = model_of(family), []
+    replay = Replay(anatomy_of(model), model, IDS, dimensions=DIMENSIONS, keep_writes=True)
+    with together([mask_to_self(model, 10), set_dimensions(model, [4], layers=[0], positions=8)]) as first_layer:
+        whole, later, too_late = (replay.read(first_layer, position) for position in (0, 8, 11))
+    for name in (*BY_SEQUENCE, "dimensions_LBTM"):
+        torch.testing.assert_close(getattr(later, name), getattr(whole, name), equal_nan=True)
+    if not replay._writes:  # a feed-forward that is no module of its own, or gives more than what it writes
+        return
+    assert not torch.equal(too_late.residual_norm_LBT, whole.residual_norm_LBT)
+    feed_forward = replay.anatomy.layers[0].feed_forward
+    handle = feed_forward.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    try:
+        replay.read(0)
+    finally:
+        handle.remove()
+    assert seen == [IDS.shape[1]]  # the hooks are gone
+
+
+@every_family
 def test_layers_before_the_restart_are_not_run(family):
     replay, calls = replay_of(family), []
     num_layers = len(replay.anatomy.layers)

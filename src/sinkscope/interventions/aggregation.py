@@ -125,7 +125,7 @@ class AggregationEdit(Intervention):
         if self.name in LATER:
             return others
         last, reaching = self.position, ()
-        while len(found := tuple(other for other in others if _first(other.place) <= last)) > len(reaching):
+        while len(found := tuple(other for other in others if other.first_position <= last)) > len(reaching):
             last, reaching = max([last, *(position for other in found for position in other.needs or ())]), found
         return reaching
 
@@ -177,11 +177,6 @@ class AggregationEdit(Intervention):
             f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
-
-
-def _first(place: Place) -> float:
-    """The first position that is acted on."""
-    return 0 if place.positions is None else min(place.positions, default=math.inf)
 
 
 def at_aggregation(

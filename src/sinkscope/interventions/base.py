@@ -108,6 +108,11 @@ class Intervention(contextlib.AbstractContextManager):
         return min(self.place.layers, default=None)
 
     @property
+    def first_position(self) -> int:
+        """The first position that it acts on: in a causal model those before it stay as they are."""
+        return min(self.place.positions or (0,))
+
+    @property
     def by_sequence(self) -> bool:
         """Whether what it does to a sequence depends on the sequence's number in the batch."""
         return self.place.sequences is not None

@@ -212,8 +212,9 @@ class Conditions:
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         cell = f"{condition.label}." if condition.levelled else ""
+        first_position = min(each.first_position for each in interventions)
         with together(interventions) as first_layer:
-            reading = self.replay.read(first_layer, loss=loss)
+            reading = self.replay.read(first_layer, first_position, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.
             means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         return replace(reduced(reading, self.plan), means=means)

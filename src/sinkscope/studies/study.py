@@ -232,7 +232,15 @@ class _Run:
         dimensions = (*plan.dimensions, *controls.dimensions)
         restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
         replay = Replay(
-            anatomy, model, ids_BT, units, dimensions, restarts=restarts, loss=True, moment_layers=len(plan.mixed)
+            anatomy,
+            model,
+            ids_BT,
+            units,
+            dimensions,
+            restarts=restarts,
+            keep_writes=True,
+            loss=True,
+            moment_layers=len(plan.mixed),
         )
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
