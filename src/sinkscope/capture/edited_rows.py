@@ -52,9 +52,8 @@ def with_edited_rows(
         before_BHqS = _weights(scores_BHqS, regular_qS, rule)
         after_BHqS = _weights(scores_BHqS, allowed_BHqS, rule)
         change_BHqS = after_BHqS - before_BHqS
-        groups = num_heads // value_BKSD.shape[1]
-        values_BHSD = value_BKSD.to(after_BHqS.dtype).repeat_interleave(groups, dim=1)
-        output_BTHD[:, queries_q] = torch.matmul(after_BHqS, values_BHSD).transpose(1, 2).to(output_BTHD.dtype)
+        output_BHqD = _by_head(after_BHqS, value_BKSD)
+        output_BTHD[:, queries_q] = output_BHqD.transpose(1, 2).to(output_BTHD.dtype)
         # alpha is a mean over the queries from a key on: what an earlier query is let see of it does not count.
         summed_BHS = change_BHqS.masked_fill(~_seen(queries_q, length, None), 0).sum(2)
         received += summed_BHS if request.keys is None else summed_BHS[..., request.keys.to(device)]
@@ -68,7 +67,7 @@ def with_edited_rows(
             own_BHq = after_BHqS.gather(-1, queries_q.expand(*after_BHqS.shape[:2], -1)[..., None])[..., 0]
             by_row["own"][:, :, queries_q] = own_BHq
         if by_row["weighted_mixing"] is not None and request.key_weights is not None:
-            weights_HS = request.key_weights.to(square).repeat_interleave(groups, dim=0)
+            weights_HS = request.key_weights.to(square).repeat_interleave(num_heads // value_BKSD.shape[1], dim=0)
             by_row["weighted_mixing"][:, :, queries_q] = torch.einsum("bhqs,hs->bhq", square, weights_HS)
     return replace(reading, output=output_BTHD, received=received, by_distance=by_distance_BHR, **by_row)
 
@@ -90,9 +89,15 @@ def _check(edits: tuple[RowEdit, ...], num_batch: int, num_heads: int, length: i
 
 def _scores(query_BHqD: Tensor, key_BKSD: Tensor, rule: AttentionRule) -> Tensor:
     kind = torch.promote_types(query_BHqD.dtype, torch.float32)
-    query_BKGqD = query_BHqD.to(kind).unflatten(1, (key_BKSD.shape[1], -1))
-    scores = torch.matmul(query_BKGqD, key_BKSD.to(kind).transpose(-1, -2).unsqueeze(2)).flatten(1, 2) * rule.scaling
+    scores = _by_head(query_BHqD.to(kind), key_BKSD.mT) * rule.scaling
     return scores if rule.softcap is None else (scores / rule.softcap).tanh() * rule.softcap
+
+
+def _by_head(rows_BHqX: Tensor, right_BKXY: Tensor) -> Tensor:
+    """[B, H, q, Y] rows of each head times what its key-value head has, which is not repeated for the heads that share
+    it: all their rows are multiplied at once."""
+    rows_BKnX = rows_BHqX.unflatten(1, (right_BKXY.shape[1], -1)).flatten(2, 3)
+    return torch.matmul(rows_BKnX, right_BKXY.to(rows_BHqX.dtype)).view(*rows_BHqX.shape[:3], -1)
 
 
 def _seen(queries_q: Tensor, length: int, window: int | None) -> Tensor:
