@@ -13,6 +13,7 @@ import torch
 from planted_models import DECOYS, LOCKS, caused, decoy, locked, planted_chain, random_tokens, true_of
 
 from sinkscope.arguments import STUDY_SEQUENCES
+from sinkscope.capture.replay import Replay
 from sinkscope.capture.trace import trace
 from sinkscope.interventions.aggregation import AggregationEdit
 from sinkscope.interventions.mask import mask_to_self
@@ -369,3 +370,24 @@ def test_each_aggregation_edit_is_calibrated_once():
     assert {len(edit._calibrations) for edit in made} == {1}
     means = {name for outcome in found.measured.outcomes.values() for name in outcome.means}
     assert len(means) == len(made) * len(found.plan.layers)
+
+
+def test_no_condition_changes_where_feed_forwards_run_from_its_position_on(monkeypatch):
+    """The whole study again, with every feed-forward run whole."""
+    model, found, _ = small_chain()
+    begun, read = set(), Replay.read
+
+    def whole(replay, first_layer, first_position=0, **options):
+        begun.add(first_position)
+        return read(replay, first_layer, **options)
+
+    monkeypatch.setattr(Replay, "read", whole)
+    expected = study(load(model), **SMALL).measured.outcomes
+    assert begun == {found.plan.sink, *found.plan.targets}
+    assert list(found.measured.outcomes) == list(expected)
+    for condition, outcome in found.measured.outcomes.items():
+        for name, values in vars(expected[condition]).items():
+            if isinstance(values, np.ndarray):
+                np.testing.assert_allclose(
+                    getattr(outcome, name), values, rtol=1e-3, atol=1e-4, err_msg=f"{condition} {name}"
+                )
