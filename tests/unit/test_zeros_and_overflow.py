@@ -180,7 +180,7 @@ def test_a_model_that_turns_to_nan_is_refused_with_the_type_beyond_its_own():
 
 
 def test_repeated_eigenvalues_fall_back_and_the_record_says_so(monkeypatch):
-    def fails(gram):
+    def fails(gram, **options):
         raise torch.linalg.LinAlgError("The algorithm failed to converge because the input matrix is ill-conditioned")
 
     model = tiny_model("llama")
