@@ -363,7 +363,7 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="unit_square",
         tap=Tap.UNITS,
-        reduce=lambda call: call.written_standing_out.double().square(),
+        reduce=lambda call: call.written_standing_out.square(),
         merge=Mean(),
         axes="LPU",
         meaning="Its square, mean over sequences",

@@ -78,11 +78,16 @@ def weighted_largest(x_NC: Tensor, weight_C: Tensor) -> WeightedLargest:
     if _has_kernel(x_NC):
         stats_SN, largest_at_N, channel_C = _by_kernel(x_NC, weight_C)
         return WeightedLargest(stats_SN[0], largest_at_N, channel_C)
-    blocks = _blocks(x_NC)
-    largest, largest_at = zip(*(_row_max((block_NC * weight_C).abs_()) for block_NC in blocks), strict=True)
-    # What a few tokens have is later taken away from what all have, so sums over tokens need the digits.
-    energy_RC = torch.stack([block_NC.to(torch.float64, copy=True).square_().sum(0) for block_NC in blocks])
-    return WeightedLargest(torch.cat(largest), torch.cat(largest_at), energy_RC.sum(0))
+    largest, largest_at, energy = zip(*(_weighted_block(block_NC, weight_C) for block_NC in _blocks(x_NC)), strict=True)
+    # What a few tokens have is later taken away from what all have, so sums over many tokens need the digits.
+    return WeightedLargest(torch.cat(largest), torch.cat(largest_at), torch.stack(energy).double().sum(0))
+
+
+def _weighted_block(x_NC: Tensor, weight_C: Tensor) -> WeightedLargest:
+    weighted_NC = x_NC * weight_C
+    largest_N, largest_at_N = _row_max(weighted_NC.abs_())
+    square_NC = torch.mul(x_NC, x_NC, out=weighted_NC)  # on a CPU new memory costs more than the product
+    return WeightedLargest(largest_N, largest_at_N, square_NC.sum(0))
 
 
 def _blocks(x_NC: Tensor) -> tuple[Tensor, ...]:
