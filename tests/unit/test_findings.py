@@ -417,3 +417,28 @@ def test_a_sink_whose_disparity_is_not_the_largest_has_its_chain():
     assert [sink.position for sink in found.sinks] == [40]
     assert found.births == {40: ([1], [])}
     assert [(unit.layer, unit.neuron) for unit in found.super_neurons if unit.position == 40] == [(1, 17)]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_ranks_are_those_of_one_thread_and_the_number_of_threads_stays(monkeypatch, is_refused):
+    findings, before = trace(quiet_model(), tokens(0)).findings, torch.get_num_threads()
+
+    def refuse(*args):
+        raise MemoryError
+
+    try:
+        torch.set_num_threads(1)
+        expected = findings.effective_ranks_apart_from([0])
+        assert len(set(expected[0])) == 4  # that a layer took another's place would be seen
+        torch.set_num_threads(3)
+        if is_refused:
+            monkeypatch.setattr("sinkscope.capture.findings.effective_ranks", refuse)
+            with pytest.raises(MemoryError):
+                findings.effective_ranks_apart_from([0])
+        else:
+            assert findings.effective_ranks_apart_from([0]) == tuple(
+                pytest.approx(ranks, rel=1e-9) for ranks in expected
+            )
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -7,7 +7,8 @@ reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -74,8 +75,8 @@ class Findings:
     """Everything found in one trace, computed when it is first asked for."""
 
     recording: Recording
-    fallbacks: list[str] = field(default_factory=list)
-    """What had to be computed in another way than usual, layer by layer."""
+    fallbacks: dict[int, str] = field(default_factory=dict)
+    """What had to be computed in another way than usual, by layer."""
 
     @cached_property
     def sinks(self) -> list[Sink]:
@@ -254,15 +255,16 @@ class Findings:
         batch = self.recording.batch
         positions_N = rank_index(batch.num_sequences, batch.length, torch.device("cpu")) % batch.length
         apart_N = torch.isin(positions_N, torch.tensor(list(positions)))
-        ranks = [
-            effective_ranks(
+
+        def of_layer(layer: int, tokens_NE: Tensor) -> tuple[float, float]:
+            return effective_ranks(
                 tokens_NE,
                 apart_N.to(tokens_NE.device),
-                lambda note, layer=layer: self.fallbacks.append(f"layer {layer}: {note}"),
+                lambda note: self.fallbacks.update({layer: note}),
             )
-            for layer, tokens_NE in sorted(self.recording.at_layers("rank_tokens").items())
-            if layer >= 0
-        ]
+
+        by_layer = sorted(self.recording.at_layers("rank_tokens").items())
+        ranks = _side_by_side(of_layer, [(layer, tokens_NE) for layer, tokens_NE in by_layer if layer >= 0])
         return [whole for whole, _ in ranks], [without for _, without in ranks]
 
     @cached_property
@@ -329,3 +331,18 @@ class Findings:
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
         found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
         return tuple(found) if slot is not None else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
+
+
+def _side_by_side(
+    of_layer: Callable[[int, Tensor], tuple[float, float]], by_layer: Sequence[tuple[int, Tensor]]
+) -> list[tuple[float, float]]:
+    """What each layer gives, in order. An eigenvalue problem shares its work badly, so on a CPU each of torch's threads
+    takes a layer; a GPU has nothing to gain."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or any(tokens_NE.is_cuda for _, tokens_NE in by_layer):
+        return [of_layer(*layer) for layer in by_layer]
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(lambda layer: of_layer(*layer), by_layer))
+    finally:
+        torch.set_num_threads(num_threads)  # what a worker sets is also the default of threads to come

@@ -21,6 +21,7 @@ def trace_summary(findings: Findings) -> dict:
     position, rate = findings.strongest
     at_sink, elsewhere = findings.dom_ratio_at(position)
     ranks, ranks_without_sink = findings.effective_ranks
+    fallbacks = [f"layer {layer}: {note}" for layer, note in sorted(findings.fallbacks.items())]
     return {
         "model": recording.model_name,
         "family": recording.anatomy.family.name,
@@ -65,7 +66,7 @@ def trace_summary(findings: Findings) -> dict:
         },
         "effective_rank": ranks,
         "effective_rank_without_sink": ranks_without_sink,
-        **({"fallbacks": list(dict.fromkeys(findings.fallbacks))} if findings.fallbacks else {}),
+        **({"fallbacks": fallbacks} if fallbacks else {}),
     }
 
 
