@@ -132,6 +132,7 @@ def planted_results(folder, losses):
         first = {"sink_rate_by_layer": [0.2 if arm == "softmax" else 0.08]}
         text = {
             "birth_layers": [1],
+            "sinks": [{"layers": [2]}],
             "variance_ratio": [9.0, 4.0, 0.1],
             "effective_rank": [100.0 if arm == "softmax" else 150.0],
         }
@@ -164,6 +165,16 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
     assert "- not confirmed: head_norm ends lower on every seed" in text
     with pytest.raises(InputError, match=r"expected 6 windows in books\.json; found 5"):
         sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2], PLAN["verdicts"])
+
+
+@pytest.mark.parametrize(
+    ("births", "sinks", "expected"),
+    [([1], [2], 6.0), ([3], [1, 2, 3], 9.0), ([], [2, 3], 6.0), ([], [], (9.0 * 4.0 * 0.25 * 0.25) ** 0.25)],
+)
+def test_the_variance_ratio_ends_at_the_birth_or_before_the_first_sink(births, sinks, expected):
+    text = {"birth_layers": births, "sinks": [{"layers": sinks}] if sinks else []}
+    text["variance_ratio"] = [9.0, 4.0, 0.25, 0.25]
+    assert sink_tables.variance_discrepancy(text) == pytest.approx(expected)
 
 
 def test_an_interval_over_books_is_wider_than_one_over_windows():
