@@ -184,7 +184,7 @@ class Replay:
                 hook = layer.block.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
                 if self.keep_writes and layer.feed_forward is not None and not self._reads_units(layer):
-                    keep = in_this_thread(self._keep_writes(layer.index))
+                    keep = in_this_thread(self._keep_write(layer.index))
                     stack.callback(layer.feed_forward.register_forward_hook(keep, with_kwargs=True).remove)
             self.untouched = self._read(None, loss=self.loss)
 
@@ -213,7 +213,7 @@ class Replay:
         """Whether a layer's units are recorded, and may be edited: those of every position are needed then."""
         return any(index == layer.index for index, _ in self._groups)
 
-    def _keep_writes(self, layer: int):
+    def _keep_write(self, layer: int):
         def hook(module, args, kwargs, output) -> None:
             # From one state of each token to one write. Some feed-forwards take or give more: they run whole.
             if len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.shape == args[0].shape:

@@ -140,17 +140,17 @@ def effective_ranks(
     x_NE: Float[Tensor, "N E"], apart_N: Bool[Tensor, " N"], fell_back: Callable[[str], None] = lambda note: None
 ) -> tuple[float, float]:
     """(the effective rank of all tokens, that of the tokens which are not apart), from one Gram matrix."""
+    has_apart = bool(apart_N.any())
     if x_NE.shape[0] > x_NE.shape[1]:
         rest_nE, apart_nE = x_NE[~apart_N].double(), x_NE[apart_N].double()
         rest = _upper_gram(rest_nE.T)
         # Added, not taken away: massive tokens would leave nothing but their rounding behind.
         whole = rest + apart_nE.T @ apart_nE
     else:
-        whole = rest = _upper_gram(x_NE.double())
-        if bool(apart_N.any()):
-            rest = whole[~apart_N][:, ~apart_N]
+        whole = _upper_gram(x_NE.double())
+        rest = whole[~apart_N][:, ~apart_N] if has_apart else whole
     rank = _rank_of_gram(whole, fell_back)
-    return rank, _rank_of_gram(rest, fell_back) if bool(apart_N.any()) else rank
+    return rank, _rank_of_gram(rest, fell_back) if has_apart else rank
 
 
 def _upper_gram(x_nm: Float[Tensor, "n m"]) -> Float[Tensor, "n n"]:
