@@ -1,10 +1,14 @@
-"""A calibration reads no more of the text than what is on can know of, and finds what it finds in the whole text."""
+"""A calibration reads no more of the text than what is on can know of, and finds what it finds in the whole text. One
+that is given what feed-forwards write before the edit finds the same."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
 import sinkscope
+from sinkscope.interventions.aggregation import kept_batch
 from sinkscope.interventions.base import together
 
 LENGTH = 24
@@ -75,3 +79,25 @@ def test_what_acts_on_later_tokens_alone_is_left_out(loaded, batch):
     # Control: a mask that shows the later token to an earlier one.
     shown = sinkscope.edit_mask(loaded, 3, "allow", 20)
     assert not torch.allclose(calibrated(loaded, batch, [later, shown])[0], calibrated(loaded, batch, [shown])[0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_means_are_those_of_feed_forwards_that_run_whole(loaded, batch, name):
+    num_layers, run = len(loaded.model.model.layers), []
+    kept, others = kept_batch(loaded.model, batch, range(num_layers)), OTHERS[name](loaded, batch)
+    hook = loaded.model.model.layers[0].mlp.act_fn.register_forward_pre_hook(
+        lambda module, args: run.append(args[0].shape[1])
+    )
+    found, num_read = calibrated(loaded, kept, others)
+    hook.remove()
+    torch.testing.assert_close(found, calibrated(loaded, batch, others)[0], rtol=1e-4, atol=1e-6)
+    first = min((5, *(other.first_position for other in others)))
+    edits_units = name == "units from later"  # those are told by their position among all
+    assert min(run) == num_read - (0 if edits_units else first)
+
+
+def test_control_what_is_kept_must_be_of_the_same_tokens(loaded, batch):
+    kept = kept_batch(loaded.model, batch, range(len(loaded.model.model.layers)))
+    other = replace(batch, ids=batch.ids.flip(0))
+    found, _ = calibrated(loaded, replace(kept, ids=other.ids), [])
+    assert (found - calibrated(loaded, other, [])[0]).abs().max() > 1e-4

@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 import sinkscope
 from sinkscope.capture.merges import Cosine, Largest, Mean, Moments, Rows, Total
 from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.capture.recorder import Recorder
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
@@ -176,3 +177,28 @@ def test_the_aggregation_is_read_on_both_sides_of_a_norm(variant):
     # Without a norm there is no other side.
     assert "value_variance_before_norm" not in plain.recording
     assert plain.tables["layers"]["variance_ratio_before_norm"] == [None] * len(projections)
+
+
+def test_a_reading_ends_after_the_last_layer_that_is_listened_at():
+    model, run = tiny_model("llama"), []
+    anatomy, ids = anatomy_of(model), torch.arange(3, 27).view(2, 12)
+    for layer in anatomy.layers:
+        layer.block.register_forward_pre_hook(lambda module, args, index=layer.index: run.append(index))
+
+    def norms(layers):
+        norm = Observable(
+            name="norm",
+            tap=Tap.RESIDUAL_OUT,
+            reduce=lambda call: call.residual.norm(dim=-1),
+            merge=Rows(),
+            axes="LBT",
+            meaning="norm",
+            layers=layers,
+        )
+        return Recorder(anatomy, [norm]).read(model, ids)["norm"]
+
+    first, every = norms(range(2)), norms(range(len(anatomy.layers)))
+    assert run == [0, 1, *range(len(anatomy.layers))]
+    assert list(first) == [0, 1]
+    assert all(torch.equal(first[layer], every[layer]) for layer in first)
+    assert model(ids).logits.isfinite().all()  # later passes run to their end

@@ -24,7 +24,7 @@ from sinkscope.capture.edits import check_chunks
 from sinkscope.capture.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.capture.merges import Cosine, Moments
 from sinkscope.capture.observables import SURVEY, Observable, Tap
-from sinkscope.capture.sole_reader import sole_reader
+from sinkscope.capture.sole_reader import in_this_thread, sole_reader
 from sinkscope.capture.taps import open_taps
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
@@ -62,7 +62,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def listening(self, shape: tuple[int, int], layers: Sequence[Layer] | None = None) -> Iterator[None]:
-        """While open, one pass of sequences of this shape is recorded, through all layers or some last ones."""
+        """While open, one pass of sequences of this shape is recorded, through all layers or those in a row that it
+        runs."""
         asked = {observable.asks for observable in self.observables}
         passing = Passing(
             anatomy=self.anatomy,
@@ -91,8 +92,15 @@ class Recorder:
         self.add(left)
 
     def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
-        """The results of one whole pass of some sequences through the decoder."""
-        with torch.no_grad(), evaluation_mode(model), self.listening((ids_BT.shape[0], ids_BT.shape[1])):
+        """The results of one pass of some sequences, as far as the last layer that is listened at."""
+        last = max(layer.index for layer in self.anatomy.layers if self._taps(layer.index))
+        layers, shape = self.anatomy.layers[: last + 1], (ids_BT.shape[0], ids_BT.shape[1])
+        with (
+            torch.no_grad(),
+            evaluation_mode(model),
+            self.listening(shape, layers),
+            ending_after(layers[-1].block),
+        ):
             self.anatomy.decoder(input_ids=ids_BT.to(input_device(self.anatomy)), use_cache=False)
         return self.results()
 
@@ -305,6 +313,25 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+class _PassEndedError(Exception):
+    """Ends a pass whose later modules are not needed."""
+
+
+@contextlib.contextmanager
+def ending_after(module: nn.Module) -> Iterator[None]:
+    """A pass inside of it ends, without a result, when the module has run."""
+
+    def end(module, args, output) -> None:
+        raise _PassEndedError
+
+    handle = module.register_forward_hook(in_this_thread(end))
+    try:
+        with contextlib.suppress(_PassEndedError):
+            yield
+    finally:
+        handle.remove()
 
 
 def input_device(anatomy: Anatomy) -> torch.device:

@@ -2,8 +2,7 @@
 
 A trace records everything once. A study runs the same batch under dozens of interventions and needs numbers by
 sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an intervention begins
-at the first layer that the intervention can touch, and what each feed-forward writes, most of a layer's cost, so that
-it runs from the first position that the intervention can touch.
+at the first layer that the intervention can touch, and what feed-forwards write (`kept_writes`).
 Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n units of one group.
 """
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import suspend
+from sinkscope.capture.kept_writes import KeptWrites
 from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Merge, Own, Rows
 from sinkscope.capture.observables import Observable, Tap
@@ -26,7 +26,7 @@ from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.capture.taps import entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
-from sinkscope.models.anatomy import Anatomy, Layer, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 
 LOSS_TOKENS = 1024
@@ -176,16 +176,17 @@ class Replay:
         self._groups = checked_units(self.anatomy, self.units)
         self._calls: dict[int, tuple[tuple, dict]] = {}
         self._entering: dict[int, Tensor] = {}
-        self._writes: dict[int, Tensor] = {}
+        # Units that are recorded, and may be edited, are needed at every position.
+        with_units = {layer for layer, _ in self._groups}
+        layers = [layer for layer in self.anatomy.layers if self.keep_writes and layer.index not in with_units]
+        self._kept = KeptWrites(layers)
         self.restarts = {0, *self.restarts}
         with contextlib.ExitStack() as stack:
             for layer in self.anatomy.layers:
                 keep = in_this_thread(self._keep_call(layer.index))
                 hook = layer.block.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
-                if self.keep_writes and layer.feed_forward is not None and not self._reads_units(layer):
-                    keep = in_this_thread(self._keep_write(layer.index))
-                    stack.callback(layer.feed_forward.register_forward_hook(keep, with_kwargs=True).remove)
+            stack.enter_context(self._kept.keeping())
             self.untouched = self._read(None, loss=self.loss)
 
     def read(self, first_layer: int | None, first_position: int = 0, *, loss: bool = False) -> ConditionReading:
@@ -194,9 +195,7 @@ class Replay:
         if first_layer is None:
             return self.untouched
         start = max(layer for layer in self.restarts if layer <= first_layer)
-        with contextlib.ExitStack() as stack:
-            if first_position > 0:
-                self._skip_positions(first_position, stack)
+        with self._kept.used_before(first_position):
             return self._read(start, loss=loss)
 
     def _keep_call(self, layer: int):
@@ -208,34 +207,6 @@ class Replay:
                 self._entering[layer] = hidden
 
         return hook
-
-    def _reads_units(self, layer: Layer) -> bool:
-        """Whether a layer's units are recorded, and may be edited: those of every position are needed then."""
-        return any(index == layer.index for index, _ in self._groups)
-
-    def _keep_write(self, layer: int):
-        def hook(module, args, kwargs, output) -> None:
-            # From one state of each token to one write. Some feed-forwards take or give more: they run whole.
-            if len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.shape == args[0].shape:
-                self._writes[layer] = output.clone()  # Falcon adds to it in place
-
-        return hook
-
-    def _skip_positions(self, first: int, stack: contextlib.ExitStack) -> None:
-        """Until the stack is closed, feed-forwards run from a position on: in a causal model earlier ones stay."""
-
-        def later(module, args):
-            return (args[0][:, first:].contiguous(),)
-
-        for layer, writes_BTE in self._writes.items():
-            module = self.anatomy.layers[layer].feed_forward
-            assert module is not None
-
-            def whole(module, args, output, before=writes_BTE[:, :first]):
-                return torch.cat([before, output], 1)
-
-            stack.callback(module.register_forward_pre_hook(in_this_thread(later)).remove)
-            stack.callback(module.register_forward_hook(in_this_thread(whole)).remove)
 
     def _read(self, start: int | None, *, loss: bool) -> ConditionReading:
         recorder = Recorder(self.anatomy, _observables(self.anatomy, self._groups, self.dimensions, self.moment_layers))

@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import depth, suspend
+from sinkscope.capture.kept_writes import KeptWrites
 from sinkscope.capture.layer_call import wide
-from sinkscope.capture.recorder import evaluation_mode, input_device
+from sinkscope.capture.recorder import ending_after, evaluation_mode, input_device
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     AggregationPlace,
@@ -34,6 +36,7 @@ from sinkscope.interventions.base import (
     unless_suspended,
 )
 from sinkscope.interventions.formulas import FORMULAS, LATER, LayerCalibration
+from sinkscope.interventions.neurons import NeuronEdit
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
@@ -228,20 +231,28 @@ def run_with_aggregations(
         layers = [anatomy.layers[index] for index in place.layers]
         for layer in layers:
             at_aggregation(anatomy, layer, place, stack, edit(layer))
-        last = layers[-1]
-        stack.callback(last.output_projection.register_forward_hook(_stop).remove)
+        if isinstance(batch, KeptBatch) and not any(isinstance(other, NeuronEdit) for other in others):
+            first = min((*(place.positions or (0,)), *(other.first_position for other in others)))
+            stack.enter_context(batch.kept.used_before(first))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluation_mode(model))
-        with contextlib.suppress(_PassEndedError):
+        with ending_after(layers[-1].output_projection):
             anatomy.decoder(input_ids=batch.ids[:, :num_read].to(input_device(anatomy)), use_cache=False)
 
 
-class _PassEndedError(Exception):
-    """Ends a pass whose later layers are not needed."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptBatch(TokenBatch):
+    """A batch that many calibrations share, with what the untouched model's feed-forwards write for it."""
+
+    kept: KeptWrites
 
 
-def _stop(module, args, output) -> None:
-    raise _PassEndedError
+def kept_batch(model: torch.nn.Module, batch: TokenBatch, layers: Sequence[int]) -> KeptBatch:
+    """For calibrations in these layers, which must see the weights that the model has now."""
+    kept, place = KeptWrites(anatomy_of(model).layers[: max(layers)]), Place(on=AGGREGATION, layers=tuple(layers))
+    with kept.keeping():
+        run_with_aggregations(model, batch, place, (), lambda layer: lambda aggregation, chosen: None, whole=True)
+    return KeptBatch(**vars(batch), kept=kept)
 
 
 def amplify_variance(

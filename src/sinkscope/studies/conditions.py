@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from sinkscope.capture.replay import Replay
-from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit
+from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit, KeptBatch, kept_batch
 from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, ShiftMeanAlone, moments_under
@@ -98,12 +99,17 @@ class Conditions:
         minimal: Sequence[Unit],
         controls: Controls,
     ) -> None:
-        self.loaded, self.plan, self.calibration, self.replay, self.minimal = loaded, plan, calibration, replay, minimal
-        self.controls = controls
+        self.loaded, self.plan, self.replay, self.minimal, self.controls = loaded, plan, replay, minimal, controls
+        self._calibration = calibration
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
         self._levels: dict[tuple[str, int, bool], Mapping[int, Moments]] = {}
         """Of a mixing at a position, on the calibration sequences."""
+
+    @cached_property
+    def calibration(self) -> KeptBatch:
+        """The sequences that every condition is calibrated on."""
+        return kept_batch(self.loaded.model, self._calibration, self.plan.mixed)
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
