@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def tables(results: list[dict[str, Any]], books: Sequence[int], rules: dict[str,
     if BASELINE not in arms:
         raise InputError(expected=f"a run of {BASELINE}", found="none", next_step="Go on with sink_experiment.py")
     judged = verdicts(arms, books, results, rules)
-    parts = (ends_table(arms, books), damage_table(arms), judged, course_table(results))
+    parts = (ends_table(arms, books), damage_table(arms), judged, bars_table(arms, books, rules), course_table(results))
     failed = [f"Diverged: {result['name']}." for result in results if result["diverged"]]
     return [line for part in (*parts, failed) for line in (*part, "")]
 
@@ -186,18 +186,19 @@ def verdicts(arms: ByArm, books: Sequence[int], results: list[dict[str, Any]], r
     """What the plan calls confirmed, applied to what is there."""
     lines = []
     if NORM in arms:
-        holds, found = confirmed(arms, NORM, books, rules["confirmed"])
-        lines.append(_verdict(holds, "head_norm ends lower on every seed, half the disparity, higher rank", found))
-        base_sink, sink = (mean_of(arms, arm, "sink, random") for arm in (BASELINE, NORM))
-        rule = rules["removes_the_sink"]["sink_rate_at_most"]
-        lines.append(
-            _verdict(sink <= rule, "head_norm removes the sink", f"{sink:.1%} left, {base_sink:.1%} in softmax")
-        )
+        norm = against_softmax(arms, NORM, books)
+        claim = "head_norm ends lower on every seed, half the disparity, higher rank"
+        lines.append(_verdict(norm.confirmed(rules), claim, str(norm)))
+        found = f"{norm.sink:.1%} left, {norm.softmax_sink:.1%} in softmax"
+        lines.append(_verdict(norm.removes_the_sink(rules), "head_norm removes the sink", found))
         half = rules["halves_the_sink"]["of_softmax_at_most"]
-        lines.append(_verdict(sink <= half * base_sink, "head_norm halves the sink", f"{sink / base_sink:.0%} of it"))
+        share = norm.sink / norm.softmax_sink
+        lines.append(_verdict(share <= half, "head_norm halves the sink", f"{share:.0%} of it"))
     if CONTROL in arms:
-        holds, found = confirmed(arms, CONTROL, books, rules["confirmed"])
-        lines.append(_verdict(not holds, "scale without division does not do the same", found))
+        control = against_softmax(arms, CONTROL, books)
+        lines.append(
+            _verdict(not control.confirmed(rules), "scale without division does not do the same", str(control))
+        )
     constant = [r for r in results if not r["diverged"] and r["run"]["arm"] in (BASELINE + CONSTANT, NORM + CONSTANT)]
     if len({result["run"]["arm"] for result in constant}) == 2:
         ratio, found = acceleration(constant)
@@ -208,28 +209,72 @@ def verdicts(arms: ByArm, books: Sequence[int], results: list[dict[str, Any]], r
     return lines
 
 
-def confirmed(arms: ByArm, arm: str, books: Sequence[int], rule: dict[str, Any]) -> tuple[bool, str]:
-    """Whether an arm does what is asked of head_norm, and the numbers of it."""
-    seeds = sorted(arms[arm].keys() & arms[BASELINE].keys())
-    found = {seed: difference(arms[arm][seed], arms[BASELINE][seed], books) for seed in seeds}
-    disparity = mean_of(arms, BASELINE, "DomRatio, text") / mean_of(arms, arm, "DomRatio, text")
-    ranks = mean_of(arms, arm, "effective rank"), mean_of(arms, BASELINE, "effective rank")
-    holds = (
-        all(high < rule["interval_below"] for _, _, high in found.values())
-        and disparity >= rule["disparity_ratio_at_least"]
-        and ranks[0] > ranks[1]
-    )
-    by_seed = ", ".join(f"seed {seed} {interval_text(*numbers)}" for seed, numbers in found.items())
-    return (
-        holds,
-        f"{by_seed}; disparity {disparity:.2f}x lower; effective rank {ranks[0]:.1f}, {ranks[1]:.1f} in softmax",
+class AgainstSoftmax(NamedTuple):
+    """An arm beside the softmax of the same rate, targets and optimiser, means over the seeds that both have."""
+
+    differences: dict[int, tuple[float, float, float]]
+    """By seed, with the ends of the interval."""
+    disparity: float
+    """How many times lower than softmax's."""
+    rank: float
+    softmax_rank: float
+    sink: float
+    softmax_sink: float
+
+    def confirmed(self, rules: dict[str, Any]) -> bool:
+        """Whether the arm does what is asked of head_norm."""
+        rule = rules["confirmed"]
+        return (
+            all(high < rule["interval_below"] for _, _, high in self.differences.values())
+            and self.disparity >= rule["disparity_ratio_at_least"]
+            and self.rank > self.softmax_rank
+        )
+
+    def removes_the_sink(self, rules: dict[str, Any]) -> bool:
+        return self.sink <= rules["removes_the_sink"]["sink_rate_at_most"]
+
+    def __str__(self) -> str:
+        by_seed = ", ".join(f"seed {seed} {interval_text(*numbers)}" for seed, numbers in self.differences.items())
+        ranks = f"effective rank {self.rank:.1f}, {self.softmax_rank:.1f} in softmax"
+        return f"{by_seed}; disparity {self.disparity:.2f}x lower; {ranks}"
+
+
+def against_softmax(arms: ByArm, arm: str, books: Sequence[int]) -> AgainstSoftmax:
+    mine, base = arms[arm], arms[baseline_of(arm)]
+    seeds = sorted(mine.keys() & base.keys())
+
+    def means(quantity: str) -> list[float]:
+        of, _ = QUANTITIES[quantity]
+        return [fmean(of(by_seed[seed]) for seed in seeds) for by_seed in (mine, base)]
+
+    disparity, softmax_disparity = means("DomRatio, text")
+    return AgainstSoftmax(
+        {seed: difference(mine[seed], base[seed], books) for seed in seeds},
+        softmax_disparity / disparity,
+        *means("effective rank"),
+        *means("sink, random"),
     )
 
 
-def mean_of(arms: ByArm, arm: str, quantity: str) -> float:
-    """The mean over the seeds that softmax has too."""
-    of, _ = QUANTITIES[quantity]
-    return fmean(of(measures) for seed, measures in arms[arm].items() if seed in arms[BASELINE])
+def bars_table(arms: ByArm, books: Sequence[int], rules: dict[str, Any]) -> list[str]:
+    """Every arm by the bars that were set for head_norm."""
+    lines = [
+        "| by the bars of head_norm | seeds | mean difference | highest end of an interval | disparity, times lower | "
+        "effective rank | sink left | meets *confirmed* | removes the sink |",
+        "| --- |" + " ---: |" * 6 + " --- | --- |",
+    ]
+    for arm in arms:
+        if arm != baseline_of(arm) and arms[arm].keys() & arms.get(baseline_of(arm), {}).keys():
+            found = against_softmax(arms, arm, books)
+            means, _, highs = zip(*found.differences.values(), strict=True)
+            cells = [
+                f"{len(means)} | {fmean(means):+.4f} | {max(highs):+.4f} | {found.disparity:.2f}",
+                f"{found.rank:.1f}, softmax {found.softmax_rank:.1f}",
+                f"{found.sink:.1%}, softmax {found.softmax_sink:.1%}",
+                *("yes" if holds else "no" for holds in (found.confirmed(rules), found.removes_the_sink(rules))),
+            ]
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
 
 
 def acceleration(results: list[dict[str, Any]]) -> tuple[float, str]:

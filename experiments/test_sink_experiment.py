@@ -159,6 +159,9 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
     # Means by book are -0.1, +0.1 and -0.1: the interval holds 0, so scale does not do the same.
     assert "- confirmed: scale without division does not do the same (seed 1 -0.0000 [-0.1000, +0.1000]" in text
     assert "- not run: whether head_norm accelerates" in text
+    numbers = "3.00 | 150.0, softmax 100.0 | 8.0%, softmax 20.0%"
+    assert f"| head_norm | 1 | -0.1000 | -0.1000 | {numbers} | yes | no |" in text
+    assert f"| scale | 1 | -0.0000 | +0.1000 | {numbers} | no | no |" in text
     swapped = {("softmax", 1): lower, ("head_norm", 1): base}  # the control
     (tmp_path / "swapped").mkdir()
     text = "\n".join(sink_tables.tables(planted_results(tmp_path / "swapped", swapped), [1, 3, 2], PLAN["verdicts"]))
