@@ -99,11 +99,19 @@ def test_a_pass_from_a_later_layer_equals_a_whole_one_to_the_bit(family):
 @every_family
 def test_feed_forwards_from_a_later_position_give_the_same_reading(family):
     model, seen = model_of(family), []
-    replay = Replay(anatomy_of(model), model, IDS, dimensions=DIMENSIONS, keep_writes=True)
-    with together([mask_to_self(model, 10), set_dimensions(model, [4], layers=[0], positions=8)]) as first_layer:
+    units = last_units(model)
+    replay = Replay(anatomy_of(model), model, IDS, units, DIMENSIONS, keep_writes=True)
+    edits = [mask_to_self(model, 10), set_dimensions(model, [4], layers=[0], positions=8)]
+    with together(edits) as first_layer:
         whole, later, too_late = (replay.read(first_layer, position) for position in (0, 8, 11))
-    for name in (*BY_SEQUENCE, "dimensions_LBTM"):
-        torch.testing.assert_close(getattr(later, name), getattr(whole, name), equal_nan=True)
+    edited = ablate_neurons(model, units, positions=9)
+    with together([*edits, edited]) as first_layer:
+        both = [replay.read(first_layer, position, edited_units=edited.place.layers) for position in (0, 8)]
+    assert not all(torch.equal(both[0].units[group], whole.units[group]) for group in whole.units)
+    for one, other in ((later, whole), both):
+        for name in (*BY_SEQUENCE, "dimensions_LBTM"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True)
+        torch.testing.assert_close(one.units, other.units)
     if not replay._kept.writes:  # a feed-forward that is no module of its own, or gives more than what it writes
         return
     assert not torch.equal(too_late.residual_norm_LBT, whole.residual_norm_LBT)

@@ -7,7 +7,7 @@ run from that one on. Axes: B sequences, T positions, E width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,14 +42,17 @@ class KeptWrites:
         return hook
 
     @contextlib.contextmanager
-    def used_before(self, position: int) -> Iterator[None]:
-        """While open, feed-forwards run from a position on, and write what they wrote before it."""
+    def used_before(self, position: int, *, but_in: Collection[int] = ()) -> Iterator[None]:
+        """While open, feed-forwards run from a position on, and write what they wrote before it; those of some layers
+        run whole."""
 
         def later(module, args):
             return (args[0][:, position:].contiguous(),)
 
         with contextlib.ExitStack() as stack:
-            for layer, writes_BTE in self.writes.items() if position > 0 else ():
+            for layer, writes_BTE in self.writes.items():
+                if position == 0 or layer in but_in:
+                    continue
 
                 def whole(module, args, output, before=writes_BTE[:, :position]):
                     return torch.cat([before, output], 1)

@@ -124,7 +124,8 @@ def _observables(
             group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
             for group, neurons in groups.items()
         }
-        return {group: x.view(*call.passing.shape, -1).cpu() for group, x in values.items()}
+        # Of the positions that the feed-forward ran at.
+        return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
     return [
         *(by_sequence(name, tap, reduce, Rows()) for name, (tap, reduce) in BY_SEQUENCE.items()),
@@ -176,10 +177,7 @@ class Replay:
         self._groups = checked_units(self.anatomy, self.units)
         self._calls: dict[int, tuple[tuple, dict]] = {}
         self._entering: dict[int, Tensor] = {}
-        # Units that are recorded, and may be edited, are needed at every position.
-        with_units = {layer for layer, _ in self._groups}
-        layers = [layer for layer in self.anatomy.layers if self.keep_writes and layer.index not in with_units]
-        self._kept = KeptWrites(layers)
+        self._kept = KeptWrites(self.anatomy.layers if self.keep_writes else ())
         self.restarts = {0, *self.restarts}
         with contextlib.ExitStack() as stack:
             for layer in self.anatomy.layers:
@@ -189,13 +187,20 @@ class Replay:
             stack.enter_context(self._kept.keeping())
             self.untouched = self._read(None, loss=self.loss)
 
-    def read(self, first_layer: int | None, first_position: int = 0, *, loss: bool = False) -> ConditionReading:
+    def read(
+        self,
+        first_layer: int | None,
+        first_position: int = 0,
+        *,
+        edited_units: Collection[int] = (),
+        loss: bool = False,
+    ) -> ConditionReading:
         """The reading under the active interventions, which act from `first_layer` and `first_position` on; None if
-        there are none."""
+        there are none. `edited_units`: layers whose units they edit, by their positions among all."""
         if first_layer is None:
             return self.untouched
         start = max(layer for layer in self.restarts if layer <= first_layer)
-        with self._kept.used_before(first_position):
+        with self._kept.used_before(first_position, but_in=edited_units):
             return self._read(start, loss=loss)
 
     def _keep_call(self, layer: int):
@@ -237,6 +242,8 @@ class Replay:
             )
         before = self.untouched
         stacked = {name: torch.cat([getattr(before, name)[:start], rows]) for name, rows in stacked.items()}
+        for group, x_BTn in units.items():
+            units[group] = torch.cat([before.units[group][:, : shape[1] - x_BTn.shape[1]], x_BTn], 1)
         return replace(before, **stacked, units=before.units | units, loss_B=loss_B)
 
 

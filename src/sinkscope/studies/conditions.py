@@ -22,6 +22,7 @@ from sinkscope.interventions.matching import UNTOUCHED, MatchMoments, Moments, S
 from sinkscope.interventions.neurons import (
     ClampNeurons,
     Mode,
+    NeuronEdit,
     ablate_neurons,
     densify_neurons,
     transplant_neurons,
@@ -219,8 +220,9 @@ class Conditions:
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         cell = f"{condition.label}." if condition.levelled else ""
         first_position = min(each.first_position for each in interventions)
+        edited = {layer for each in interventions if isinstance(each, NeuronEdit) for layer in each.place.layers}
         with together(interventions) as first_layer:
-            reading = self.replay.read(first_layer, first_position, loss=loss)
+            reading = self.replay.read(first_layer, first_position, edited_units=edited, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.
             means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         return replace(reduced(reading, self.plan), means=means)
