@@ -26,7 +26,7 @@ from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.capture.taps import entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
-from sinkscope.models.anatomy import Anatomy, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units
 from sinkscope.models.loading import bare_model
 
 LOSS_TOKENS = 1024
@@ -57,9 +57,9 @@ class ConditionReading:
     many as were asked for."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
-    units: dict[tuple[int, int | None], Tensor]
+    units: dict[Group, Tensor]
     """By (layer, expert): [B, T, n] activations of the recorded units, in the order of `neurons`."""
-    neurons: dict[tuple[int, int | None], tuple[int, ...]]
+    neurons: dict[Group, tuple[int, ...]]
     num_heads: int
     loss_B: Tensor | None = None
     """Mean next-token loss of each sequence, where it was asked for."""
@@ -77,7 +77,7 @@ class ConditionReading:
     def _share(self, heads_LBS: Tensor) -> Tensor:
         return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
 
-    def group_values(self, group: tuple[int, int | None], neurons: Sequence[int]) -> Tensor:
+    def group_values(self, group: Group, neurons: Sequence[int]) -> Tensor:
         """[B, T, n] activations of some of the recorded units."""
         places = [self.neurons[group].index(neuron) for neuron in neurons]
         return self.units[group][..., places]
@@ -105,7 +105,7 @@ BY_SEQUENCE = {
 
 def _observables(
     anatomy: Anatomy,
-    units: dict[tuple[int, int | None], tuple[int, ...]],
+    units: dict[Group, tuple[int, ...]],
     dimensions: tuple[int, ...],
     moment_layers: int | None,
 ) -> list[Observable]:
@@ -117,15 +117,6 @@ def _observables(
         return Observable(
             name=name, tap=tap, reduce=reduce, merge=merge, axes="LB", meaning=name, layers=layers, **others
         )
-
-    def activations(call: LayerCall) -> dict[tuple[int, int | None], Tensor]:
-        groups = {group: neurons for group, neurons in units.items() if group[0] == call.index}
-        values = {
-            group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
-            for group, neurons in groups.items()
-        }
-        # Of the positions that the feed-forward ran at.
-        return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
     return [
         *(by_sequence(name, tap, reduce, Rows()) for name, (tap, reduce) in BY_SEQUENCE.items()),
@@ -143,9 +134,31 @@ def _observables(
             asks="own weights",
         ),
         by_sequence("squares_LBS2T", Tap.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
-        by_sequence("units", Tap.UNITS, activations, Own(), {layer for layer, _ in units}),
+        _activations(units),
         by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
+
+
+def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
+    """By group [B, T, n], of the positions that the feed-forward runs at."""
+
+    def reduce(call: LayerCall) -> dict[Group, Tensor]:
+        values = {
+            group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
+            for group, neurons in units.items()
+            if group[0] == call.index
+        }
+        return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
+
+    layers = {layer for layer, _ in units}
+    return Observable(
+        name="units", tap=Tap.UNITS, reduce=reduce, merge=Own(), axes="LB", meaning="units", layers=layers
+    )
+
+
+def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:
+    """The activations of all layers."""
+    return {group: x for in_layer in found.pop("units", {}).values() for group, x in in_layer.items()}
 
 
 def _squares(call: LayerCall) -> Tensor:
@@ -228,7 +241,7 @@ class Replay:
         self.num_layer_passes += len(layers)
         found = recorder.results()
         (last_BTE,) = found.pop("last").values()
-        units = {group: x for by_group in found.pop("units", {}).values() for group, x in by_group.items()}
+        units = _by_group(found)
         stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in found.items()}
         loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
         if start is None:
@@ -259,6 +272,16 @@ def read_condition(
     owner = bare_model(model)
     with suspend():
         return Replay(anatomy or anatomy_of(owner), owner, ids_BT, units, dimensions).untouched
+
+
+def read_units(
+    anatomy: Anatomy, model: torch.nn.Module, ids_BT: Tensor, units: dict[Group, tuple[int, ...]]
+) -> dict[Group, Tensor]:
+    """By group [B, T, n], what some units are in an untouched pass, whatever interventions are on."""
+    if not units:
+        return {}
+    with suspend():
+        return _by_group(Recorder(anatomy, [_activations(units)]).read(model, ids_BT))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
-from sinkscope.capture.replay import ConditionReading, read_condition
+from sinkscope.capture.replay import ConditionReading, read_units
 from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
@@ -31,12 +31,10 @@ from sinkscope.interventions.base import (
     indices,
     unless_suspended,
 )
-from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Unit, UnitLike, anatomy_of, as_unit, checked_units
+from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_unit, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
-Group = tuple[int, int | None]
-"""(layer, expert or None)."""
 NUM_NEAREST = 20
 """How many units, or dimensions, a matched one is drawn among."""
 
@@ -153,8 +151,7 @@ class AblateNeurons(NeuronEdit):
                     found="none",
                     next_step="Pass calibration=token_batch(model, ...) with another seed",
                 )
-            reading = read_condition(self.anatomy, model, calibration.ids, units=tuple(self.place.items or ()))
-            self.seen = {group: reading.group_values(group, neurons) for group, neurons in self.groups.items()}
+            self.seen = read_units(self.anatomy, bare_model(model), calibration.ids, self.groups)
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         if self.mode == "zero":

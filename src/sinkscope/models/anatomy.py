@@ -41,6 +41,10 @@ class Unit(NamedTuple):
         return ":".join(str(part) for part in self if part is not None)
 
 
+Group = tuple[int, int | None]
+"""Units are grouped by (layer, expert)."""
+
+
 class Placed(Protocol):
     """What has the place of a unit, such as a super neuron of a trace."""
 
@@ -211,9 +215,9 @@ class Anatomy:
         return f"Anatomy({', '.join(f'{name}={value!r}' for name, value in self.row().items())})"
 
 
-def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[tuple[int, int | None], tuple[int, ...]]:
+def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[Group, tuple[int, ...]]:
     """Neurons by (layer, expert); refuses units that the model does not have."""
-    groups: dict[tuple[int, int | None], set[int]] = {}
+    groups: dict[Group, set[int]] = {}
     for layer, expert, neuron in map(as_unit, units):
         if not 0 <= layer < len(anatomy.layers):
             raise InputError(

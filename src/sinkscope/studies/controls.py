@@ -19,8 +19,8 @@ from sinkscope.capture.layer_call import LayerCall, wide
 from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder
-from sinkscope.interventions.neurons import Group, matched_units, nearest
-from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.interventions.neurons import matched_units, nearest
+from sinkscope.models.anatomy import Anatomy, Group, Unit
 from sinkscope.studies.plan import Plan, most_super_neurons
 
 NUM_RANDOM_SETS = 20
