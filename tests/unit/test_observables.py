@@ -1,5 +1,7 @@
 """Observables: a user's own is recorded, joined, tabulated and written like ours; what nobody knows is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -181,24 +183,15 @@ def test_the_aggregation_is_read_on_both_sides_of_a_norm(variant):
 
 def test_a_reading_ends_after_the_last_layer_that_is_listened_at():
     model, run = tiny_model("llama"), []
-    anatomy, ids = anatomy_of(model), torch.arange(3, 27).view(2, 12)
+    anatomy = anatomy_of(model)
     for layer in anatomy.layers:
         layer.block.register_forward_pre_hook(lambda module, args, index=layer.index: run.append(index))
 
     def norms(layers):
-        norm = Observable(
-            name="norm",
-            tap=Tap.RESIDUAL_OUT,
-            reduce=lambda call: call.residual.norm(dim=-1),
-            merge=Rows(),
-            axes="LBT",
-            meaning="norm",
-            layers=layers,
-        )
-        return Recorder(anatomy, [norm]).read(model, ids)["norm"]
+        return Recorder(anatomy, [replace(RESIDUAL_NORM, layers=layers)]).read(model, IDS)["residual_norm"]
 
     first, every = norms(range(2)), norms(range(len(anatomy.layers)))
     assert run == [0, 1, *range(len(anatomy.layers))]
     assert list(first) == [0, 1]
     assert all(torch.equal(first[layer], every[layer]) for layer in first)
-    assert model(ids).logits.isfinite().all()  # later passes run to their end
+    assert model(IDS).logits.isfinite().all()  # later passes run to their end
