@@ -27,10 +27,17 @@ def test_lines_say_what_is_done_and_left(monkeypatch):
     with progress.working("tracing"):
         assert seen.wait(10)
     assert printed[-1].startswith("tracing: begun ")
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
-    assert progress.progress_line("traces", 3, 12, 40.0) == "traces: 3 of 12 done after 60 s, 9 left, about 180 s"
-    assert progress.progress_line("traces", 0, None, 70.0) == "traces: begun 30 s ago"
-    assert progress.progress_line("traces", 0, 12, 70.0) == "traces: 0 of 12 done after 30 s"
+
+
+def test_what_comes_before_the_first_count_takes_no_part_in_the_speed(monkeypatch):
+    clock = iter([0.0, 30.0, 40.0, 50.0, 60.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    task = progress.Task("conditions")
+    assert task.line() == "conditions: begun 30 s ago"
+    task.move(2, 12)  # at 40 s; two were done by an earlier run
+    assert task.line() == "conditions: 2 of 12 done after 50 s"
+    task.move(3, 12)
+    assert task.line() == "conditions: 3 of 12 done after 60 s, 9 left, about 180 s"
 
 
 def hints() -> list[tuple[str, str]]:

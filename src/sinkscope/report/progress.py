@@ -58,24 +58,18 @@ def bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
 @contextlib.contextmanager
 def _lines() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    newest: tuple[str, int, int | None, float] | None = None  # what, done, total, begun at
+    newest: Task | None = None
     ended = threading.Event()
 
     def print_lines() -> None:
         while not ended.wait(SECONDS_BETWEEN_LINES):
             if newest is not None:
-                say(progress_line(*newest), error=True)
+                say(newest.line(), error=True)
 
     def begin(what: str) -> Callable[[int, int], None]:
         nonlocal newest
-        begun_at = time.monotonic()
-        newest = what, 0, None, begun_at
-
-        def move(done: int, total: int) -> None:
-            nonlocal newest
-            newest = what, done, total, begun_at
-
-        return move
+        newest = Task(what)
+        return newest.move
 
     # A thread, since one step of the work may take longer than the time between two lines.
     printer = threading.Thread(target=print_lines, daemon=True)
@@ -87,10 +81,26 @@ def _lines() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
         printer.join()
 
 
-def progress_line(what: str, done: int, total: int | None, begun_at: float) -> str:
-    """What is done, what is left, and about how long that will take."""
-    elapsed_s = time.monotonic() - begun_at
-    if total is None:
-        return f"{what}: begun {elapsed_s:.0f} s ago"
-    text = f"{what}: {done} of {total} done after {elapsed_s:.0f} s"
-    return f"{text}, {total - done} left, about {elapsed_s / done * (total - done):.0f} s" if done else text
+class Task:
+    """What is done of one task, and what is left."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.begun_at = what, time.monotonic()
+        self.done, self.total = 0, 0
+        self.first = self.done, self.begun_at
+        """What was done when it was first counted, and when: what comes before takes no part in the speed."""
+
+    def move(self, done: int, total: int) -> None:
+        if not self.total:
+            self.first = done, time.monotonic()
+        self.done, self.total = done, total
+
+    def line(self) -> str:
+        now, (before, counted_at) = time.monotonic(), self.first
+        if not self.total:
+            return f"{self.what}: begun {now - self.begun_at:.0f} s ago"
+        text = f"{self.what}: {self.done} of {self.total} done after {now - self.begun_at:.0f} s"
+        if self.done == before:
+            return text
+        left = self.total - self.done
+        return f"{text}, {left} left, about {(now - counted_at) / (self.done - before) * left:.0f} s"
