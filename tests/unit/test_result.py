@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_models import tiny_model
 
 import sinkscope
@@ -57,6 +58,12 @@ def test_a_model_is_given_as_it_is_at_hand(tmp_path):
         assert not weights.model.layers[1].mlp.down_proj.weight[:, 3].any()
     with pytest.raises(sinkscope.InputError, match="Load it first"):
         sinkscope.mask_to_self("gpt2", 10)  # type: ignore[arg-type]
+
+
+def test_a_trace_without_a_text_is_of_random_tokens():
+    model = sinkscope.load(tiny_model("llama"))
+    found, batch = sinkscope.trace(model), sinkscope.token_batch(model)
+    assert torch.equal(found.recording.batch.ids, batch.ids)
 
 
 def test_one_intervention_needs_no_list():

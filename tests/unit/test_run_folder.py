@@ -214,6 +214,20 @@ def test_the_folder_one_stands_in_is_not_moved_away(tmp_path, monkeypatch):
         check_output(Path("other"))
 
 
+def test_overwriting_is_offered_only_where_it_would_be_done(tmp_path):
+    mine, run, mixed = (tmp_path / name for name in ("mine", "run", "mixed"))
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("")
+    for path in (run, mixed):
+        write_run(path, "first")
+    (mixed / "thesis.txt").write_text("")
+    for path, offered in ((mine, False), (mixed, False), (run, True)):
+        with pytest.raises(InputError) as refused:
+            check_output(path)
+        assert ("overwrite=True" in refused.value.next_step) == offered
+    check_output(run, overwrite=True)
+
+
 def test_only_pages_of_ours_are_replaced(tmp_path):
     page = tmp_path / "index.html"
     check_page(page)
@@ -249,7 +263,7 @@ def test_a_failed_swap_puts_the_old_folder_back(tmp_path, monkeypatch):
 
 def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
     path = tmp_path / "run"
-    with pytest.raises(InputError, match="one that exists"), run_folder(path) as folder:
+    with pytest.raises(InputError, match=r"no \.sinkscope in it"), run_folder(path) as folder:
         folder.write_json("summary.json", {"text": "late"})
         path.mkdir()
         (path / "summary.json").write_text('{"text": "early"}')

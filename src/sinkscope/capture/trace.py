@@ -17,6 +17,7 @@ from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
+from sinkscope.models.token_batches import token_batch
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
@@ -94,7 +95,7 @@ class Trace(Result):
 
 def trace(
     model: ModelLike,
-    batch: Tokens,
+    batch: Tokens | None = None,
     *,
     observables: Iterable[Observable | str] | None = None,
     keys: Sequence[int] | None = None,
@@ -102,7 +103,8 @@ def trace(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Trace:
-    """The sink chain of a model on what it reads: a batch of tokens, a text, a list of texts, or ids.
+    """The sink chain of a model on what it reads: a batch of tokens, a text, a list of texts, or ids; without one on
+    random tokens, as `token_batch` draws them.
 
         found = sinkscope.trace(model, "The cat sat on the mat.")
         found.story, found.findings.sinks, found.table("heads")
@@ -112,7 +114,7 @@ def trace(
     Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.
     """
     loaded = load(model)
-    batch = as_batch(loaded, batch)
+    batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
     recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
     result = Trace(recording, read_sequences(loaded, recording), loaded.tokenizer)

@@ -160,8 +160,6 @@ def _check_existing(path: Path, overwrite: bool) -> None:
         return
     if not path.is_dir():
         raise InputError(expected=f"a folder at {path}, or nothing", found="a file", next_step="Choose another `out`")
-    if not overwrite:
-        raise InputError(expected=f"no folder at {path} yet", found="one that exists", next_step=_REPLACE)
     if Path.cwd().is_relative_to(path):
         raise InputError(
             expected="a run folder that can be moved away",
@@ -170,16 +168,18 @@ def _check_existing(path: Path, overwrite: bool) -> None:
         )
     if any(path.iterdir()) and not _marked(path):
         raise InputError(
-            expected=f"a run in {path}, to overwrite",
-            found=f"no {MARK} in it that says that sinkscope wrote it",
+            expected=f"nothing at {path} yet, or a run to overwrite",
+            found=f"a folder with no {MARK} in it that says that sinkscope wrote it",
             next_step="Choose another `out`, or remove it yourself",
         )
     if (foreign := next(_foreign(path, path), None)) is not None:
         raise InputError(
-            expected=f"nothing but a run in {path}, to overwrite",
+            expected=f"nothing at {path} yet, or nothing but a run to overwrite",
             found=f"{foreign.relative_to(path)}, which that run did not write",
             next_step="Choose another `out`, or move it elsewhere",
         )
+    if not overwrite:
+        raise InputError(expected=f"no folder at {path} yet", found="one that exists", next_step=_REPLACE)
 
 
 def _foreign(run: Path, folder: Path) -> Iterator[Path]:
