@@ -54,6 +54,7 @@ OPTIONS: dict[tuple[str, str], tuple[int, bool]] = {
     ("--swap-deviation", "10:4"): (10, True),
     ("--random-direction", "10:4"): (10, True),
     ("--equalise", "0"): (0, False),
+    ("--only", "10:9"): (10, False),
     ("--ablate", "1:7"): (0, True),
     ("--ablate-mean", "1:7"): (0, True),
     ("--ablate-resample", "1:7"): (0, True),
@@ -98,6 +99,28 @@ def test_what_is_held_stays_where_it_was(option, model_folder, sinkscope, tmp_pa
     )
     assert held["after"] != free["after"]
     assert held["control"] == free["control"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantities"),
+    [("match-variance", ["value_variance"]), ("match-moments", ["value_variance", "second_moment"])],
+)
+def test_moments_are_matched_under_a_mask(kind, quantities, model_folder, sinkscope, tmp_path):
+    masked = ("--mask-to-self", "10", "--layers", "0-2", *SMALL)
+    for name, options in (("masked", ()), ("matched", (f"--{kind}", "10"))):
+        result = sinkscope("intervene", model_folder, *masked, *options, "--out", name)
+        assert result.code == 0, result.err
+    before, free, matched = (
+        arms(tmp_path / name)[arm] for name, arm in (("masked", "before"), ("masked", "after"), ("matched", "after"))
+    )
+    for key in (key for key in before if key[0] in quantities and key[2] == 10):
+        assert abs(matched[key] - before[key]) < abs(free[key] - before[key])
+
+
+def test_an_energy_that_its_variance_leaves_no_room_for_says_what_can_be_matched(model_folder, sinkscope):
+    result = sinkscope("intervene", model_folder, "--only", "10:10", "--match-energy", "10", *SMALL, "--out", "run")
+    assert result.code == 2
+    assert "--match-moments 10" in result.err
 
 
 def test_a_combination_equals_its_interventions_together(model_folder, sinkscope, tmp_path):

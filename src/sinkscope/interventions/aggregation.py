@@ -63,7 +63,7 @@ class AggregationEdit(Intervention):
         factor: float = 1.0,
         *,
         calibration: TokenBatch,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
         before_norm: bool = False,

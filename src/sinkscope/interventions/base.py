@@ -30,7 +30,7 @@ Indices = tuple[int, ...] | None
 class AttentionPlace(TypedDict, total=False):
     """Where an edit of attention acts; what is left out is all of them."""
 
-    layers: Sequence[int] | None
+    layers: int | Sequence[int] | None
     heads: int | Sequence[int] | None
     sequences: int | Sequence[int] | None
 
@@ -48,7 +48,7 @@ class TokenPlace(TypedDict, total=False):
 
 
 class ResidualPlace(TokenPlace, total=False):
-    layers: Sequence[int] | None
+    layers: int | Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,11 +267,10 @@ def as_indices(chosen: int | Sequence[int] | None) -> Indices:
     return (chosen,) if isinstance(chosen, int) else tuple(dict.fromkeys(int(index) for index in chosen))
 
 
-def all_layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
+def all_layers(model: Model, layers: int | Sequence[int] | None) -> tuple[int, ...]:
     """The chosen layers, or all of them."""
-    if layers is not None:
-        return tuple(layers)
-    return tuple(range(len(anatomy_of(bare_model(model)).layers)))
+    chosen = as_indices(layers)
+    return tuple(range(len(anatomy_of(bare_model(model)).layers))) if chosen is None else chosen
 
 
 def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:

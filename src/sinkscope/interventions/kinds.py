@@ -138,14 +138,14 @@ def _aggregation(formula: str, **side: bool) -> Make:
     return make
 
 
-def _match(moment: str) -> Make:
+def _match(*moments: str) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.matching import UNTOUCHED, match_moments
 
         where = {
             "layers": range(setting.last_layer + 1),
             "calibration": setting.calibration,
-            moment: UNTOUCHED,
+            **dict.fromkeys(moments, UNTOUCHED),
             **where,
         }
         return [match_moments(setting.loaded, position, **where) for (position,) in values]
@@ -276,6 +276,9 @@ KINDS: dict[str, Kind] = {
     ),
     "match_energy": Kind(
         does=" whose energy is brought to its level in the untouched model", make=_match("energy"), **_PLACED
+    ),
+    "match_moments": Kind(
+        does=" whose variance and energy are both brought to their levels", make=_match("variance", "energy"), **_PLACED
     ),
     "ablate": Kind(does=", set to zero", **_UNITS, **_by_matched(_ablate("zero"))),
     "ablate_mean": Kind(does=", set to its mean", **_UNITS, **_by_matched(_ablate("mean"))),

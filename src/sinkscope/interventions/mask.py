@@ -27,7 +27,7 @@ class MaskEdit(Intervention):
         mode: Literal["only", "allow", "block"],
         keys: int | Sequence[int],
         *,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:

@@ -119,7 +119,7 @@ class MatchMoments(AggregationEdit):
             raise InputError(
                 expected=f"an energy at position {self.position} of layer {layer} that its variance leaves room for",
                 found=f"{energy:.3g} wanted, where the deviation alone has {of_deviation:.3g}",
-                next_step="Match the variance too, or in other layers",
+                next_step=f"Match the variance too (`match_moments={self.position}`), or in other layers",
             )
         return mean_C * max(0.0, 1 + missing / of_mean) ** 0.5
 
@@ -152,7 +152,7 @@ def match_moments(
     variance: Level | None = None,
     energy: Level | None = None,
     calibration: TokenBatch,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
     before_norm: bool = False,
@@ -172,7 +172,7 @@ def match_variance(
     to: Level = UNTOUCHED,
     *,
     calibration: TokenBatch,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
     before_norm: bool = False,
@@ -188,7 +188,7 @@ def match_energy(
     to: Level = UNTOUCHED,
     *,
     calibration: TokenBatch,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     sequences: int | Sequence[int] | None = None,
     before_norm: bool = False,

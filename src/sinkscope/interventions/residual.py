@@ -46,7 +46,7 @@ class ResidualEdit(Intervention):
         name: str,
         dimensions: Indices,
         *,
-        layers: Sequence[int] | None = None,
+        layers: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
