@@ -298,7 +298,22 @@ def _factorial() -> list[tuple]:
     ]
     targets = ", ".join(map(str, TARGETS))
     return [
-        (mixing, variance, energy, "output projection", targets, rise, rise - 0.03, rise + 0.03, 9.0, 1.2, missed, 32)
+        (
+            mixing,
+            variance,
+            energy,
+            "output projection",
+            targets,
+            rise,
+            rise - 0.03,
+            rise + 0.03,
+            9.0,
+            1.2,
+            0.8,
+            0.9,
+            missed,
+            32,
+        )
         for mixing, variance, energy, rise, missed in cells
     ]
 

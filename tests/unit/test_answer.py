@@ -39,6 +39,22 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
         ),
         ({UNMIXING: "holds", "unmixed_value_matters": "holds"}, "by its unmixed value", "becomes none"),
         (
+            {UNMIXING: "holds", "unmixed_value_matters": "holds", "any_single_key_creates_sink": NO},
+            "by its own value alone: with the variance and the energy of a mixed token it stays one, and a token that "
+            "sees one other key becomes none.",
+            "unmixed",
+        ),
+        (
+            {
+                UNMIXING: "holds",
+                "unmixed_value_matters": "holds",
+                "any_single_key_creates_sink": NO,
+                "variance_suffices": NO,
+            },
+            "a token that sees one other key or a mixed token with its variance becomes none",
+            "unmixed",
+        ),
+        (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "mean_suffices": "holds"},
             "by the mean of unmixed values",
             "its unmixed value",

@@ -1,5 +1,6 @@
 """Verdicts and their intervals: worked out by hand where that is possible, simulated where coverage is promised."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels,
 from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
-from sinkscope.studies.judging import Bar, Claim, Empty, Judgement, Numbers, judge, second_over_first
+from sinkscope.studies.judging import ALSO_CONTROL, Bar, Claim, Empty, Judgement, Numbers, judge, second_over_first
 from sinkscope.studies.minimal_set import minimal_set
 from sinkscope.studies.study import _numbers
 
@@ -60,6 +61,15 @@ def test_all_bars_must_be_cleared_and_the_one_that_is_not_is_shown():
     assert failed.verdict == "does not hold"
     assert failed.effect == pytest.approx(2.0)
     assert failed.bar is bad[0]
+
+
+def test_a_control_that_clears_the_threshold_too_is_told():
+    holds, numbers = claim(spread(0.5, 0.2))
+    for control, told in ((0.4, True), (0.05, True), (0.01, False), (None, False)):
+        judged = judge([(holds, replace(numbers, control=control))], N)[0]
+        assert (judged.verdict, ALSO_CONTROL in judged.note) == ("holds", told)
+    fails, numbers = claim(spread(0.01, 0.01))
+    assert judge([(fails, replace(numbers, control=0.4))], N)[0].note == ""
 
 
 def test_a_ratio_of_means_is_judged_as_one():
@@ -276,6 +286,16 @@ def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number
     assert (f"not counted: {marked}" in judged.note) == (marked in (KEPT, RETURNED))
 
 
+def test_other_ways_to_more_variance_speak_for_or_against_it():
+    """One that raises none, and one that is marked, say nothing."""
+    rises = {"scale_norm": 0.3, "random_direction": 0.01}
+    both = "variance: the aggregation scaled (30x) +30%, for it; a random direction (30x) +1%, against it"
+    assert judged_with(rises, None)["variance_suffices"].note.endswith(both)
+    assert judged_with(rises, "scale_norm")["variance_suffices"].note.endswith(
+        "variance: a random direction (30x) +1%, against it"
+    )
+
+
 def test_dropping_a_cell_makes_no_claim_hold():
     """One cell leaves nothing of the rise, as the claim says; the other is marked, or leaves all of it, or nothing."""
     one, both = {RETURNED: 0.0}, {RETURNED: 0.0, KEPT: 0.0}
@@ -287,14 +307,19 @@ def test_dropping_a_cell_makes_no_claim_hold():
 def judged_with(rises: dict[str, float], marked: str | None) -> dict[str, Judgement]:
     """Claims with one cell or several, by the rises of some cells, 0.2 in the others, and a marked cell."""
 
-    def rise_B(name, **levels):
-        label = Condition(name, 10, **levels).label
+    def rise_B(name, factor=None, **levels):
+        label = Condition(name, 10, factor, **levels).label
         if label == marked:
             raise MarkedError(marked)
         return np.full(N, rises.get(label, 0.2))
 
     study: Any = SimpleNamespace(
-        plan=SimpleNamespace(targets=(10,)), sides=(False,), rise_B=rise_B, where="", by_side=lambda values: ""
+        plan=SimpleNamespace(targets=(10,)),
+        sides=(False,),
+        rise_B=rise_B,
+        times_the_variance=lambda name, factor: {"swap_deviation": 1.0}.get(name, 30.0),
+        where="",
+        by_side=lambda values: "",
     )
     mixing = ("variance_is_what_matters", "variance_suffices", "energy_is_what_matters", "energy_suffices")
     claims = [CLAIMS[name] for name in (*mixing, "any_single_key_creates_sink")]

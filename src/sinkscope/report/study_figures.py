@@ -117,8 +117,10 @@ def _remaining(run: Run) -> Figure | None:
         return None
     sets = run.rows("random_sets")
     names = [REMOVALS[row["condition"]] for row in entries]
+    # The interval is that of the difference, which reaches beyond all of the rate where rates differ by sequence.
     shares = [
-        [(row["before"] + row[part]) / row["before"] for row in entries] for part in ("difference", "low", "high")
+        [max(0.0, row["before"] + row[part]) / row["before"] for row in entries]
+        for part in ("difference", "low", "high")
     ]
     random_name = f"{len(sets)} matched random sets"
     random_colour, _, random_symbol = LOOKS[4]
@@ -151,8 +153,8 @@ def _remaining(run: Run) -> Figure | None:
     return Figure(
         "remaining",
         "How much of the sink is left",
-        "Sink rate divided by the untouched one. The minimal set is necessary if less than a quarter is left without "
-        "it, while matched random sets leave 80 %.",
+        "Sink rate divided by the untouched one, with the interval of the change. The minimal set is necessary if less "
+        "than a quarter is left without it, while matched random sets leave 80 %.",
         ("effects", "random_sets"),
         traces,
         {
@@ -218,7 +220,7 @@ def confounds(run: Run) -> Figure:
         [
             {
                 "type": "heatmap",
-                "x": [plotted(name.replace("_", " ")).replace(" ", "<br>") for name in quantities],
+                "x": [plotted(name.replace("_", " ")) for name in quantities],
                 "y": list(map(plotted, names)),
                 # Beyond a factor of 16 the colour stays the same; the number in the cell says how far.
                 "z": rounded(np.minimum(np.abs(np.log2(ratios)), 4)),
@@ -234,7 +236,14 @@ def confounds(run: Run) -> Figure:
             }
         ],
         {
-            "xaxis": {"side": "top", "type": "category", "showgrid": False, "dtick": 1, "automargin": True},
+            "xaxis": {
+                "side": "top",
+                "type": "category",
+                "showgrid": False,
+                "dtick": 1,
+                "tickangle": -45,
+                "automargin": True,
+            },
             "yaxis": categories(list(map(plotted, names)), autorange="reversed", showgrid=False),
         },
         ("condition", "quantity", *EFFECT_COLUMNS),
@@ -242,7 +251,7 @@ def confounds(run: Run) -> Figure:
             (condition_name(row), row["quantity"].replace("_", " "), *(row[name] for name in EFFECT_COLUMNS))
             for row in entries
         ],
-        80 + 22 * len(names),
+        200 + 22 * len(names),
     )
 
 

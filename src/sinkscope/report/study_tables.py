@@ -38,8 +38,7 @@ def factorial(run: Run) -> str:
             row["targets"],
             row["rise"],
             interval(row["low"], row["high"]),
-            row["variance"],
-            row["energy"],
+            *(row[moment] for moment in MOMENTS),
             row["missed"] or AS_NAMED,
         )
         for row in run.rows("factorial")
@@ -47,12 +46,13 @@ def factorial(run: Run) -> str:
     if not cells:
         return ""
     names = ("sees", "variance of", "energy of", "entering", "at positions", "rise", "interval")
-    columns = (*names, "variance", "energy", "check")
+    columns = (*names, *MOMENTS.values(), "check")
     return (
         '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
         '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
         "and its energy are, where the aggregation enters the output projection or a norm before it. Rise of the sink "
-        f"rate by later queries; variance and energy over the untouched ones, geometric means over layers. {MARKED}</p>"
+        f"rate by later queries; variance and what follows it over the untouched ones, geometric means over layers. "
+        f"{MARKED}</p>"
         f"{html.table(columns, cells)}</details>{_other_ways(run)}"
     )
 
@@ -63,33 +63,33 @@ MARKED = (
     "over layers less what sampling adds, or in one layer beyond its 99 % interval. It supports nothing: a claim that "
     "needs it is not applicable."
 )
-MOMENTS = ("variance", "energy", "squared_mean", "mean_share")
+MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
+"""Columns of the manipulation check, with their names on the page."""
 
 
 def _other_ways(run: Run) -> str:
     """What every condition outside of the factorial did to the aggregation where it acts, beside its effect."""
     cells = {row["mixing"] for row in run.rows("factorial")}
-    changes, did = defaultdict(list), defaultdict(list)
-    for row in run.rows("effects", quantity="sink_rate_at_target"):
-        changes[row["condition"], row["factor"]].append(row["difference"])
+    effects = run.rows("effects", quantity="sink_rate_at_target")
+    changes = {(row["condition"], row["factor"], row["target"]): row["difference"] for row in effects}
+    did = defaultdict(list)
     for row in run.rows("manipulation"):
         if row["condition"].split("+")[0] not in cells:
-            did[row["condition"], row["factor"], row["entering"]].append(row)
+            did[row["condition"], row["factor"], row["target"], row["entering"]].append(row)
     rows = []
-    for condition, own in did.items():
+    for (name, factor, target, entering), own in did.items():
         seen = [[row[moment] for row in own if row[moment]] for moment in MOMENTS]
         means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
-        change = fmean(changes[condition[:2]]) if changes[condition[:2]] else NO_VALUE
-        name, factor, entering = condition
-        rows.append((name, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
+        change = changes.get((name, factor, target), NO_VALUE)
+        rows.append((name, target, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
     if not rows:
         return ""
-    names = ("condition", "factor", "change of the rate", "entering")
-    columns = (*names, "variance", "energy", "squared mean", "|mu| / |o|", "check")
+    names = ("condition", "at position", "factor", "change of the rate", "entering")
+    columns = (*names, *MOMENTS.values(), "check")
     return (
         "<details><summary>What the other conditions did to the aggregation</summary>"
-        '<p class="caption">Where each acts, means over positions; variance, energy and squared mean over the '
-        "untouched ones, geometric means over layers. Scaling, a random direction and another sequence's deviation are "
+        '<p class="caption">Variance and what follows it where each acts, over the untouched ones, geometric means '
+        "over layers. Scaling, a random direction and another sequence's deviation are "
         "other ways to raise the variance; the shift of the mean is to leave it alone. "
         f"{MARKED}</p>"
         f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"

@@ -79,13 +79,14 @@ def _unmixed(verdicts: Verdicts) -> str:
     if verdicts.hold("energy_is_what_matters") or (without_value and verdicts.fail("variance_is_what_matters")):
         return text + " by its energy, not by its variance."
     if verdicts.hold("unmixed_value_matters"):
-        value = (
-            "the mean of unmixed values, whichever they are" if verdicts.hold("mean_suffices") else "its unmixed value"
-        )
+        only_own = verdicts.fail("any_single_key_creates_sink")
+        value = "its own value alone" if only_own else "its unmixed value"
+        if verdicts.hold("mean_suffices"):
+            value = f"the mean of {'such' if only_own else 'unmixed'} values, whichever they are"
         text += f" by {value}: with the variance and the energy of a mixed token it stays one"
-        if verdicts.fail("variance_suffices"):
-            text += ", and a mixed token with its variance becomes none"
-        return text + "."
+        none = ["a token that sees one other key"] if only_own else []
+        none += ["a mixed token with its variance"] if verdicts.fail("variance_suffices") else []
+        return text + (f", and {' or '.join(none)} becomes none." if none else ".")
     needed = "is not needed" if verdicts.fail("variance_is_what_matters") else "may or may not be needed"
     return text + f"; its variance {needed}, and whether its value or its energy does it is undecided."
 

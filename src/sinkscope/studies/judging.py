@@ -46,6 +46,9 @@ SPARED = 0.8
 """A matched random set must leave at least this share of the sink."""
 
 
+ALSO_CONTROL = "its control clears the threshold too"
+
+
 def percent(share: float) -> str:
     """A share as statements write it."""
     return f"{100 * share:g} %"
@@ -188,13 +191,16 @@ def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) ->
         tail = bootstrap_tail(num_sequences, 1 - level)
         low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
         verdict: Verdict = ("holds" if all(cleared) else "does not hold") if is_decided else "undecided"
+        notes = [f"not counted: {bar.note}" for bar in missing]
+        if verdict == "holds" and numbers.control is not None and claim.bars[0].cleared_by(numbers.control):
+            notes.append(ALSO_CONTROL)
         result.append(
             Judgement(
                 claim=claim,
                 verdict=verdict,
                 n=num_sequences,
                 control=numbers.control,
-                note="; ".join(filter(None, [numbers.note, *(f"not counted: {bar.note}" for bar in missing)])),
+                note="; ".join(filter(None, [numbers.note, *notes])),
                 bar=claim.bars[leading],
                 effect=value,
                 low=low,

@@ -124,6 +124,12 @@ class Measured:
         before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
         return self.outcomes[condition].moments(condition.target, before_norm) / before_3L
 
+    def times_the_variance(self, name: str, factor: float) -> float:
+        """The batch variance under a condition over the untouched model's, geometric mean over targets and the layers
+        acted on."""
+        ratios_KL = [self.moments_over_untouched(c, c.before_norm)[0] for c in self.at_targets(name, factor)]
+        return float(np.exp(np.log(np.array(ratios_KL)[:, : len(self.plan.layers)]).mean()))
+
     def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
         """(top energy share of the units' output vectors, that of the median unit of their layers), means over
         units."""

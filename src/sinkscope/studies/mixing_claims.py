@@ -9,6 +9,7 @@ claim is judged on the side that speaks most for the moment: a moment that does 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,9 @@ def _single_key(study: Measured) -> Found:
     return Numbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
 
 
-def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool) -> Callable[[Measured], Found]:
+def _suffices(
+    cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool = False
+) -> Callable[[Measured], Found]:
     def numbers(study: Measured) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
@@ -140,6 +143,23 @@ def _suffices(cell: dict[str, Any], *, control: dict[str, Any], beats_control: b
     return numbers
 
 
+def _variance_suffices(study: Measured) -> Found:
+    found = _suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True)(study)
+    return found if isinstance(found, Empty) else replace(found, note=f"{found.note}; {_other_ways(study)}")
+
+
+def _other_ways(study: Measured) -> str:
+    """What other ways to raise the variance say for the claim that it suffices, or against it."""
+    said = []
+    for name, way in OTHER_WAYS.items():
+        risen = control_unless_marked(lambda name=name: float(study.rise_B(name, DOSE).mean()))
+        times = study.times_the_variance(name, DOSE)
+        if risen is not None and times > 1:
+            points = round(risen, 2) + 0.0  # no -0
+            said.append(f"{way} ({times:.2g}x) {points:+.0%}, {'for' if risen >= RISE else 'against'} it")
+    return f"other ways to more variance: {'; '.join(said) or 'none'}"
+
+
 def _opening(study: Measured) -> Found:
     if study.plan.sink != 0:
         return Empty("the sink is not at position 0: it sees earlier keys already")
@@ -148,6 +168,13 @@ def _opening(study: Measured) -> Found:
     return Numbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
 
 
+OTHER_WAYS = {
+    "scale_norm": "the aggregation scaled",
+    "swap_deviation": "another sequence's deviation",
+    "random_direction": "a random direction",
+}
+"""Conditions that raise the variance beside amplification, which they do not support: what makes no sink at more
+variance speaks against variance, what makes one for it."""
 _UNDER_HALF = Bar("below", 0.5, least_left)
 _VARIANCE_BACK = dict(name=SEE_SELF, variance=UNTOUCHED)
 _VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=UNTOUCHED, energy=SEE_SELF)
@@ -198,7 +225,7 @@ MIXING_CLAIMS = (
         statement="A mixed token with the variance of one that sees only itself becomes a sink: up by 5 points, and by "
         "more than with its energy",
         bars=(UP_ON_A_SIDE, Bar("above", 0.0, most)),
-        numbers=_suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True),
+        numbers=_variance_suffices,
         control_is="rise with its energy",
     ),
     Claim(
@@ -215,7 +242,7 @@ MIXING_CLAIMS = (
         link=CAUSAL,
         statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
         bars=(UP_ON_A_SIDE,),
-        numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE, beats_control=False),
+        numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE),
         control_is="rise with its variance",
     ),
     Claim(
@@ -231,8 +258,8 @@ MIXING_CLAIMS = (
         link=CAUSAL,
         statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
         bars=(UP_ON_A_SIDE,),
-        numbers=_rise("amplify_variance", DOSE, control=("scale_norm", DOSE), sides=True),
-        control_is="rise when the norm is scaled alike",
+        numbers=_rise("amplify_variance", DOSE, control=("shift_mean", DOSE), sides=True),
+        control_is="rise when the mean is shifted as far and the variance stays",
     ),
     Claim(
         id="dose_response",

@@ -68,6 +68,8 @@ FACTORIAL = Schema(
         Column("high", "float", "Upper end of its interval"),
         Column("variance", "float", "Batch variance over the untouched one, geometric mean over layers", True),
         Column("energy", "float", "Energy over the untouched one, geometric mean over layers", True),
+        Column("squared_mean", "float", "Squared mean over the untouched one, geometric mean over layers", True),
+        Column("mean_share", "float", "|mu| / |o| over the untouched one, geometric mean over layers", True),
         Column("missed", "str", "What the manipulation check found missing; empty where nothing"),
         _N,
     ),
@@ -83,7 +85,7 @@ MANIPULATION = Schema(
         Column("variance", "float", "Batch variance of the aggregation at the target, over the untouched one", True),
         Column("energy", "float", "Its energy, over the untouched one", True),
         Column("squared_mean", "float", "Its squared mean, over the untouched one", True),
-        Column("mean_share", "float", "|mu| / |o|: the norm of the mean over the root of the energy", True),
+        Column("mean_share", "float", "Its |mu| / |o|, the root of their ratio: likewise over the untouched one", True),
         Column("missed", "str", "What the condition did not do at its targets, though its name says so; may be empty"),
     ),
 )

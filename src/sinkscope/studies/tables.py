@@ -139,6 +139,8 @@ def _factorial(study: Measured) -> _Rows:
             high=float(high),
             variance=_number(ratios_3[0]),
             energy=_number(ratios_3[1]),
+            squared_mean=_number(ratios_3[2]),
+            mean_share=_number(_mean_share(ratios_3[2], ratios_3[1])),
             missed=missed(study, *conditions) or "",
             n=len(rise_B),
         )
@@ -151,12 +153,11 @@ def _manipulation(study: Measured) -> _Rows:
     misses: dict[Condition, str] = {}
     for conditions in study.by_target.values():
         misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
-    for condition, outcome in study.outcomes.items():
+    for condition in study.outcomes:
         if condition.number is not None:
             continue
         for side, layer in product(study.sides, study.plan.mixed):
             variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
-            _, own_energy, own_squared_mean = outcome.moments(condition.target, side)[:, layer]
             rows.add(
                 condition=condition.label,
                 target=condition.target,
@@ -166,10 +167,15 @@ def _manipulation(study: Measured) -> _Rows:
                 variance=_number(variance),
                 energy=_number(energy),
                 squared_mean=_number(squared_mean),
-                mean_share=_number(np.sqrt(own_squared_mean / own_energy)) if own_energy else None,
+                mean_share=_number(_mean_share(squared_mean, energy)),
                 missed=misses[condition],
             )
     return rows
+
+
+def _mean_share(squared_mean: float, energy: float) -> float:
+    """|mu| / |o| over the untouched one, from the ratios of both; a mean that was taken out is below 0 by rounding."""
+    return float(np.sqrt(max(squared_mean, 0.0) / energy)) if energy > 0 else np.nan
 
 
 def _number(value: float) -> float | None:
