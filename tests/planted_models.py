@@ -19,6 +19,7 @@ The other causes (`CAUSES`) have the same layers and another OPENING, each a sum
 energy    |aggregation of layer 0|^2, seen along code, mean and a random projection of all else, - threshold
 unmixed   codes are single coordinates of either sign; with x and y the deviations of layers 0 and 1, and a layer later,
           sum (x_k y_k)^2 - 0.55 |x|^2 |y|^2: positive where both are one and the same coordinate, at any scale
+own       the same with the code of the token itself for y: the value of another key is mostly another coordinate
 mean      half of the tokens are dull, and in layer 0 attention falls on them alone; values say -1 if dull, else 1;
           what arrives + 1/2: later tokens see -1, the first one -1 or 1, and 0 on average
 position  a slot of learned positions, as GPT-2 has them, that position 0 alone has
@@ -47,7 +48,7 @@ MEANS = (4, 5)
 CODE, DEVIATIONS, NOISE = slice(6, 18), (slice(18, 30), slice(30, 42)), slice(42, 64)
 NUM_NOISE = NOISE.stop - NOISE.start
 SQUARES = slice(52, 64)
-"""Of the model that opens by an unmixed value, in place of some of the noise."""
+"""Of the models that open by an unmixed value, in place of some of the noise."""
 BOS = 0
 STILL = HEAD_SIZE // 2 - 1
 """The channel of a head that rotary embeddings turn least: by 0.0002 over 64 positions at the theta in use."""
@@ -128,7 +129,7 @@ class Plan:
     """What is planted. Heads of the `readers` layers find their sink through a slot of the normalised stream."""
 
     cause: str = "variance"
-    """What opens the super neuron: variance, energy, unmixed, mean or position."""
+    """What opens the super neuron: variance, energy, unmixed, own, mean or position."""
     num_layers: int = 4
     key_slot: int | None = MASSIVE
     key_sign: float = 1.0
@@ -201,6 +202,7 @@ CAUSES: dict[str, Plan] = {
     "unmixed": Plan(
         num_layers=7, cause="unmixed", neuron_layer=3, readers=range(4, 7), activation=2e4, gate=2e3, opening=1.0
     ),
+    "own": Plan(num_layers=7, cause="own", neuron_layer=3, readers=range(4, 7), activation=2e4, gate=2e3, opening=1.0),
     "mean": Plan(num_layers=6, cause="mean", mean_size=1.5),
     "position": Plan(num_layers=6, cause="position"),
 }
@@ -256,7 +258,7 @@ class _Planting:
         self.threshold = self.uniform(0.68, 0.78)
         self.slots_ES = self.basis()
         self.deviations = (2.0, plan.deviation)
-        self.noise = slice(NOISE.start, SQUARES.start) if plan.cause == "unmixed" else NOISE
+        self.noise = slice(NOISE.start, SQUARES.start) if plan.cause in ("unmixed", "own") else NOISE
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=E,
@@ -319,7 +321,7 @@ class _Planting:
     def tokens(self) -> Tensor:
         """[V, S] tokens of one size. Codes come in opposite pairs, so that their mean is zero."""
         half = self.directions(VOCABULARY // 2, N)
-        if self.plan.cause == "unmixed":
+        if self.plan.cause in ("unmixed", "own"):
             half = torch.eye(N)[torch.arange(VOCABULARY // 2) % N]
         tokens_VS = torch.zeros(VOCABULARY, E)
         tokens_VS[:, CONSTANT] = CONSTANT_SIZE
@@ -348,7 +350,7 @@ class _Planting:
             value -= rest[:, :1] / SPECIAL_SIZE @ slots[:, [SPECIAL]].T
         part.v_proj.weight.copy_(value + self.normal(channels, E, size=0.005))
         output = slots[:, self.noise] @ self.normal(self.noise.stop - self.noise.start, channels, size=0.03)
-        if layer < len(DEVIATIONS) and plan.cause in ("variance", "unmixed"):
+        if layer < len(DEVIATIONS) and plan.cause in ("variance", "unmixed", "own"):
             size = self.deviations[layer]
             output += size * slots[:, DEVIATIONS[layer]] @ code.T
             if plan.cause == "variance":
@@ -429,15 +431,15 @@ class _Planting:
                 -2 * self.threshold / CONSTANT_SIZE**2
             )  # of an energy that is 2 at position 0, and near 1 elsewhere
             return seen, seen, weight * size
-        if layer == 1 and plan.cause == "unmixed":
-            first, second = slot[DEVIATIONS[0]], slot[DEVIATIONS[1]]
+        if layer == 1 and plan.cause in ("unmixed", "own"):
+            first, second = slot[DEVIATIONS[0]], slot[CODE if plan.cause == "own" else DEVIATIONS[1]]
             sums = [slot[[mean]].expand(N, -1) for mean in MEANS]
             return (
                 torch.cat([first, first, second]),
                 torch.cat([second, first, second]),
                 torch.cat([slot[SQUARES], *sums]),
             )
-        if layer == 2 and plan.cause == "unmixed":
+        if layer == 2 and plan.cause in ("unmixed", "own"):
             first, second = (torch.cat([slot[SQUARES], slot[[mean]]]) for mean in MEANS)
             weight = torch.ones(N + 1, 1)
             weight[N] = -0.55  # two tokens of equal weight have 0.5

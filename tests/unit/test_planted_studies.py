@@ -213,6 +213,13 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
         "mean_suffices": FAILS,
         **ONE_UNIT,
     },
+    # Of unmixed values its own alone.
+    "own": {
+        **dict.fromkeys(("unmixing_creates_sink", "opening_removes_sink", "unmixed_value_matters"), HOLDS),
+        **dict.fromkeys((name for name in FACTORIAL if name != "unmixed_value_matters"), FAILS),
+        **dict.fromkeys(("any_single_key_creates_sink", "mean_suffices"), FAILS),
+        **ONE_UNIT,
+    },
     # To the factorial a mean that one key has, and the average does not, is an unmixed value: neither variance nor
     # energy. What tells them apart is the sink with its mean alone.
     "mean": {
@@ -239,6 +246,8 @@ SAID = {
     "variance": f"{_BECOMES}, and it needs the variance that this brings; its variance is enough.",
     "energy": f"{_BECOMES} by its energy, not by its variance.",
     "unmixed": f"{_BECOMES} by its unmixed value: {_STAYS}",
+    "own": "A token that sees only itself becomes a sink by its own value alone: with the variance and the energy of a "
+    "mixed token it stays one, and a token that sees one other key or a mixed token with its variance becomes none.",
     "mean": f"{_BECOMES} by the mean of unmixed values, whichever they are: {_STAYS}",
     "position": "Neither an unmixed value nor more variance makes another token a sink: the cause lies in the token or "
     "its place, not in averaging.",
