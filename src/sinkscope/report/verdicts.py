@@ -42,7 +42,7 @@ EVIDENCE = {
     **{f"mediation_{by}_{held}": ("mediation-effects",) for by in ("mask", "amplification") for held in MEDIATORS},
 }
 LAW_INTERVAL = (
-    "the interval is moved so that the effect is its middle. A resample repeats sequences, so its variances scatter "
+    "the interval is moved so that the effect is its median. A resample repeats sequences, so its variances scatter "
     "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
     "than it should be, never easier."
 )
