@@ -108,7 +108,8 @@ def test_what_a_removal_leaves(figures, folder):
         if row["condition"] == "ablate_minimal_set" and row["quantity"] == "sink_rate_at_sink"
     )
     (row,) = (row for row in figures["remaining"].rows if row[0] == "minimal set removed")
-    assert row[1:] == pytest.approx((after / before, (before + low) / before, (before + high) / before))
+    assert low < -before  # by how its sequences differ: of a rate there is no less than nothing left
+    assert row[1:] == pytest.approx((after / before, 0, (before + high) / before))
     assert len([row for row in figures["remaining"].rows if row[0] == "variance equalised"]) == 1  # at the sink only
     random_sets = figures["remaining"].traces[1]["x"]
     assert near(random_sets, [row["remaining"] for row in parquet(folder, "random_sets")])

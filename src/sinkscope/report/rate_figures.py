@@ -114,8 +114,8 @@ def dose_response(run: Run) -> list[Figure]:
                 Figure(
                     f"dose-{target}",
                     f"Dose and response at position {target}",
-                    "Sink rate there by factor: amplified variance, and controls that change as much in other ways, at the "
-                    "largest factor alone.",
+                    "Sink rate there by factor: amplified variance, and controls that change as much in other ways, at "
+                    "the largest factor alone.",
                     ("rates",),
                     traces,
                     {
