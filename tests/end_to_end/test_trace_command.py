@@ -146,7 +146,7 @@ REFUSED_OPTIONS = {
     ("--length", "100000"): "--length",
     ("--tokens", "text:empty.txt"): "empty.txt",
     ("--device", "cuda:99"): "cuda",
-    ("--out", "taken"): "--overwrite",
+    ("--out", "taken"): "remove it yourself",
 }
 
 
