@@ -187,6 +187,8 @@ AFTER_LOADING = {
     ("bias", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
     ("bias", "ZEROS"): "special and unused ones only",
     ("bias", "MODEL", "--seeds", "2"): "Leave --seeds out",
+    ("audit", "LOUD", "--dtype", "float16"): "--dtype float32",
+    ("remedy", "LOUD", "--exempt", "--dtype", "float16"): "--dtype float32",
     ("fingerprint", "MODEL", "LOUD", "--vocabulary", "98", "--fresh", "0"): "98",
     ("models", "text.txt"): "a model folder or a .gguf file",
 }

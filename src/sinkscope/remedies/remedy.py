@@ -73,8 +73,8 @@ def remedy(
     loaded = load(model)
     batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     calibration, held_out = (replace(batch, ids=ids) for ids in (batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]))
+    check_plain(loaded.model, batch.ids)
     units = super_neurons(loaded, calibration) if unplug else ()
-    check_plain(loaded.model, held_out.ids)
     treated = [Treated(name="original", model=loaded.model)]
     if unplug:
         treated += _unplugged(loaded, units, seed)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_batch
+from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, bos_id
 from sinkscope.models.prompts import as_batch
@@ -68,8 +69,20 @@ def texts_to_measure(
                 next_step="Give more rows of ids",
             )
         return batch
+    return _written(loaded, bos=bos, length=length, num_sequences=count, seed=seed)
+
+
+def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequences: int, seed: int) -> TokenBatch:
+    """Texts that the model writes itself, each from two random tokens on, or from BOS and one."""
     model: Any = loaded.model
-    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=count, seed=seed)
+    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=num_sequences, seed=seed)
+
+    def finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
+        # The largest alone: a token that must not be drawn yet has a logit of minus infinity.
+        if not logits_BV.amax(-1).isfinite().all():
+            raise overflow(model, f"in the logits, at position {ids_BT.shape[1] - 1} of a text that it writes")
+        return logits_BV
+
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         ids_NT = model.generate(
@@ -81,6 +94,7 @@ def texts_to_measure(
             temperature=1.0,
             min_new_tokens=length - 2,
             max_new_tokens=length - 2,
+            logits_processor=[finite],
         )
     return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source="written by the model itself")
 
