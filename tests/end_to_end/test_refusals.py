@@ -188,6 +188,7 @@ AFTER_LOADING = {
     ("bias", "ZEROS"): "special and unused ones only",
     ("bias", "MODEL", "--seeds", "2"): "Leave --seeds out",
     ("audit", "LOUD", "--dtype", "float16"): "--dtype float32",
+    ("remedy", "SHORT", "--prefix", "--length", "128"): "Give --length 96",
     ("remedy", "LOUD", "--exempt", "--dtype", "float16"): "--dtype float32",
     ("fingerprint", "MODEL", "LOUD", "--vocabulary", "98", "--fresh", "0"): "98",
     ("models", "text.txt"): "a model folder or a .gguf file",
@@ -198,6 +199,7 @@ AFTER_LOADING = {
 def models(tmp_path_factory):
     """Folders of models by the names that the table gives them."""
     made = {name: tiny_model("llama") for name in ("MODEL", "ZEROS", "LOUD")}
+    made["SHORT"] = tiny_model("llama", max_position_embeddings=128)
     with torch.no_grad():
         for weight in made["ZEROS"].parameters():
             weight.zero_()

@@ -70,6 +70,17 @@ def test_what_is_too_short_is_refused_with_sizes_that_fit(loaded, tmp_path):
         windows(loaded, tmp_path / "a.txt", text, length=300, num_sequences=200)
 
 
+@pytest.mark.parametrize(("context", "length"), [(256, 128), (128, 96), (64, 64)])
+def test_a_short_context_leaves_a_prefix_room_unless_a_length_is_asked_for(context, length):
+    short = load(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=context))
+    assert texts_to_measure(short, None, bos=None, length=None, num_sequences=2, seed=0).length == length
+    asked = {"bos": None, "length": context, "num_sequences": 2, "seed": 0}
+    assert texts_to_measure(short, None, **asked).length == context
+    way_out = "Leave `prefix` out" if length == context else "Give `length="
+    with pytest.raises(InputError, match=f"room for a prefix in the model's context of {context}.*{way_out}"):
+        texts_to_measure(short, None, **asked, prefix=True)
+
+
 def test_ids_of_another_tokenizer_are_refused(loaded, tmp_path):
     with pytest.raises(InputError, match="token ids from 0 to 96"):
         other = load(tiny_model("llama"), tokenizer=words_are_tokens({"w10": 97}))

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkscope.arguments import check_audit, check_batch
-from sinkscope.commands.options import Bos, Length, ModelOptions, Seed, bound_memory_of
+from sinkscope.arguments import AUDIT_LENGTH, check_audit, check_batch
+from sinkscope.commands.options import Bos, ModelOptions, Seed, bound_memory_of
 from sinkscope.commands.output import Output, command_text, run_environment, write_request
 
 
@@ -25,14 +25,20 @@ class AuditOptions:
         ),
     ] = None
     bos: Bos = None
-    length: Length = 128
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in each text; without it 128, or what leaves a prefix room in a shorter context.",
+            show_default=False,
+        ),
+    ] = None
     num_sequences: Annotated[int, typer.Option(help="Held-out texts, after 8 that calibrate.")] = 16
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_audit(length=self.length, num_sequences=self.num_sequences, seed=self.seed)
         if self.text is not None:
-            check_batch(f"text:{self.text}", length=self.length, num_sequences=self.num_sequences)
+            check_batch(f"text:{self.text}", length=self.length or AUDIT_LENGTH, num_sequences=self.num_sequences)
 
 
 def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> None:

@@ -43,7 +43,7 @@ def audit(
     *,
     schemes: Sequence[str] | None = None,
     bos: bool | None = None,
-    length: int = 128,
+    length: int | None = None,
     num_sequences: int = 16,
     seed: int = 0,
     progress: Progress | None = None,
@@ -55,7 +55,8 @@ def audit(
         sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
 
     `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
-    are measured, all ten without it. `bos` puts a BOS token at position 0, or leaves it out; None means what the
+    are measured, all ten without it. Without `length` texts have 128 tokens, or what leaves a prefix room in a shorter
+    context. `bos` puts a BOS token at position 0, or leaves it out; None means what the
     tokenizer itself does with a text. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)

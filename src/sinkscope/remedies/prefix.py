@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sinkscope.arguments import AUDIT_LENGTH
 from sinkscope.capture.recorder import Progress, evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
@@ -91,14 +92,7 @@ def sink_prefix(
     `progress` is called with (prefixes tried, prefixes to try)."""
     loaded = load(model)
     batch = as_batch(loaded, ids)
-    context = context_length(loaded.model)
-    most = MOST_TOKENS if context is None else min(MOST_TOKENS, context - batch.length)
-    if most < 1:
-        raise InputError(
-            expected=f"texts that leave room for a prefix in the model's context of {context}",
-            found=f"`length={batch.length}`",
-            next_step=f"Give `length={batch.length - MOST_TOKENS}`",
-        )
+    most = room_for_prefix(loaded.model, batch.length)
     neurons = neurons or sink_neurons(loaded, batch)
     _, fired_BT = neuron_sinks(loaded, batch.ids, neurons)
     before = float(fired_BT.sum(1).double().mean())
@@ -122,6 +116,19 @@ def sink_prefix(
     _, fires_BT = neuron_sinks(loaded, torch.cat([head_BP, texts_BT], 1), neurons)
     after = float(fires_BT[:, len(best.ids) :].sum(1).double().mean())
     return replace(best, fired=(before, after)) if after < before else none
+
+
+def room_for_prefix(model: Any, length: int) -> int:
+    """Tokens that a prefix may have before texts of this length; refuses texts that fill the model's context."""
+    context = context_length(model)
+    if context is None or length < context:
+        return MOST_TOKENS if context is None else min(MOST_TOKENS, context - length)
+    shorter = max(AUDIT_LENGTH, context - MOST_TOKENS)
+    raise InputError(
+        expected=f"texts that leave room for a prefix in the model's context of {context}",
+        found=f"`length={length}`",
+        next_step=f"Give `length={shorter}`" if shorter < context else "Leave `prefix` out",
+    )
 
 
 def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Callable[[int], Any]) -> np.ndarray:

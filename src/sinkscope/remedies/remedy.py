@@ -58,7 +58,7 @@ def remedy(
     unplug: bool = False,
     exempt: bool = False,
     bos: bool | None = None,
-    length: int = 128,
+    length: int | None = None,
     num_sequences: int = 16,
     seed: int = 0,
     work: Work | None = None,
@@ -66,12 +66,15 @@ def remedy(
     """A model with one remedy or several, measured on `num_sequences` held-out texts of `length` tokens.
 
     `text` is a file, or token ids [texts, positions], of which the first 8 calibrate; without one the model writes
-    its own. `bos` is as for `audit`. `work` is given the name of each long part, and returns what is told its progress.
+    its own. `bos` and `length` are as for `audit`. `work` is given the name of each long part, and returns what is
+    told its progress.
     """
     check_remedies(rotate=rotate, prefix=prefix, unplug=unplug, exempt=exempt)
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     loaded = load(model)
-    batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
+    batch = texts_to_measure(
+        loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed, prefix=prefix
+    )
     calibration, held_out = (replace(batch, ids=ids) for ids in (batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]))
     check_plain(loaded.model, batch.ids)
     units = super_neurons(loaded, calibration) if unplug else ()

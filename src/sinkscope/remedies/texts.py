@@ -22,6 +22,7 @@ from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import (
     TokenBatch,
     check_ids,
+    context_length,
     first_ids,
     read_text,
     source_of,
@@ -30,6 +31,7 @@ from sinkscope.models.token_batches import (
     tokenizer_of,
 )
 from sinkscope.pretrain.text_sources import SEPARATOR
+from sinkscope.remedies.prefix import MOST_TOKENS, room_for_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 CALIBRATION = 16
 """Texts, before the held-out ones, that sinks, ranges and the prediction come from. With 8 the prediction for a window
 differed by a factor of three from one eight to the next."""
+USUAL_LENGTH = 128
 WHITE_SPACE = re.compile(r"\s")
 
 
@@ -45,16 +48,13 @@ def texts_to_measure(
     text: str | Path | Tensor | TokenBatch | None,
     *,
     bos: bool | None,
-    length: int,
+    length: int | None,
     num_sequences: int,
     seed: int,
+    prefix: bool = False,
 ) -> TokenBatch:
-    """The calibration texts, and the held-out ones."""
-    count = CALIBRATION + num_sequences
-    if isinstance(text, str | Path):
-        check_batch(f"text:{text}", length=length, num_sequences=count)
-        return spread_batch(loaded, str(text), bos=bos, length=length, num_sequences=num_sequences)
-    if text is not None:
+    """The calibration texts, and the held-out ones; with `prefix`, refuses those that leave it no room."""
+    if text is not None and not isinstance(text, str | Path):
         if bos is not None:
             raise InputError(
                 expected="`bos` for a text file, or for what the model writes itself",
@@ -68,8 +68,23 @@ def texts_to_measure(
                 found=str(batch.num_sequences),
                 next_step="Give more rows of ids",
             )
+        if prefix:
+            room_for_prefix(loaded.model, batch.length)
         return batch
-    return _written(loaded, bos=bos, length=length, num_sequences=count, seed=seed)
+    length = usual_length(loaded.model) if length is None else length
+    if prefix:
+        room_for_prefix(loaded.model, length)
+    count = CALIBRATION + num_sequences
+    if text is None:
+        return _written(loaded, bos=bos, length=length, num_sequences=count, seed=seed)
+    check_batch(f"text:{text}", length=length, num_sequences=count)
+    return spread_batch(loaded, str(text), bos=bos, length=length, num_sequences=num_sequences)
+
+
+def usual_length(model: Any) -> int:
+    """Tokens of a text, where none are asked for: a shorter context leaves room for a prefix, if it can."""
+    context = context_length(model)
+    return USUAL_LENGTH if context is None else max(AUDIT_LENGTH, min(USUAL_LENGTH, context - MOST_TOKENS))
 
 
 def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequences: int, seed: int) -> TokenBatch:
