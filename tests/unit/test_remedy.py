@@ -148,10 +148,42 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     assert torch.allclose(loaded, expected, atol=1e-4)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert LOADER in card
+    guide = (Path(__file__).parents[2] / "docs" / "remedy.md").read_text(encoding="utf-8")
+    assert LOADER in guide.replace("\n\n", "\n")
     assert "| random prefix (control) |" in card
     ignored = json.loads((tmp_path / "out" / "torchao.json").read_text(encoding="utf-8"))
     assert ignored == {"modules_to_not_convert": ["lm_head", *remedied.exempted]}
     assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_calls_of_the_card_read_and_write_after_the_prefix(chain, remedied, tmp_path, dtype):
+    """In other numbers than those of the file too; what is written is what greedy steps by hand give."""
+    with run_folder(tmp_path / "out") as folder:
+        remedied.write(folder)
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "has no BOS of its own" in text
+    read, write = (block.split("```")[0] for block in text.split("```python\n")[1:])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    model.generation_config.max_new_tokens = 12
+    ids = chain[1][16:, :12]
+
+    def run(code):
+        space = {"model": model, "ids": ids}
+        with torch.no_grad():
+            exec(code.replace("prefix.safetensors", str(tmp_path / "out" / "prefix.safetensors")), space)
+        return space
+
+    found = run(read)
+    assert found["logits"].dtype == found["cache"].layers[0].keys.dtype == dtype
+    cache, rows = run(LOADER)["cache"], [ids]
+    for _ in range(12):
+        with torch.no_grad():
+            rows.append(model(rows[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+    by_hand = torch.cat(rows, 1)
+    assert torch.equal(run(LOADER + write)["written"][:, len(remedied.prefix.ids) :], by_hand)
+    alone = run(f"{LOADER}written = model.generate(ids, attention_mask=ids.ne(-1).long(), past_key_values=cache)")
+    assert not torch.equal(alone["written"], by_hand), "the control: ids without the tokens of the cache"
 
 
 def test_shares_of_hand_worked_losses(remedied):

@@ -42,11 +42,12 @@ STATIC = "activations-8-static"
 LOADER = """\
 from safetensors.torch import load_file
 from transformers import DynamicCache
-cache, kept = DynamicCache(config=model.config), load_file("prefix.safetensors")
-for layer in range(len(kept) // 2):
-    cache.update(*(kept[f"{part}.{layer}"].expand(len(ids), -1, -1, -1) for part in ("key", "value")), layer)
+cache, kept = DynamicCache(config=model.config), load_file("prefix.safetensors", device=str(model.device))
+for i in range(len(kept) // 2):
+    cache.update(*(kept[f"{part}.{i}"].to(model.dtype).repeat(len(ids), 1, 1, 1) for part in ("key", "value")), i)
 """
-"""How the cache of a batch `ids` is filled from the file that `SinkPrefix.save` writes."""
+"""How the cache of a batch `ids` is filled from the file that `SinkPrefix.save` writes, for a model in other numbers or
+on another device too."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -64,8 +65,18 @@ class SinkPrefix:
     def why_none(self) -> str:
         return "no tokens before a text keep its super neurons silent" if self.fired[0] else "no token is a sink"
 
+    @property
+    def generation(self) -> str:
+        """How texts are written after the cache: `generate` counts the tokens in it among the ids that it is given."""
+        return (
+            "import torch\n"
+            f"prefix = torch.tensor([{list(self.ids)}], device=ids.device).expand(len(ids), -1)\n"
+            "both = torch.cat([prefix, ids], 1)\n"
+            "written = model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache)\n"
+        )
+
     def cache(self, num_sequences: int = 1) -> Any:
-        """A new cache for so many texts; give it as past_key_values."""
+        """A new cache for so many texts; give it as past_key_values to a forward pass."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.config)

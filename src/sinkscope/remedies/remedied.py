@@ -173,8 +173,12 @@ def card(result: Remedied) -> str:
         lines.append(f"| {reading.name}{control} | {numbers} | {', '.join(shares)} |")
     lines += ["", *(f"- {verdict}." for verdict in result.verdicts)]
     if result.prefix is not None:
-        lines += ["", "Fill the cache of a batch `ids`, and give it as `past_key_values`:", "", "```python"]
-        lines += [*LOADER.splitlines(), "logits = model(ids, past_key_values=cache).logits", "```"]
+        lines += ["", "A text that follows the prefix has no BOS of its own: leave it out of `ids`, which have no"]
+        lines += ["padding. Fill a cache for each batch, and give it as `past_key_values`:", "", "```python"]
+        lines += [*LOADER.splitlines(), "logits = model(ids, past_key_values=cache).logits", "```", ""]
+        lines += ["`generate` counts the tokens in the cache among its ids, so they come before the text, and again in"]
+        lines += ["what it returns. A pass adds to a cache: fill it anew before.", "", "```python"]
+        lines += [*result.prefix.generation.splitlines(), "```"]
     return "\n".join(lines) + "\n"
 
 
