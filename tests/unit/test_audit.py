@@ -216,6 +216,32 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert "leave modules in 16 bits" in capsys.readouterr().out
 
 
+def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path):
+    """Where schemes cost something and nothing is advised, the reason is said."""
+
+    def written(found):
+        write_audit_page(found.tables, found.summary, "", tmp_path / "page.html")
+        recipe = json.loads((found.save(tmp_path / "run", overwrite=True) / "recipe.json").read_text())
+        assert recipe["why_nothing"] == found.summary["why_nothing"]
+        return recipe, (tmp_path / "page.html").read_text()
+
+    trials = [replace(trial, won=replace(trial.won, low=-1.0)) for trial in audited.trials]
+    recipe, page = written(replace(audited, trials=tuple(trials)))
+    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (False, "no remedy wins back more than its control")
+    assert "Nothing helps: no remedy" in page
+    no_sinks = replace(audited.setting, is_sink=torch.zeros_like(audited.setting.is_sink))
+    recipe, page = written(replace(audited, trials=(), setting=no_sinks))
+    assert (recipe["nothing_needed"], "no remedy was tried" in recipe["why_nothing"]) == (False, True)
+    assert "Nothing to do: no token" in page
+    unseen = [replace(cell, measured=replace(cell.measured, low=-1.0)) for cell in audited.cells]
+    recipe, page = written(replace(audited, trials=(), cells=tuple(unseen)))
+    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (True, "no scheme is seen to cost 0.01 nats a token")
+    assert "Nothing needed: no scheme" in page
+    recipe, page = written(audited)
+    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (False, None)
+    assert "Nothing" not in page
+
+
 def test_measurements_are_counted_from_before_the_prediction_to_the_last(audited, told):
     assert [done for done, _ in told] == list(range(len(told)))
     assert told[0] == (0, 55)

@@ -128,6 +128,11 @@ class Trial:
         return self.won.change / self.damage.change
 
 
+def needs_remedy(harm: Damage) -> bool:
+    """Whether a scheme is seen to cost enough: nothing can be won back of a damage that may be none."""
+    return harm.low > 0 and harm.change >= NEGLIGIBLE
+
+
 def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed: np.ndarray) -> Trial:
     """A remedy measured, where `harmed` are the losses [N, T - 1] of the scheme without it."""
     with_remedy, with_control = remedy.losses(setting, scheme), remedy.control(setting, scheme)

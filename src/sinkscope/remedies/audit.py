@@ -22,7 +22,7 @@ from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.remedies.advice import NEGLIGIBLE, REMEDIES, Setting, Trial, check_plain, tried
+from sinkscope.remedies.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages
 from sinkscope.remedies.damage import Damage, damage, input_ranges
@@ -146,7 +146,7 @@ def _measured(
         (remedy, SCHEMES[name])
         for remedy in REMEDIES
         for name, harm in harms.items()
-        if remedy.what_for(SCHEMES[name]) and harm.low > 0 and harm.change >= NEGLIGIBLE and setting.is_sink.any()
+        if remedy.what_for(SCHEMES[name]) and needs_remedy(harm) and setting.is_sink.any()
     ]
     total += len(pairs)
     for remedy, scheme in pairs:

@@ -11,7 +11,7 @@ import numpy as np
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial
+from sinkscope.remedies.advice import NEGLIGIBLE, Setting, Trial, needs_remedy
 from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES
 from sinkscope.remedies.damage import Damage
@@ -64,6 +64,28 @@ class Audit(Result):
         """What to do, the largest effect first; of a remedy and scheme that hold."""
         return sorted((trial for trial in self.trials if trial.holds), key=lambda trial: -trial.won.change)
 
+    @property
+    def broken(self) -> list[Cell]:
+        """The schemes that cost enough to need a remedy, the worst first."""
+        harms = sorted(self.at("model"), key=lambda cell: -cell.measured.change)
+        return [cell for cell in harms if needs_remedy(cell.measured)]
+
+    @property
+    def why_nothing(self) -> str | None:
+        """Why nothing is advised; None where something is."""
+        if self.advice:
+            return None
+        if not self.broken:
+            return f"no scheme is seen to cost {NEGLIGIBLE:g} nats a token"
+        if not self.has_sinks:
+            return "no token of these texts is a sink, so no remedy was tried"
+        return "no remedy wins back more than its control"
+
+    @property
+    def nothing(self) -> dict[str, Any]:
+        """Whether nothing is needed, and why nothing is advised, as the summary and the recipe say it."""
+        return {"nothing_needed": not self.broken, "why_nothing": self.why_nothing}
+
     def at(self, level: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.level == level]
 
@@ -105,7 +127,7 @@ class Audit(Result):
     def write(self, folder: RunFolder) -> None:
         """Writes the summary, every table and the recipe into an open run folder."""
         super().write(folder)
-        write_recipe(folder, self.loaded, self.setting, self.advice)
+        write_recipe(folder, self.loaded, self.setting, self.advice, self.nothing)
 
 
 def _tables(audit: Audit) -> dict[str, dict[str, list]]:
@@ -178,6 +200,7 @@ def _summary(audit: Audit) -> dict[str, Any]:
             | {"damage": trial.damage.change, **_ends("won", trial.won), **_ends("control", trial.control)}
             for trial in audit.advice
         ],
+        **audit.nothing,
         "refused": audit.refused,
         "torchao": audit.torchao_says,
         "story": _story(audit),
@@ -186,11 +209,9 @@ def _summary(audit: Audit) -> dict[str, Any]:
 
 def _story(audit: Audit) -> str:
     """What breaks, and the most useful thing to do."""
-    harms = sorted(audit.at("model"), key=lambda cell: -cell.measured.change)
-    broken = [cell for cell in harms if cell.measured.low > 0 and cell.measured.change >= NEGLIGIBLE]
-    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
-    if not broken:
-        return f"{audit.loaded.name}: nothing needed. No scheme costs more than {NEGLIGIBLE:g} nats a token."
+    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in audit.broken[:3])
+    if not audit.broken:
+        return f"{audit.loaded.name}: nothing needed, {audit.why_nothing}."
     if not audit.has_sinks:
         return (
             f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. What "
@@ -205,7 +226,7 @@ def _story(audit: Audit) -> str:
             words = f"{trial.remedy} wins back {won} (its control {trial.control.change:.3f})"
             lines.append(f"For {scheme_in_words(trial.scheme)}: {words}.")
     if not audit.advice:
-        lines.append("No remedy wins back more than its control.")
+        lines.append(f"Nothing helps: {audit.why_nothing}.")
     return " ".join(lines)
 
 

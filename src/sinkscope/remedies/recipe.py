@@ -17,9 +17,11 @@ from sinkscope.remedies.schemes import SCHEMES
 from sinkscope.results.run_folder import RunFolder
 
 
-def write_recipe(folder: RunFolder, loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> None:
-    """Writes the four files; without advice the lists in them are empty."""
-    folder.write_json("recipe.json", recipe(loaded, setting, advice))
+def write_recipe(
+    folder: RunFolder, loaded: LoadedModel, setting: Setting, advice: Sequence[Trial], nothing: dict[str, Any]
+) -> None:
+    """Writes the four files; without advice the lists in them are empty, and `nothing` says why."""
+    folder.write_json("recipe.json", recipe(loaded, setting, advice) | nothing)
     write_ignored(folder, loaded.model, exempted_modules(setting, advice))
     folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in setting.is_sink])
 
@@ -48,9 +50,4 @@ def recipe(loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> di
         if trial.remedy == EXEMPT:
             step["modules"] = setting.exempted(SCHEMES[trial.scheme])
         steps[trial.scheme].append(step)
-    return {
-        "model": loaded.name,
-        "weight_hash": loaded.weight_hash,
-        "nothing_needed": not advice,
-        "schemes": steps,
-    }
+    return {"model": loaded.name, "weight_hash": loaded.weight_hash, "schemes": steps}

@@ -87,11 +87,13 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
         f"<p>{escaped(name.capitalize())} is not possible here: {isolated(reason)}</p>"
         for name, reason in summary["refused"].items()
     )
-    if not summary["sinks_per_text"]:
-        return f"<p>Nothing needed: no token of these texts is a sink.</p>{refused}"
     rows = sorted(_rows(remedies), key=lambda row: (not row["holds"], -row["won"]))
+    nothing = ""
+    if why := summary["why_nothing"]:
+        short = "Nothing needed" if summary["nothing_needed"] else "Nothing helps" if rows else "Nothing to do"
+        nothing = f"<p>{short}: {escaped(why)}.</p>"
     if not rows:
-        return f"<p>Nothing needed: no scheme does harm that a remedy could win back.</p>{refused}"
+        return f"{nothing}{refused}"
     entries = [
         (
             "do" if row["holds"] else "in vain",
@@ -109,7 +111,8 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
         ("remedy", "scheme", "what"), [(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in rows]
     )
     return (
-        f"{html.table(columns, entries)}{refused}<details><summary>Which tokens, modules and basis</summary>{what}"
+        f"{nothing}{html.table(columns, entries)}{refused}"
+        f"<details><summary>Which tokens, modules and basis</summary>{what}"
         '</details><p class="muted">The modules are in torchao.json and llm-compressor.yaml, the tokens in '
         "kept_positions.json.</p>"
     )
