@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+import yaml
 from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 from torch.nn.functional import kl_div, linear
@@ -21,7 +22,9 @@ from sinkscope.remedies.advice import Trial, _after, _as_many
 from sinkscope.remedies.audit import _setting, audit
 from sinkscope.remedies.damage import Damage, input_ranges, losses
 from sinkscope.remedies.prediction import predict
+from sinkscope.remedies.prefix import SinkPrefix
 from sinkscope.remedies.readings import Reading
+from sinkscope.remedies.recipe import recipe
 from sinkscope.remedies.schemes import SCHEMES, linear_layers, rounded_input
 from sinkscope.remedies.texts import texts_to_measure
 from sinkscope.report.audit import write_audit_page
@@ -203,10 +206,11 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     kept = json.loads((folder / "kept_positions.json").read_text())
     assert kept == [row.nonzero().flatten().tolist() for row in audited.setting.is_sink]
     assert [0] in kept
-    recipe = json.loads((folder / "recipe.json").read_text())
-    assert not recipe["nothing_needed"]
-    assert recipe["schemes"]["activations-8-static"][0]["wins_back"] > 0
-    assert recipe["schemes"]["weights-8-channel"] == []
+    written = json.loads((folder / "recipe.json").read_text())
+    assert not written["nothing_needed"]
+    first = written["schemes"]["activations-8-static"][0]
+    assert 0 < first["wins_back_low"] < first["wins_back"] < first["wins_back_high"]
+    assert written["schemes"]["weights-8-channel"] == []
     assert json.loads((folder / "summary.json").read_text())["kind"] == "audit"
     write_audit_page(audited.tables, audited.summary, "sinkscope audit <b>", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -216,29 +220,56 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert "leave modules in 16 bits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("advised", ["activations-8-static", "activations-8-dynamic", "activations-8-token"])
+def test_each_tool_is_given_the_modules_of_the_scheme_that_it_is_told_to_use(audited, tmp_path, advised):
+    trials = [replace(trial, scheme=advised) for trial in audited.advice if trial.remedy == "leave modules in 16 bits"]
+    folder = replace(audited, trials=tuple(trials[:1])).save(tmp_path / "run")
+    by_torchao = json.loads((folder / "torchao.json").read_text())["modules_to_not_convert"]
+    stage = yaml.safe_load((folder / "llm-compressor.yaml").read_text())["quant_stage"]["quant_modifiers"]
+    modifier = stage["QuantizationModifier"]
+    modules = {name: audited.setting.exempted(SCHEMES[name]) if name == advised else [] for name in SCHEMES}
+    assert by_torchao == ["lm_head", *modules["activations-8-dynamic"]]
+    assert modifier["ignore"] == ["lm_head", *modules["activations-8-static"]]
+    assert "scheme" not in modifier, "a preset would take the place of the group"
+    group = modifier["config_groups"]["group_0"]
+    inputs, weights = group["input_activations"], group["weights"]
+    assert (inputs["strategy"], weights["strategy"], group["targets"]) == ("tensor", "channel", ["Linear"])
+    for each in (inputs, weights):
+        assert (each["num_bits"], each["type"], each["symmetric"], each["dynamic"]) == (8, "int", True, False)
+
+
+def test_the_recipe_names_the_tokens_of_a_prefix(audited):
+    trial = replace(audited.advice[0], remedy="prefix", scheme="activations-8-static")
+    prefix = SinkPrefix(ids=(3, 5), layers=(), fired=(1.0, 0.0), config=None)
+    setting = replace(audited.setting)
+    vars(setting)["prefixes"] = (prefix, prefix)  # what a trial leaves there
+    step = recipe(audited.loaded, setting, [trial])["schemes"]["activations-8-static"][0]
+    assert step["token_ids"] == [3, 5]
+
+
 def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path):
     """Where schemes cost something and nothing is advised, the reason is said."""
 
     def written(found):
         write_audit_page(found.tables, found.summary, "", tmp_path / "page.html")
-        recipe = json.loads((found.save(tmp_path / "run", overwrite=True) / "recipe.json").read_text())
-        assert recipe["why_nothing"] == found.summary["why_nothing"]
-        return recipe, (tmp_path / "page.html").read_text()
+        told = json.loads((found.save(tmp_path / "run", overwrite=True) / "recipe.json").read_text())
+        assert told["why_nothing"] == found.summary["why_nothing"]
+        return told, (tmp_path / "page.html").read_text()
 
     trials = [replace(trial, won=replace(trial.won, low=-1.0)) for trial in audited.trials]
-    recipe, page = written(replace(audited, trials=tuple(trials)))
-    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (False, "no remedy wins back more than its control")
+    told, page = written(replace(audited, trials=tuple(trials)))
+    assert (told["nothing_needed"], told["why_nothing"]) == (False, "no remedy wins back more than its control")
     assert "Nothing helps: no remedy" in page
     no_sinks = replace(audited.setting, is_sink=torch.zeros_like(audited.setting.is_sink))
-    recipe, page = written(replace(audited, trials=(), setting=no_sinks))
-    assert (recipe["nothing_needed"], "no remedy was tried" in recipe["why_nothing"]) == (False, True)
+    told, page = written(replace(audited, trials=(), setting=no_sinks))
+    assert (told["nothing_needed"], "no remedy was tried" in told["why_nothing"]) == (False, True)
     assert "Nothing to do: no token" in page
     unseen = [replace(cell, measured=replace(cell.measured, low=-1.0)) for cell in audited.cells]
-    recipe, page = written(replace(audited, trials=(), cells=tuple(unseen)))
-    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (True, "no scheme is seen to cost 0.01 nats a token")
+    told, page = written(replace(audited, trials=(), cells=tuple(unseen)))
+    assert (told["nothing_needed"], told["why_nothing"]) == (True, "no scheme is seen to cost 0.01 nats a token")
     assert "Nothing needed: no scheme" in page
-    recipe, page = written(audited)
-    assert (recipe["nothing_needed"], recipe["why_nothing"]) == (False, None)
+    told, page = written(audited)
+    assert (told["nothing_needed"], told["why_nothing"]) == (False, None)
     assert "Nothing" not in page
 
 

@@ -30,6 +30,7 @@ NEGLIGIBLE = 0.01
 CONTROL_ROOM = 4
 """Times the largest input of the calibration; 14 of 16 bits are left for what lies within."""
 EXEMPT = "leave modules in 16 bits"
+PREFIX = "prefix"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,7 @@ REMEDIES: tuple[Remedy, ...] = (
         control_is="as many random modules",
     ),
     Remedy(
-        name="prefix",
+        name=PREFIX,
         what_for=lambda scheme: scheme.shared_by in ("text", "calibration"),
         losses=lambda setting, scheme: _after(setting, scheme, setting.prefixes[0]),
         control=lambda setting, scheme: _after(setting, scheme, setting.prefixes[1]),

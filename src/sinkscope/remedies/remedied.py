@@ -140,7 +140,7 @@ class Remedied(Result):
         if self.prefix is not None:
             self.prefix.save(folder.path / PREFIX_FILE)
         if self.exempted:
-            write_ignored(folder, self.loaded.model, self.exempted)
+            write_ignored(folder, self.loaded.model, static=self.exempted, dynamic=self.exempted)
         folder.write_text("README.md", card(self))
         super().write(folder)
 

@@ -113,8 +113,8 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
     return (
         f"{nothing}{html.table(columns, entries)}{refused}"
         f"<details><summary>Which tokens, modules and basis</summary>{what}"
-        '</details><p class="muted">The modules are in torchao.json and llm-compressor.yaml, the tokens in '
-        "kept_positions.json.</p>"
+        '</details><p class="muted">All of it is in recipe.json; for 8-bit activations per tensor, the modules are in '
+        "llm-compressor.yaml (static) and torchao.json (dynamic). The tokens are in kept_positions.json.</p>"
     )
 
 
