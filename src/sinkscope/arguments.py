@@ -49,6 +49,9 @@ AUDIT_LENGTH = 4 * LATER_QUERIES
 """The shortest with room for a window of a quarter."""
 AUDIT_SEQUENCES = 2
 """The fewest with an interval."""
+CALIBRATION = 16
+"""Texts of an audit, before the held-out ones, that sinks, ranges and the prediction come from. With 8 the prediction
+for a window differed by a factor of three from one eight to the next."""
 
 
 def check_batch(

@@ -1,6 +1,7 @@
 """A command's options are the fields of the configurations that it takes."""
 
 import inspect
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -51,6 +52,15 @@ def test_a_command_has_the_defaults_of_its_function(name):
     compared = {key: value for key, value in plain.items() if key in options}
     assert len(compared) >= 2
     assert {key: options[key] for key in compared} == compared
+
+
+@pytest.mark.parametrize("name", ["audit", "remedy"])
+def test_the_number_of_texts_that_calibrate_is_told_as_it_is(name):
+    option = next(each for each in cli.command_line().commands[name].params if each.name == "num_sequences")
+    assert option.help == f"Held-out texts, after {arguments.CALIBRATION} that calibrate."
+    assert re.search(
+        rf"\b{arguments.CALIBRATION} (that )?calibrate", " ".join(getattr(sinkscope, name).__doc__.split())
+    )
 
 
 def test_every_entry_of_a_training_is_an_option():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkscope.arguments import AUDIT_LENGTH, check_audit, check_batch
+from sinkscope.arguments import AUDIT_LENGTH, CALIBRATION, check_audit, check_batch
 from sinkscope.commands.options import Bos, ModelOptions, Seed, bound_memory_of
 from sinkscope.commands.output import Output, command_text, run_environment, write_request
 
@@ -32,7 +32,7 @@ class AuditOptions:
             show_default=False,
         ),
     ] = None
-    num_sequences: Annotated[int, typer.Option(help="Held-out texts, after 8 that calibrate.")] = 16
+    num_sequences: Annotated[int, typer.Option(help=f"Held-out texts, after {CALIBRATION} that calibrate.")] = 16
     seed: Seed = 0
 
     def __post_init__(self) -> None:

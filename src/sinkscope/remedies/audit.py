@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 from torch import Tensor
 
-from sinkscope.arguments import check_audit
+from sinkscope.arguments import CALIBRATION, check_audit
 from sinkscope.capture.recorder import Progress
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
@@ -29,7 +29,7 @@ from sinkscope.remedies.damage import Damage, damage, input_ranges
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.remedies.sink_tokens import attention_sinks
-from sinkscope.remedies.texts import CALIBRATION, texts_to_measure
+from sinkscope.remedies.texts import texts_to_measure
 
 GROUPS = ("early", "middle", "late")
 """Thirds of the layers; with ten schemes they make thirty cells."""

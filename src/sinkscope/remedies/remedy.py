@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import check_audit, check_remedies
+from sinkscope.arguments import CALIBRATION, check_audit, check_remedies
 from sinkscope.capture.recorder import Progress
 from sinkscope.interventions.neurons import matched_units
 from sinkscope.models.anatomy import anatomy_of
@@ -30,7 +30,7 @@ from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
 from sinkscope.remedies.remedied import MEASURED, PLAIN, Measured, Remedied
 from sinkscope.remedies.schemes import SCHEMES, linear_layers
-from sinkscope.remedies.texts import CALIBRATION, texts_to_measure
+from sinkscope.remedies.texts import texts_to_measure
 from sinkscope.remedies.unplug import super_neurons, unplug
 
 Work = Callable[[str], Progress]
@@ -65,7 +65,7 @@ def remedy(
 ) -> Remedied:
     """A model with one remedy or several, measured on `num_sequences` held-out texts of `length` tokens.
 
-    `text` is a file, or token ids [texts, positions], of which the first 8 calibrate; without one the model writes
+    `text` is a file, or token ids [texts, positions], of which the first 16 calibrate; without one the model writes
     its own. `bos` and `length` are as for `audit`. `work` is given the name of each long part, and returns what is
     told its progress.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, check_batch
+from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, check_batch
 from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, bos_id
@@ -36,9 +36,6 @@ from sinkscope.remedies.prefix import MOST_TOKENS, room_for_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALIBRATION = 16
-"""Texts, before the held-out ones, that sinks, ranges and the prediction come from. With 8 the prediction for a window
-differed by a factor of three from one eight to the next."""
 USUAL_LENGTH = 128
 WHITE_SPACE = re.compile(r"\s")
 
