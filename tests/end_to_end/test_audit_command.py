@@ -13,9 +13,11 @@ FEW = ("--length", 64, "--num-sequences", 2)
 
 def test_a_model_without_sinks_is_told_that_nothing_is_needed(sinkscope, tmp_path):
     tiny_model("llama", scale=1.0, num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    result = sinkscope("audit", "model", *FEW, "--out", "run", "--json")
+    result = sinkscope("audit", "model", *FEW, "--seed", 5, "--out", "run", "--json")
     assert result.code == 0, result.err
     summary = json.loads(result.out)
+    assert (summary["tokens"]["seed"], summary["tokens"]["source"]) == (5, "written by the model itself")
+    assert "2 held-out texts of 64 tokens, written by the model itself" in (tmp_path / "run/report.html").read_text()
     assert "nothing need" in summary["story"]
     assert summary["sinks_per_text"] == 0
     assert summary["num_cells"] == 30

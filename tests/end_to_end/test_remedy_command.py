@@ -14,7 +14,9 @@ def test_a_rotated_model_is_written_with_its_card(sinkscope, tmp_path):
     result = sinkscope("remedy", "tiny", "--rotate", *texts, "--json", "--out", "out")
     assert result.code == 0, result.err
     assert [row["model"] for row in json.loads(result.out)["losses"]] == ["original"] * 3 + ["rotate"] * 3
-    assert "norm gains folded in" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "norm gains folded in" in card
+    assert "on 2 held-out texts of 64 tokens, written by the model itself." in card
     ids = torch.arange(8)[None]
     with torch.no_grad():
         rotated = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

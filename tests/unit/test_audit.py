@@ -217,7 +217,11 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert SUPER in page
     assert "sinkscope audit <b>" not in page, "escaped"
     show_audit(audited, folder)
-    assert "leave modules in 16 bits" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "leave modules in 16 bits" in said
+    assert "24 held-out texts of 64 tokens, written by the model itself" in said
+    show_audit(replace(audited, batch=replace(audited.batch, source="book.txt")), folder)
+    assert "24 held-out texts of 64 tokens, from book.txt" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("advised", ["activations-8-static", "activations-8-dynamic", "activations-8-token"])

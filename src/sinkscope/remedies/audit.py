@@ -68,7 +68,7 @@ def audit(
     setting = _setting(loaded, batch, seed)
     cells, trials, refused = _measured(setting, measured, progress)
     asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
-    held_out = TokenBatch(ids=setting.ids, kind=batch.kind, bos=batch.bos, source=batch.source)
+    held_out = TokenBatch(ids=setting.ids, kind=batch.kind, seed=batch.seed, bos=batch.bos, source=batch.source)
     return Audit(
         loaded=loaded,
         batch=held_out,

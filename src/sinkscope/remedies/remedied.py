@@ -17,6 +17,7 @@ from sinkscope.remedies.damage import Damage, damage
 from sinkscope.remedies.plain_model import write_plain
 from sinkscope.remedies.prefix import LOADER, SinkPrefix
 from sinkscope.remedies.recipe import write_ignored
+from sinkscope.remedies.texts import held_out_in_words
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema, rows_where
@@ -70,6 +71,8 @@ class Remedied(Result):
     """Of the original first, then of each remedy and its control, last of all remedies together."""
     num_tokens: tuple[int, int]
     """Held-out texts, and tokens of each."""
+    source: str | None = None
+    """Where the texts are from."""
     needless: tuple[str, ...] = ()
     """What was asked for and left out: the model has nothing that it could act on."""
 
@@ -127,6 +130,7 @@ class Remedied(Result):
             "model": self.loaded.name,
             "num_texts": self.num_tokens[0],
             "length": self.num_tokens[1],
+            "source": self.source,
             "prefix": None if self.prefix is None else list(self.prefix.ids),
             "units": [str(unit) for unit in self.units],
             "exempted": list(self.exempted),
@@ -147,7 +151,7 @@ class Remedied(Result):
 
 def card(result: Remedied) -> str:
     """The card in Markdown."""
-    num_texts, length = result.num_tokens
+    texts = held_out_in_words(*result.num_tokens, result.source)
     lines = [f"# {result.loaded.name}, remedied", "", "Written by `sinkscope remedy`. What was done:", ""]
     done = {reading.name for reading in result.readings if not reading.is_control}
     if "unplug" in done:
@@ -163,7 +167,7 @@ def card(result: Remedied) -> str:
     if result.exempted:
         listed = ", ".join(f"`{name}`" for name in result.exempted)
         lines.append(f"- Modules to leave in 16 bits, in `torchao.json` and `llm-compressor.yaml`: {listed}.")
-    lines += ["", f"Loss in nats a token on {num_texts} held-out texts of {length} tokens. 8 bits are emulated,"]
+    lines += ["", f"Loss in nats a token on {texts}. 8 bits are emulated,"]
     lines += ["with one scale for each tensor. Won back: of what they cost the original.", ""]
     lines += ["| model | " + " | ".join((PLAIN, *MEASURED)) + " | won back |", "| --- |" + " ---: |" * 4]
     for reading in result.readings:

@@ -117,6 +117,7 @@ def remedy(
         exempted=tuple(last.exempted),
         readings=tuple(readings),
         num_tokens=tuple(held_out.ids.shape),  # type: ignore[arg-type]
+        source=held_out.source,
         needless=tuple(needless),
     )
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USUAL_LENGTH = 128
+WRITTEN = "written by the model itself"
+"""The source of texts, where no file is named."""
 WHITE_SPACE = re.compile(r"\s")
 
 
@@ -108,7 +110,13 @@ def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequence
             max_new_tokens=length - 2,
             logits_processor=[finite],
         )
-    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source="written by the model itself")
+    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source=WRITTEN)
+
+
+def held_out_in_words(count: int, length: int, source: str | None) -> str:
+    """The held-out texts, and where they are from."""
+    origin = "" if source is None else f", {source if source == WRITTEN else f'from {source}'}"
+    return f"{count} held-out texts of {length} tokens{origin}"
 
 
 def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: int, num_sequences: int) -> TokenBatch:

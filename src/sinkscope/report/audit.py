@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.remedies.schemes import SCHEMES, scheme_in_words
+from sinkscope.remedies.texts import held_out_in_words
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, heat_map, level, levels, line, log_axis
 from sinkscope.report.html import header, write_page
@@ -35,8 +36,8 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
     title = f"What breaks, and what to do: {summary['model']}"
     tokens = summary["tokens"]
     circumstances = (
-        f"{summary['family']}, {summary['num_layers']} layers; {tokens['count']} held-out texts of {tokens['length']} "
-        f"tokens, loss {summary['loss']:.3f}"
+        f"{summary['family']}, {summary['num_layers']} layers; "
+        f"{held_out_in_words(tokens['count'], tokens['length'], tokens['source'])}; loss {summary['loss']:.3f}"
     )
     figures = audit_figures(tables, summary)
     by_id = {figure.id: figure for figure in figures}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkscope.remedies.remedied import LOSSES, Remedied
+from sinkscope.remedies.texts import held_out_in_words
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line
 from sinkscope.report.html import header, write_page
@@ -14,10 +15,10 @@ from sinkscope.results.tables import rows_where
 
 def write_remedied_page(result: Remedied, destination: Path) -> None:
     """Writes the page of a result."""
-    title, (num_texts, length) = f"What helps in 8 bits: {result.loaded.name}", result.num_tokens
+    title = f"What helps in 8 bits: {result.loaded.name}"
     figures = remedied_figures(result)
     body = [
-        header(title, f"{num_texts} held-out texts of {length} tokens"),
+        header(title, held_out_in_words(*result.num_tokens, result.source)),
         f'<main id="main"><p class="answer">{isolated(result.story)}</p>',
         *(html.figure(figure, html.OWN_FILES, wide=True) for figure in figures),
         "</main>",

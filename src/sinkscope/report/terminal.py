@@ -175,8 +175,10 @@ def show_bias(result: Bias, path: Path) -> None:
 def show_audit(result: Audit, path: Path) -> None:
     """What each scheme costs, what to do about it, and the answer in sentences."""
     from sinkscope.remedies.schemes import scheme_in_words
+    from sinkscope.remedies.texts import held_out_in_words
 
-    console = Console()
+    console, batch = Console(), result.batch
+    _say(console, f"{result.loaded.name}, {held_out_in_words(batch.num_sequences, batch.length, batch.source)}")
     rows = [
         (
             scheme_in_words(cell.scheme),
@@ -262,8 +264,10 @@ def show_fingerprint(result: Fingerprint, path: Path) -> None:
 def show_remedied(result: Remedied, path: Path) -> None:
     """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
     from sinkscope.remedies.schemes import SCHEMES, scheme_in_words
+    from sinkscope.remedies.texts import held_out_in_words
 
     console = Console()
+    _say(console, f"{result.loaded.name}, {held_out_in_words(*result.num_tokens, result.source)}")
     rows = [
         (
             row["model"],
