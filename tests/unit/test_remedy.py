@@ -187,10 +187,10 @@ def test_the_calls_of_the_card_read_and_write_after_the_prefix(chain, remedied, 
 
 
 def test_shares_of_hand_worked_losses(remedied):
-    def reading(name, plain, static, dynamic):
+    def reading(name, plain, static, dynamic, is_control=False):
         schemes = ("16 bits", "activations-8-static", "activations-8-dynamic")
         values = {scheme: np.full((4, 3), loss) for scheme, loss in zip(schemes, (plain, static, dynamic), strict=True)}
-        return Measured(name=name, is_control=False, losses=values)
+        return Measured(name=name, is_control=is_control, losses=values)
 
     def result(*readings):
         return replace(remedied, prefix=None, readings=readings, num_tokens=(4, 4))
@@ -200,11 +200,22 @@ def test_shares_of_hand_worked_losses(remedied):
     # Dynamic scales cost next to nothing here: there is no share of it to win back.
     assert found.shares(good) == pytest.approx({"activations-8-static": 0.9})
     assert found.shares(bad) == pytest.approx({"activations-8-static": 0.0})
-    assert found.verdicts[0].startswith("good: helps, wins back 90% of activations-8-static")
-    assert found.verdicts[1].startswith("bad: does not help")
+    assert found.verdicts[0].startswith("activations-8-dynamic: nothing to win back, it costs +0.0050 nats a token")
+    assert found.verdicts[0].endswith("less than 0.01")
+    assert found.verdicts[1].startswith("good: helps, wins back 90% of activations-8-static")
+    assert found.verdicts[2].startswith("bad: does not help")
     assert found.cost(bad) == pytest.approx(0.1)
+    control = result(found.original, reading("other", 2.0, 2.9, 2.0, is_control=True)).verdicts[-1]
+    assert control.startswith("other, a control: wins back 10% of activations-8-static")
     unharmed = result(reading("original", 2.0, 2.0, 2.0), good)
-    assert "not needed" in unharmed.verdicts[0]
+    assert "good: nothing to win back" in unharmed.verdicts[2]
+    # Static scales cost 0.02 on average, and as little as -0.5 in some texts: no share of that means anything.
+    original = reading("original", 2.0, 2.0, 2.0)
+    original.losses["activations-8-static"] += np.array([-0.5, 0.3, -0.3, 0.58])[:, None]
+    assert result(original, bad).harm("activations-8-static").change == pytest.approx(0.02)
+    assert result(original, bad).shares(bad) == {}
+    assert "which may be none" in result(original, bad).verdicts[0]
+    assert "bad: nothing to win back" in result(original, bad).verdicts[2]
 
 
 def test_a_model_without_sinks_is_told_that_there_is_nothing_to_do():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.models.loading import LoadedModel
-from sinkscope.remedies.advice import NEGLIGIBLE
+from sinkscope.remedies.advice import NEGLIGIBLE, needs_remedy
 from sinkscope.remedies.damage import Damage, damage
 from sinkscope.remedies.plain_model import write_plain
 from sinkscope.remedies.prefix import LOADER, SinkPrefix
@@ -38,7 +38,9 @@ LOSSES = Schema(
         Column("change", "float", "That less the original's in 16 bits"),
         Column("low", "float", "Lower end of its 95 % interval, over texts"),
         Column("high", "float", "Upper end of it"),
-        Column("won_back", "float", "Share of the scheme's damage that is won back; null without any", nullable=True),
+        Column(
+            "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
+        ),
     ),
 )
 
@@ -85,8 +87,8 @@ class Remedied(Result):
         return damage(self.original.losses[scheme], self.original.losses[PLAIN])
 
     def shares(self, reading: Measured) -> dict[str, float]:
-        """By scheme that does harm, the share of it that is won back, what the remedy itself costs included."""
-        harmful = [scheme for scheme in MEASURED if self.harm(scheme).change >= NEGLIGIBLE]
+        """By scheme that is seen to do harm, the share that is won back, what the remedy itself costs included."""
+        harmful = [scheme for scheme in MEASURED if needs_remedy(self.harm(scheme))]
         won = {scheme: self.original.mean(scheme) - reading.mean(scheme) for scheme in harmful}
         return {} if reading is self.original else {name: won[name] / self.harm(name).change for name in harmful}
 
@@ -95,17 +97,30 @@ class Remedied(Result):
         return reading.mean(PLAIN) / self.original.mean(PLAIN) - 1
 
     def verdict(self, reading: Measured) -> str:
-        """Whether a remedy helps, in a sentence."""
+        """Whether a remedy helps, in a sentence; of a control, what it does."""
         shares = self.shares(reading)
+        cost = f"the loss in 16 bits changes by {self.cost(reading):+.2%}"
+        won = "wins back " + ", ".join(f"{share:.0%} of {scheme}" for scheme, share in shares.items())
+        if reading.is_control:
+            return f"{reading.name}, a control: {f'{won}; {cost}' if shares else cost}"
         if not shares:
-            return f"{reading.name}: not needed, 8 bits cost less than {NEGLIGIBLE} nats a token"
-        said = ", ".join(f"{share:.0%} of {scheme}" for scheme, share in shares.items())
-        helps = "helps" if min(shares.values()) >= WORTH_IT else "does not help"
-        return f"{reading.name}: {helps}, wins back {said}; the loss in 16 bits changes by {self.cost(reading):+.2%}"
+            return f"{reading.name}: nothing to win back; {cost}"
+        return f"{reading.name}: {'helps' if min(shares.values()) >= WORTH_IT else 'does not help'}, {won}; {cost}"
+
+    @property
+    def harmless(self) -> list[str]:
+        """Of each scheme that is not seen to do harm, that nothing can be won back."""
+        harms = {scheme: self.harm(scheme) for scheme in MEASURED}
+        return [
+            f"{scheme}: nothing to win back, it costs {harm.change:+.4f} nats a token ({harm.low:+.4f} to "
+            f"{harm.high:+.4f}), {'which may be none' if harm.low <= 0 else f'less than {NEGLIGIBLE:g}'}"
+            for scheme, harm in harms.items()
+            if not needs_remedy(harm)
+        ]
 
     @property
     def verdicts(self) -> list[str]:
-        return [*self.needless, *(self.verdict(reading) for reading in self.readings[1:])]
+        return [*self.needless, *self.harmless, *(self.verdict(reading) for reading in self.readings[1:])]
 
     @property
     def story(self) -> str:

@@ -270,7 +270,7 @@ def show_remedied(result: Remedied, path: Path) -> None:
     _say(console, f"{result.loaded.name}, {held_out_in_words(*result.num_tokens, result.source)}")
     rows = [
         (
-            row["model"],
+            row["model"] + " (control)" * row["control"],
             scheme_in_words(row["scheme"]) if row["scheme"] in SCHEMES else row["scheme"],
             f"{row['loss']:.4f}",
             f"{row['change']:+.4f}",
