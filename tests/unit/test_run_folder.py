@@ -57,6 +57,19 @@ def test_a_run_appears_whole_and_at_once(tmp_path):
     assert read_table(path / "sinks") == {"position": [0, 3]}
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_has_the_mode_that_the_user_wants(tmp_path, umask, mode):
+    """Also one of a library that lets nobody but the owner read it."""
+    before = os.umask(umask)
+    try:
+        with run_folder(tmp_path / "run") as folder:
+            (folder.path / "a.safetensors").touch(0o600)  # as safetensors 0.8 does
+            folder.write_json("b.json", {})
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "run").iterdir()} == {mode}
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "rows.json"
     with whole_file(path) as partial:

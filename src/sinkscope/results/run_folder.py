@@ -200,6 +200,9 @@ def _mark(folder: Path, later: Sequence[str]) -> None:
     written = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
     lines = [_FIRST_LINE, *sorted(written | {MARK, *later})]
     (folder / MARK).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    # safetensors lets nobody but the owner read what it writes; the mark has the mode that the user's umask gives.
+    for name in written:
+        shutil.copymode(folder / MARK, folder / name)
 
 
 def _marked(folder: Path) -> list[str]:
