@@ -388,7 +388,7 @@ def test_another_configuration_is_refused_and_named(train, whole, tmp_path):
 def test_a_run_of_another_command_is_not_gone_on_with(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("command: sinkscope trace\n")
-    with pytest.raises(InputError, match="overwrite=True"):
+    with pytest.raises(InputError, match=r"no \.sinkscope in it"):
         train()
 
 

@@ -25,10 +25,9 @@ def test_home(tmp_path, monkeypatch):
     with run_folder(Path("~/x")) as folder:
         folder.write_json("summary.json", {})
     assert json.loads((tmp_path / "x" / "summary.json").read_text()) == {}
-    with pytest.raises(InputError, match="no folder at"):
-        check_output(Path("~"))
-    with pytest.raises(InputError, match=r"no \.sinkscope in it"):
-        check_output(Path("~"), overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match=r"no \.sinkscope in it"):
+            check_output(Path("~"), overwrite)
     assert user_path("org/name") == Path("org/name")  # the control: what is not there may be named
 
 
