@@ -220,7 +220,10 @@ class TestFolder:
             ("\xff", ["config.json", "Fetch"]),
             ("{}", ["a model_type", "none in tiny"]),
             ('{"model_type": "nonsense"}', ["knows", "'nonsense' in tiny", "upgrade transformers"]),
-            ('{"model_type": "llama", "hidden_size": "wide"}', ["that transformers can read", "mend config.json"]),
+            (
+                '{"model_type": "llama", "hidden_size": "wide"}',
+                ["that transformers can read", "expected int, got str", "mend config.json"],
+            ),
             ('{"model_type": "llama", "num_hidden_layers": 1000000000}', ["at most 4096", "num_hidden_layers 1000"]),
             ('{"model_type": "llama", "auto_map": 7}', ["an auto_map", "7"]),
             ('{"model_type": "llama", "sliding_window": "wide"}', ["a sliding window of at least 1", "'wide'"]),

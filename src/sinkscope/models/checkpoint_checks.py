@@ -307,8 +307,10 @@ def _not_finite(name: str, lowest: Tensor) -> InputError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for one of our messages."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """What an error of another library says, short enough for one of our messages; two lines where the first only
+    announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def causal_config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
