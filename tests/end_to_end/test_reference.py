@@ -98,7 +98,7 @@ def test_comparing_them_shows_training_and_studies_in_one_page(tmp_path):
 
     answer = compare(REFERENCES, tmp_path / "page.html", run_of=study_of)
     assert studied == list(REFERENCES)
-    assert "Of 2 variants, learned_sink reaches softmax's final validation loss" in answer
+    assert "Of 2 other variants, learned_sink reaches softmax's final validation loss" in answer
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<h2>Verdicts</h2>" in page
     for figure in ("effective-rank", "layers-effective-rank"):  # through training, and by layer

@@ -32,7 +32,7 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
         every = " in every seed" if any(row["num_seeds"] > 1 for row in ratios) else ""
         return f"{names} {does} not reach {final}{every}."
     best = min(reached, key=lambda row: row["mean"])
-    of_many = f"Of {len(ratios)} variants, " if len(ratios) > 1 else ""
+    of_many = f"Of {len(ratios)} other variants, " if len(ratios) > 1 else ""
     text = f"{of_many}{best['variant']} reaches {final} with {_percent(best)} of its tokens{_seeds(best)}"
     seconds = of(best["variant"], "seconds_ratio")
     if seconds is not None and seconds["mean"] is not None:
@@ -42,7 +42,7 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
         for quantity, name in AT_THE_END.items()
         if (own := of(best["variant"], quantity)) is not None and (base := of(baseline, quantity)) is not None
     ]
-    return f"{text}. At the end: {', '.join(found)}." if found else f"{text}."
+    return f"{text}. At the end, on held-out text: {', '.join(found)}." if found else f"{text}."
 
 
 def _of_one_run(tables: Mapping[str, Mapping[str, list]], of: Callable[[str, str], Row | None]) -> str:
