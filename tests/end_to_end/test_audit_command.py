@@ -20,7 +20,7 @@ def test_a_model_without_sinks_is_told_that_nothing_is_needed(sinkscope, tmp_pat
     assert "2 held-out texts of 64 tokens, written by the model itself" in (tmp_path / "run/report.html").read_text()
     assert "nothing need" in summary["story"]
     assert summary["sinks_per_text"] == 0
-    assert summary["num_cells"] == 30
+    assert summary["num_cells"] == 33
     for schema in AUDIT_TABLES:
         read_table(tmp_path / "run" / schema.name, schema)
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["nothing_needed"]

@@ -104,6 +104,22 @@ def test_every_kind_of_module_is_predicted(family):
         assert all(np.isfinite(found.damages[name, scheme.name]) for name in scheme.modules(model))
 
 
+def test_a_window_with_its_sinks_is_one_that_keeps_them(tiny, audited):
+    model, ids_NT, ranges = tiny
+    first = torch.zeros_like(ids_NT).bool()
+    first[:, 0] = True
+    (plain, none), (_, kept) = (
+        [found.damage(SCHEMES[name], SCHEMES[name].modules(model)) for name in ("window", "window-with-sinks")]
+        for found in (predict(model, ids_NT, ranges=ranges, is_sink=sinks) for sinks in (~first & first, first))
+    )
+    assert none == plain
+    assert kept != plain
+    setting, measured = audited.setting, {cell.scheme: cell.measured for cell in audited.at("model")}
+    by_hand = setting.damage(SCHEMES["window"], keep=setting.is_sink)
+    assert measured["window-with-sinks"].change == by_hand.change < measured["window"].change
+    assert "window-with-sinks" not in {trial.scheme for trial in audited.trials}, "nothing is left to keep"
+
+
 def test_a_reading_by_hand():
     x_BTE, reading = torch.tensor([[[3.0, -1.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]]), Reading()
     is_sink_BT = torch.tensor([[True, False], [False, False]])
@@ -190,7 +206,7 @@ def test_sixteen_bits_and_all_keys_change_nothing(audited):
     assert all(largest < audited.setting.control_ranges[name] for name, largest in held_out.items()), "nor clips"
     worst = max(audited.at("model"), key=lambda cell: cell.measured.change)
     assert worst.measured.low > 1e-3, "the control of the control"
-    assert len(audited.at("group")) == 30
+    assert len(audited.at("group")) == 33
 
 
 def test_the_sums_of_groups_are_those_of_the_model(audited):
@@ -279,8 +295,8 @@ def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path
 
 def test_measurements_are_counted_from_before_the_prediction_to_the_last(audited, told):
     assert [done for done, _ in told] == list(range(len(told)))
-    assert told[0] == (0, 55)
-    assert told[-1] == (55 + len(audited.trials),) * 2
+    assert told[0] == (0, 60)
+    assert told[-1] == (60 + len(audited.trials),) * 2
 
 
 def test_a_trial_holds_only_above_its_control():

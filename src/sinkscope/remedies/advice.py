@@ -55,6 +55,8 @@ class Setting:
         """[N, T - 1] under a scheme, with the static ranges of the calibration unless others are given."""
         if scheme.shared_by == "calibration":
             options.setdefault("ranges", self.control_ranges if scheme.bits == CONTROL_BITS else self.ranges)
+        if scheme.keeps_sinks:
+            options.setdefault("keep", self.is_sink)
         return scheme_losses(model or self.model, scheme, self.ids, **options)[:, int(self.bos) :]
 
     def damage(self, scheme: Scheme, **options: Any) -> Damage:
@@ -200,7 +202,10 @@ def _as_many(mask_NT: Tensor, generator: torch.Generator) -> Tensor:
 REMEDIES: tuple[Remedy, ...] = (
     Remedy(
         name="keep tokens",
-        what_for=lambda scheme: scheme.what in ("cache", "window") or scheme.shared_by in ("text", "calibration"),
+        what_for=lambda scheme: (
+            not scheme.keeps_sinks
+            and (scheme.what in ("cache", "window") or scheme.shared_by in ("text", "calibration"))
+        ),
         losses=lambda setting, scheme: _kept(setting, scheme, setting.is_sink, setting.calibration_sinks),
         control=lambda setting, scheme: _kept(setting, scheme, *setting.other_tokens),
         what=lambda setting, scheme: (

@@ -32,7 +32,7 @@ from sinkscope.remedies.sink_tokens import attention_sinks
 from sinkscope.remedies.texts import texts_to_measure
 
 GROUPS = ("early", "middle", "late")
-"""Thirds of the layers; with ten schemes they make thirty cells."""
+"""Thirds of the layers; with eleven schemes they make 33 cells."""
 NUM_BLAMED = 5
 """Modules that are measured one at a time."""
 
@@ -55,9 +55,9 @@ def audit(
         sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
 
     `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
-    are measured, all ten without it. Without `length` texts have 128 tokens, or what leaves a prefix room in a shorter
-    context. `bos` puts a BOS token at position 0, or leaves it out; None means what the
-    tokenizer itself does with a text. Further options go to `load`.
+    are measured, all eleven without it. Without `length` texts have 128 tokens, or what leaves a prefix room in a
+    shorter context. `bos` puts a BOS token at position 0, or leaves it out; None means what the tokenizer itself does
+    with a text. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     measured = _schemes(schemes)

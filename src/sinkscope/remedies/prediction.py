@@ -120,7 +120,8 @@ def predict(
             if scheme.what == "cache":
                 other_BTHD = attend(query, *rounded_cache(scheme, key, value), rule)
             elif scheme.what == "window":
-                other_BTHD = attend(query, key, value, rule, window_mask(scheme, query))
+                keep_BT = is_sink_BT if scheme.keeps_sinks else None
+                other_BTHD = attend(query, key, value, rule, window_mask(scheme, query, keep_BT))
             else:
                 continue
             add(name, scheme, (g_BTHD * (other_BTHD - plain_BTHD)).sum((-1, -2)))

@@ -54,6 +54,8 @@ class Scheme:
     group: int = GROUP
     window: int | None = None
     """Keys that a query sees, its own included; None for a quarter of the text."""
+    keeps_sinks: bool = False
+    """Whether the sinks of each text are kept."""
 
     def control(self) -> Scheme:
         """The same with so many bits, or so wide a window, that next to nothing may change."""
@@ -111,6 +113,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         *(Scheme(name=f"cache-{bits}", what="cache", bits=bits) for bits in (8, 4)),
         Scheme(name="window", what="window"),
+        Scheme(name="window-with-sinks", what="window", keeps_sinks=True),
     )
 }
 
@@ -150,8 +153,10 @@ def layers_of(model: Any) -> dict[str, int]:
 def scheme_in_words(name: str) -> str:
     """A scheme as people say it."""
     scheme = SCHEMES[name]
-    if scheme.what in ("cache", "window"):
-        return "window of a quarter of the text" if scheme.what == "window" else f"{scheme.bits}-bit KV cache"
+    if scheme.what == "cache":
+        return f"{scheme.bits}-bit KV cache"
+    if scheme.what == "window":
+        return "window of a quarter of the text" + ", with its sinks" * scheme.keeps_sinks
     shared = {
         "text": "per tensor, dynamic",
         "calibration": "per tensor, static",
