@@ -29,6 +29,7 @@ from sinkscope import processes
 from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
 from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.pretrain.model_specs import Configuration
@@ -123,7 +124,7 @@ class Signature:
         except Exception as error:  # transformers raises many kinds of exceptions here
             raise InputError(
                 expected=f"a configuration in the signature of {self.name} that models can be drawn from",
-                found=str(error).splitlines()[0],
+                found=first_line(error),
                 next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
             ) from error
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel, quiet
 from sinkscope.results.run_folder import RunFolder
 
@@ -33,7 +34,7 @@ def _check_plain(model: Any, folder: RunFolder) -> None:
         logits = model(ids.to(model.device)).logits.cpu()
         apart = float((again.eval()(ids).logits - logits).abs().max())
     except (OSError, ValueError, RuntimeError) as error:
-        raise _not_plain(str(error).splitlines()[0]) from error
+        raise _not_plain(first_line(error)) from error
     if apart > 1e-3 * float(logits.abs().max()):
         raise _not_plain(f"logits that differ by {apart:.1e} when it is loaded again")
 

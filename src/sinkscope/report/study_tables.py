@@ -51,7 +51,7 @@ def factorial(run: Run) -> str:
         '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
         '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
         "and its energy are, where the aggregation enters the output projection or a norm before it. Rise of the sink "
-        f"rate by later queries; variance and what follows it over the untouched ones, geometric means over layers. "
+        "rate by later queries; variance and what follows it over the untouched ones, geometric means over layers. "
         f"{MARKED}</p>"
         f"{html.table(columns, cells)}</details>{_other_ways(run)}"
     )

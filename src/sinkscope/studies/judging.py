@@ -44,8 +44,6 @@ QUARTER = 0.25
 """A sink counts as removed if less than this share of it is left."""
 SPARED = 0.8
 """A matched random set must leave at least this share of the sink."""
-
-
 ALSO_CONTROL = "its control clears the threshold too"
 
 
