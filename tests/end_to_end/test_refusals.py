@@ -102,7 +102,7 @@ WITHOUT_TORCH = {
     ("fingerprint", "a", "b", "--fresh", "-1"): "Raise --fresh",
     ("fingerprint", "a", "b", "--seed", str(2**32)): "--seed",
     ("fingerprint", "a", "b", "--out", "taken"): "remove it yourself",
-    ("remedy",): "a remedy: --rotate, --prefix, --unplug, --exempt",
+    ("remedy",): "a remedy: --rotate, --prefix, --unplug, --exempt, --scales",
     ("remedy", "--prefix", "--text", "nowhere.txt"): "nowhere.txt",
     ("remedy", "--prefix", "--length", "8"): "--length of at least 64",
     ("remedy", "--rotate", "--out", "taken"): "remove it yourself",

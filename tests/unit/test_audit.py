@@ -20,12 +20,13 @@ from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch
 from sinkscope.remedies.advice import Trial, _after, _as_many
 from sinkscope.remedies.audit import _setting, audit
-from sinkscope.remedies.damage import Damage, input_ranges, losses
+from sinkscope.remedies.damage import Damage, losses
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.prefix import SinkPrefix
 from sinkscope.remedies.readings import Reading
 from sinkscope.remedies.recipe import recipe
 from sinkscope.remedies.schemes import SCHEMES, linear_layers, rounded_input
+from sinkscope.remedies.static_scales import least_error_ranges
 from sinkscope.remedies.texts import texts_to_measure
 from sinkscope.report.audit import write_audit_page
 from sinkscope.report.terminal import show_audit
@@ -51,7 +52,7 @@ def audited(told):
 def tiny():
     model = tiny_model("llama", scale=3.0)
     ids_NT = torch.randint(97, (4, 40), generator=torch.Generator().manual_seed(0))
-    return model, ids_NT, input_ranges(model, ids_NT)
+    return model, ids_NT, least_error_ranges(model, ids_NT)
 
 
 def test_a_prediction_is_half_the_squared_product_of_noise_and_gradient(tiny):
@@ -98,7 +99,7 @@ def test_the_prediction_is_the_divergence_that_a_small_noise_makes(tiny):
 def test_every_kind_of_module_is_predicted(family):
     """Conv1D, flattened texts, fused projections whose output is changed in place, soft-capping and windows."""
     model, ids_NT = tiny_model(family, scale=3.0), torch.arange(40)[None]
-    found = predict(model, ids_NT, ranges=input_ranges(model, ids_NT), is_sink=torch.zeros_like(ids_NT).bool())
+    found = predict(model, ids_NT, ranges=least_error_ranges(model, ids_NT), is_sink=torch.zeros_like(ids_NT).bool())
     for scheme in SCHEMES.values():
         assert found.damage(scheme, scheme.modules(model)) > 0
         assert all(np.isfinite(found.damages[name, scheme.name]) for name in scheme.modules(model))
@@ -202,7 +203,7 @@ def test_sixteen_bits_and_all_keys_change_nothing(audited):
     for cell in audited.at("model"):
         assert abs(cell.control) < 1e-3
         assert audited.setting.prediction.damage(SCHEMES[cell.scheme], []) == 0
-    held_out = input_ranges(audited.setting.model, audited.setting.ids, bits=16)
+    held_out = least_error_ranges(audited.setting.model, audited.setting.ids, bits=16)
     assert all(largest < audited.setting.control_ranges[name] for name, largest in held_out.items()), "nor clips"
     worst = max(audited.at("model"), key=lambda cell: cell.measured.change)
     assert worst.measured.low > 1e-3, "the control of the control"

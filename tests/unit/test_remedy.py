@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.remedies import prefix
 from sinkscope.remedies.damage import losses
-from sinkscope.remedies.prefix import LOADER, cache_of, other_prefix
+from sinkscope.remedies.prefix import LOADER, other_prefix
 from sinkscope.remedies.remedied import Measured, card
 from sinkscope.results.run_folder import run_folder
 
@@ -237,14 +237,17 @@ def test_a_prefix_that_the_other_remedies_make_needless_is_told(chain):
     assert result.prefix is None
 
 
-def test_what_cannot_be_done_is_refused():
+def test_what_cannot_be_done_is_refused(monkeypatch):
     with pytest.raises(sinkscope.InputError, match="a remedy"):
         sinkscope.remedy(tiny_model("llama"), torch.zeros(18, 24, dtype=torch.long))
-    with pytest.raises(sinkscope.InputError, match="sliding window"):
-        cache_of(sinkscope.load(tiny_model("gemma3")), [1])
     ids = torch.randint(97, (18, 24), generator=torch.Generator().manual_seed(0))
     with pytest.raises(sinkscope.InputError, match="norm with gains"):
         sinkscope.remedy(tiny_model("gemma3"), ids, rotate=True)
+    with pytest.raises(sinkscope.InputError, match="sliding window"):
+        sinkscope.sink_prefix(tiny_model("gemma3"), ids)
+    monkeypatch.setattr("sinkscope.remedies.remedy.check_plain", lambda *_: pytest.fail("read before it was refused"))
+    with pytest.raises(sinkscope.InputError, match="sliding window"):
+        sinkscope.remedy(tiny_model("gemma3"), ids, prefix=True)
 
 
 def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.remedies import damage as damage_file
-from sinkscope.remedies.damage import damage, input_ranges, least_error_range, losses, scheme_losses
+from sinkscope.remedies.damage import damage, losses, scheme_losses
 from sinkscope.remedies.schemes import (
     SCHEMES,
     Scheme,
@@ -27,6 +27,7 @@ from sinkscope.remedies.schemes import (
     rounded_input,
     rounded_weight,
 )
+from sinkscope.remedies.static_scales import least_error_range, least_error_ranges
 
 LENGTH = 20
 
@@ -106,7 +107,7 @@ def test_weights_are_rounded_by_channel_or_group(model, group):
 def test_every_linear_layer_reads_rounded_inputs(ids_NT, name, family):
     model = tiny_model(family)
     scheme, before, after, layers = replace(SCHEMES[name], bits=4), {}, {}, linear_layers(model)
-    ranges = {layer: 0.5 * largest for layer, largest in input_ranges(model, ids_NT).items()}
+    ranges = {layer: 0.5 * largest for layer, largest in least_error_ranges(model, ids_NT).items()}
     handles = [
         part.register_forward_pre_hook(lambda m, args: before.setdefault(m, args[0])) for part in layers.values()
     ]
@@ -142,7 +143,7 @@ def test_a_static_range_is_the_one_of_least_squared_error(ids_NT, bits, monkeypa
         losses(model, ids_NT)
     steps, shares = np.arange(1, 21) / 20, []
     for spared in (None, keep_NT):
-        found = input_ranges(model, ids_NT, bits=bits, keep=spared)
+        found = least_error_ranges(model, ids_NT, bits=bits, keep=spared)
         for name, parts in read.items():
             x = torch.cat(parts).double()[:, int(spared is not None) :].numpy()
             least = min(squared_error(x, bits, step * np.abs(x).max()) for step in steps)
@@ -171,7 +172,7 @@ def test_a_range_by_hand():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sixteen_bits_change_nothing_and_two_do(ids_NT, name, family):
     model = tiny_model(family, scale=5.0)
-    scheme, plain_NT, ranges = SCHEMES[name], losses(model, ids_NT), input_ranges(model, ids_NT, bits=16)
+    scheme, plain_NT, ranges = SCHEMES[name], losses(model, ids_NT), least_error_ranges(model, ids_NT, bits=16)
     control_NT = scheme_losses(model, scheme.control(), ids_NT, ranges=ranges)
     # 16 bits leave each number within 1 / 65,534 of the largest; the tiny models make of it 1e-3 of a loss of 5.
     assert np.abs(control_NT - plain_NT).max() < 5e-3

@@ -23,6 +23,9 @@ class RemedyOptions:
     ] = False
     unplug: Annotated[bool, typer.Option("--unplug", help="Take the super neurons out of the weights.")] = False
     exempt: Annotated[bool, typer.Option("--exempt", help="List the few modules that should stay in 16 bits.")] = False
+    scales: Annotated[
+        bool, typer.Option("--scales", help="Write static scales that clip where the loss depends on it least.")
+    ] = False
 
     def __post_init__(self) -> None:
         check_remedies(**asdict(self))

@@ -20,10 +20,11 @@ from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.loading import load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.remedies.damage import Damage, damage, input_ranges, losses, scheme_losses
+from sinkscope.remedies.damage import Damage, damage, losses, scheme_losses
 from sinkscope.remedies.prediction import Prediction
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
 from sinkscope.remedies.schemes import CONTROL_BITS, Scheme
+from sinkscope.remedies.static_scales import least_error_ranges
 
 NEGLIGIBLE = 0.01
 """A damage below this, in nats a token, needs no remedy: one per cent of perplexity."""
@@ -65,7 +66,7 @@ class Setting:
     @cached_property
     def control_ranges(self) -> dict[str, float]:
         """The static ranges of the control: so wide that nothing is clipped in other texts either."""
-        found = input_ranges(self.model, self.calibration, bits=CONTROL_BITS)
+        found = least_error_ranges(self.model, self.calibration, bits=CONTROL_BITS)
         return {name: CONTROL_ROOM * largest for name, largest in found.items()}
 
     @cached_property
@@ -155,7 +156,7 @@ def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed
 def _kept(setting: Setting, scheme: Scheme, keep: Tensor, of_calibration: Tensor) -> np.ndarray:
     ranges = None
     if scheme.shared_by == "calibration":
-        ranges = input_ranges(setting.model, setting.calibration, keep=of_calibration)
+        ranges = least_error_ranges(setting.model, setting.calibration, keep=of_calibration)
     return setting.losses(scheme, keep=keep, ranges=ranges)
 
 
@@ -175,7 +176,7 @@ def _random_modules(setting: Setting, scheme: Scheme) -> list[str]:
 
 def _turned(setting: Setting, scheme: Scheme, rotation: Tensor | None) -> np.ndarray:
     model = rotate(setting.model, rotation, seed=setting.seed)
-    ranges = input_ranges(model, setting.calibration) if scheme.shared_by == "calibration" else None
+    ranges = least_error_ranges(model, setting.calibration) if scheme.shared_by == "calibration" else None
     return setting.losses(scheme, model=model, ranges=ranges)
 
 
@@ -188,7 +189,7 @@ def _after(setting: Setting, scheme: Scheme, prefix: SinkPrefix) -> np.ndarray:
     calibration, ids = (each[:, int(setting.bos) :] for each in (setting.calibration, setting.ids))
     ranges = None
     if scheme.shared_by == "calibration":
-        ranges = input_ranges(setting.model, calibration, prefix=prefix.cache)
+        ranges = least_error_ranges(setting.model, calibration, prefix=prefix.cache)
     return scheme_losses(setting.model, scheme, ids, ranges=ranges, prefix=prefix.cache)
 
 

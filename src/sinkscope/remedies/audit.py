@@ -25,10 +25,11 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages
-from sinkscope.remedies.damage import Damage, damage, input_ranges
+from sinkscope.remedies.damage import Damage, damage
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.remedies.sink_tokens import attention_sinks
+from sinkscope.remedies.static_scales import least_error_ranges
 from sinkscope.remedies.texts import texts_to_measure
 
 GROUPS = ("early", "middle", "late")
@@ -84,7 +85,7 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
     model = loaded.model
     is_sink, *_ = attention_sinks(loaded, batch)
     calibration, ids = batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]
-    ranges = input_ranges(model, calibration)
+    ranges = least_error_ranges(model, calibration)
     return Setting(
         model=model,
         ids=ids,

@@ -11,7 +11,7 @@ Axes: B texts, T positions, P tokens of the prefix, K key-value heads, D head si
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,15 @@ from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.models.token_batches import context_length, token_batch
-from sinkscope.remedies.damage import input_ranges, losses, scheme_losses
-from sinkscope.remedies.schemes import SCHEMES
+from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.sink_neurons import SinkNeurons
 from sinkscope.remedies.sink_tokens import neuron_sinks, sink_neurons
+from sinkscope.remedies.static_scales import STATIC, least_error_ranges
 
 MOST_TOKENS = 32
 """Longest prefix that is tried."""
 MOST_TRIED = 8
 """Heads of texts that are tried, the shortest first."""
-STATIC = "activations-8-static"
 
 LOADER = """\
 from safetensors.torch import load_file
@@ -130,7 +129,17 @@ def sink_prefix(
 
 
 def room_for_prefix(model: Any, length: int) -> int:
-    """Tokens that a prefix may have before texts of this length; refuses texts that fill the model's context."""
+    """Tokens that a prefix may have before texts of this length.
+
+    Refuses texts that fill the model's context, and a model that forgets what came first."""
+    from transformers import DynamicCache
+
+    if any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=model.config).layers):
+        raise InputError(
+            expected="a model whose layers see all earlier tokens, for a prefix",
+            found="layers with a sliding window, which soon forget it",
+            next_step="Leave `prefix` out, or choose another model",
+        )
     context = context_length(model)
     if context is None or length < context:
         return MOST_TOKENS if context is None else min(MOST_TOKENS, context - length)
@@ -142,10 +151,10 @@ def room_for_prefix(model: Any, length: int) -> int:
     )
 
 
-def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Callable[[int], Any]) -> np.ndarray:
+def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Prefix) -> np.ndarray:
     """[B, T - 1] after a prefix, under static 8-bit activations whose scales are those of the same texts."""
-    ranges = input_ranges(loaded.model, ids_BT, prefix=prefix)
-    return scheme_losses(loaded.model, SCHEMES[STATIC], ids_BT, ranges=ranges, prefix=prefix)
+    ranges = least_error_ranges(loaded.model, ids_BT, prefix=prefix)
+    return scheme_losses(loaded.model, STATIC, ids_BT, ranges=ranges, prefix=prefix)
 
 
 def _heads(ids_BT: Tensor, fired_BT: Tensor, most: int) -> list[tuple[tuple[int, ...], int | None]]:
@@ -172,12 +181,6 @@ def cache_of(loaded: LoadedModel, ids: Sequence[int]) -> tuple[tuple[Tensor, Ten
 
     model: Any = loaded.model
     cache = DynamicCache(config=model.config)
-    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        raise InputError(
-            expected="a model whose layers see all earlier tokens, for a prefix",
-            found="layers with a sliding window, which soon forget it",
-            next_step="Leave `prefix` out, or choose another model",
-        )
     with torch.no_grad(), evaluation_mode(model):
         model(torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device), past_key_values=cache)
     if not cache.get_seq_length() == len(ids):

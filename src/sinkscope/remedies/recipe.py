@@ -15,8 +15,8 @@ from typing import Any
 from sinkscope.models.loading import LoadedModel
 from sinkscope.remedies.advice import EXEMPT, PREFIX, Setting, Trial
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES
-from sinkscope.remedies.prefix import STATIC
 from sinkscope.remedies.schemes import SCHEMES
+from sinkscope.remedies.static_scales import STATIC
 from sinkscope.results.run_folder import RunFolder
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -33,7 +33,7 @@ def write_recipe(
 ) -> None:
     """Writes the four files; without advice the lists in them are empty, and `nothing` says why."""
     folder.write_json("recipe.json", recipe(loaded, setting, advice) | nothing)
-    static, dynamic = (exempted_modules(setting, advice, name) for name in (STATIC, TORCHAO_SCHEMES[0]))
+    static, dynamic = (exempted_modules(setting, advice, name) for name in (STATIC.name, TORCHAO_SCHEMES[0]))
     write_ignored(folder, loaded.model, static=static, dynamic=dynamic)
     folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in setting.is_sink])
 

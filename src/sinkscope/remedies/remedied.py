@@ -5,6 +5,7 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ from sinkscope.remedies.damage import Damage, damage
 from sinkscope.remedies.plain_model import write_plain
 from sinkscope.remedies.prefix import LOADER, SinkPrefix
 from sinkscope.remedies.recipe import write_ignored
+from sinkscope.remedies.static_scales import STATIC
 from sinkscope.remedies.texts import held_out_in_words
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
@@ -24,7 +26,7 @@ from sinkscope.results.tables import Column, Schema, rows_where
 
 MEASURED = ("activations-8-static", "activations-8-dynamic")
 PLAIN = "16 bits"
-PREFIX_FILE = "prefix.safetensors"
+PREFIX_FILE, SCALES_FILE = "prefix.safetensors", "static_scales.json"
 WORTH_IT = 0.5
 """A remedy helps if it wins back at least this share of the damage."""
 
@@ -52,6 +54,8 @@ class Measured:
     name: str
     is_control: bool
     losses: dict[str, np.ndarray]
+    acts_on: tuple[str, ...] = MEASURED
+    """The schemes that what was done can help against."""
 
     def mean(self, scheme: str) -> float:
         return float(self.losses[scheme].mean())
@@ -69,6 +73,8 @@ class Remedied(Result):
     units: tuple[Any, ...]
     exempted: tuple[str, ...]
     """Modules to leave in 16 bits."""
+    ranges: Mapping[str, float] | None
+    """Of static scales that are better than the usual ones, by module; the ranges that 8 bits reach."""
     readings: tuple[Measured, ...]
     """Of the original first, then of each remedy and its control, last of all remedies together."""
     num_tokens: tuple[int, int]
@@ -82,13 +88,20 @@ class Remedied(Result):
     def original(self) -> Measured:
         return self.readings[0]
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """What one step of a static 8-bit input is worth, by module that is rounded; empty without `scales`."""
+        levels = 2 ** (STATIC.bits - 1) - 1
+        ranges = self.ranges or {}
+        return {name: ranges[name] / levels for name in ranges if name not in self.exempted}
+
     def harm(self, scheme: str) -> Damage:
         """What the scheme costs the original."""
         return damage(self.original.losses[scheme], self.original.losses[PLAIN])
 
     def shares(self, reading: Measured) -> dict[str, float]:
         """By scheme that is seen to do harm, the share that is won back, what the remedy itself costs included."""
-        harmful = [scheme for scheme in MEASURED if needs_remedy(self.harm(scheme))]
+        harmful = [scheme for scheme in reading.acts_on if needs_remedy(self.harm(scheme))]
         won = {scheme: self.original.mean(scheme) - reading.mean(scheme) for scheme in harmful}
         return {} if reading is self.original else {name: won[name] / self.harm(name).change for name in harmful}
 
@@ -160,6 +173,8 @@ class Remedied(Result):
             self.prefix.save(folder.path / PREFIX_FILE)
         if self.exempted:
             write_ignored(folder, self.loaded.model, static=self.exempted, dynamic=self.exempted)
+        if self.scales:
+            folder.write_json(SCALES_FILE, {"bits": STATIC.bits, "symmetric": True, "scales": self.scales})
         folder.write_text("README.md", card(self))
         super().write(folder)
 
@@ -182,14 +197,21 @@ def card(result: Remedied) -> str:
     if result.exempted:
         listed = ", ".join(f"`{name}`" for name in result.exempted)
         lines.append(f"- Modules to leave in 16 bits, in `torchao.json` and `llm-compressor.yaml`: {listed}.")
+    if result.scales:
+        after = ", for texts after the prefix" if result.prefix is not None else ""
+        lines.append(
+            f"- Static scales of the inputs of linear layers, in `{SCALES_FILE}`{after}: x / scale is rounded."
+        )
     lines += ["", f"Loss in nats a token on {texts}. 8 bits are emulated,"]
     lines += ["with one scale for each tensor. Won back: of what they cost the original.", ""]
-    lines += ["| model | " + " | ".join((PLAIN, *MEASURED)) + " | won back |", "| --- |" + " ---: |" * 4]
+    heads = ["model", PLAIN, *(each for scheme in MEASURED for each in (scheme, "won back"))]
+    lines += [_row(heads), "| --- |" + " ---: |" * (len(heads) - 1)]
     for reading in result.readings:
-        shares = [f"{share:.0%}" for share in result.shares(reading).values()]
-        numbers = " | ".join(f"{reading.mean(scheme):.4f}" for scheme in (PLAIN, *MEASURED))
-        control = " (control)" * reading.is_control
-        lines.append(f"| {reading.name}{control} | {numbers} | {', '.join(shares)} |")
+        shares = result.shares(reading)
+        cells = [reading.name + " (control)" * reading.is_control, f"{reading.mean(PLAIN):.4f}"]
+        for scheme in MEASURED:
+            cells += [f"{reading.mean(scheme):.4f}", f"{shares[scheme]:.0%}" if scheme in shares else ""]
+        lines.append(_row(cells))
     lines += ["", *(f"- {verdict}." for verdict in result.verdicts)]
     if result.prefix is not None:
         lines += ["", "A text that follows the prefix has no BOS of its own: leave it out of `ids`, which have no"]
@@ -199,6 +221,10 @@ def card(result: Remedied) -> str:
         lines += ["what it returns. A pass adds to a cache: fill it anew before.", "", "```python"]
         lines += [*result.prefix.generation.splitlines(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _words(result: Remedied) -> str:

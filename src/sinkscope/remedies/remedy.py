@@ -1,5 +1,5 @@
-"""remedy(model, text): a model that 8 bits harm less, by a rotation, a prefix in the cache, unplugged super neurons, or
-a list of modules that stay in 16 bits.
+"""remedy(model, text): a model that 8 bits harm less, by a rotation, a prefix in the cache, unplugged super neurons, a
+list of modules that stay in 16 bits, or better static scales.
 
 Each remedy that is asked for is measured on its own, beside its control, and then all of them together: the loss in 16
 bits, and under 8-bit activations with one scale a tensor, static and dynamic.
@@ -25,11 +25,12 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import check_plain, other_modules
-from sinkscope.remedies.damage import input_ranges, losses, scheme_losses
+from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.prediction import predict
 from sinkscope.remedies.prefix import SinkPrefix, other_prefix, sink_prefix
 from sinkscope.remedies.remedied import MEASURED, PLAIN, Measured, Remedied
 from sinkscope.remedies.schemes import SCHEMES, linear_layers
+from sinkscope.remedies.static_scales import STATIC, Ranges, better_ranges, least_error_ranges
 from sinkscope.remedies.texts import texts_to_measure
 from sinkscope.remedies.unplug import super_neurons, unplug
 
@@ -46,6 +47,9 @@ class Treated:
     prefix: SinkPrefix | None = None
     exempted: Sequence[str] = ()
     """Modules that stay in 16 bits."""
+    ranges: Ranges | None = None
+    """Of static scales; those of the least squared error without it."""
+    acts_on: tuple[str, ...] = MEASURED
     is_control: bool = False
 
 
@@ -57,6 +61,7 @@ def remedy(
     prefix: bool = False,
     unplug: bool = False,
     exempt: bool = False,
+    scales: bool = False,
     bos: bool | None = None,
     length: int | None = None,
     num_sequences: int = 16,
@@ -69,7 +74,7 @@ def remedy(
     its own. `bos` and `length` are as for `audit`. `work` is given the name of each long part, and returns what is
     told its progress.
     """
-    check_remedies(rotate=rotate, prefix=prefix, unplug=unplug, exempt=exempt)
+    check_remedies(rotate=rotate, prefix=prefix, unplug=unplug, exempt=exempt, scales=scales)
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     loaded = load(model)
     batch = texts_to_measure(
@@ -92,9 +97,19 @@ def remedy(
     blamed = _blamed(loaded.model, calibration, seed, begin) if exempt else None
     if blamed:
         treated += _exempted(loaded.model, blamed, seed)
+    rescaled = _rescaled(loaded.model, calibration, seed, begin) if scales else []
+    treated += rescaled
     if len([each for each in treated if not each.is_control]) > 2:
         together = _together(
-            loaded, calibration, rotate=rotate, units=units, prefix=found, blamed=blamed, seed=seed, begin=begin
+            loaded,
+            calibration,
+            rotate=rotate,
+            units=units,
+            prefix=found,
+            blamed=blamed,
+            scales=scales,
+            seed=seed,
+            begin=begin,
         )
         treated.append(together)
         found = together.prefix
@@ -103,6 +118,7 @@ def remedy(
         beside = " beside the others" if any(each.name == "prefix" for each in treated) else ""
         needless.append(f"prefix: nothing to do{beside}, {found.why_none}")
     needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
+    needless += ["scales: nothing to do, those of the least squared error do as well"] * (scales and not rescaled)
     readings: list[Measured] = []
     step = begin("models measured")
     step(0, len(treated))
@@ -115,6 +131,7 @@ def remedy(
         prefix=found if found is not None and found.ids else None,
         units=units,
         exempted=tuple(last.exempted),
+        ranges=last.ranges,
         readings=tuple(readings),
         num_tokens=tuple(held_out.ids.shape),  # type: ignore[arg-type]
         source=held_out.source,
@@ -144,12 +161,41 @@ def _exempted(model: Any, blamed: Sequence[str], seed: int) -> list[Treated]:
     ]
 
 
+def _rescaled(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> list[Treated]:
+    by_error, better = _better_ranges(model, calibration, None, begin)
+    if better == by_error:
+        return []
+    names = list(by_error)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
+    shares = [better[names[number]] / by_error[names[number]] for number in order]
+    others = {name: share * by_error[name] for name, share in zip(names, shares, strict=True)}
+    return [
+        Treated(name="scales", model=model, ranges=better, acts_on=(STATIC.name,)),
+        Treated(
+            name="the same clipping in other modules",
+            model=model,
+            ranges=others,
+            acts_on=(STATIC.name,),
+            is_control=True,
+        ),
+    ]
+
+
+def _better_ranges(
+    model: Any, calibration: TokenBatch, prefix: SinkPrefix | None, begin: Work
+) -> tuple[Ranges, Ranges]:
+    step = begin("texts that set static scales")
+    step(0, calibration.num_sequences)
+    ids_NT, cache = _after_prefix(calibration, prefix)
+    return better_ranges(model, ids_NT, prefix=cache, progress=step)
+
+
 def _blamed(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> list[str]:
     """The modules that hold most of what both schemes are predicted to cost, as one list."""
     step = begin("texts that blame modules")
     step(0, calibration.num_sequences)
     no_sinks = torch.zeros(calibration.ids.shape, dtype=torch.bool)  # readings tell of them; damages need none
-    ranges = input_ranges(model, calibration.ids)
+    ranges = least_error_ranges(model, calibration.ids)
     prediction = predict(model, calibration.ids, ranges=ranges, is_sink=no_sinks, seed=seed, progress=step)
     return prediction.blamed(list(linear_layers(model)), *(SCHEMES[name] for name in MEASURED))
 
@@ -162,6 +208,7 @@ def _together(
     units: tuple[Any, ...],
     prefix: SinkPrefix | None,
     blamed: Sequence[str] | None,
+    scales: bool,
     seed: int,
     begin: Work,
 ) -> Treated:
@@ -174,16 +221,23 @@ def _together(
             step = begin("prefixes tried beside the other remedies")
             prefix = sink_prefix(replace(loaded, model=model), calibration, progress=step)
         blamed = None if blamed is None else _blamed(model, calibration, seed, begin)
-    return Treated(name="all together", model=model, prefix=prefix, exempted=blamed or ())
+    ranges = _better_ranges(model, calibration, prefix, begin)[1] if scales else None
+    return Treated(name="all together", model=model, prefix=prefix, exempted=blamed or (), ranges=ranges)
+
+
+def _after_prefix(batch: TokenBatch, prefix: SinkPrefix | None) -> tuple[Tensor, Prefix | None]:
+    """The texts as they are read after a prefix, if there is one, without a BOS of their own; and its cache."""
+    if prefix is None or not prefix.ids:
+        return batch.ids, None
+    return batch.ids[:, int(batch.bos) :], prefix.cache
 
 
 def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Measured:
     """The losses of a treated model. A text that follows a prefix has no BOS of its own, so no loss counts the token
     after BOS."""
-    start, cache = int(held_out.bos), each.prefix.cache if each.prefix is not None and each.prefix.ids else None
-    begin = start if cache is not None else 0
-    ids_NT = held_out.ids[:, begin:]
-    ranges = input_ranges(each.model, calibration.ids[:, begin:], prefix=cache)
+    ids_NT, cache = _after_prefix(held_out, each.prefix)
+    ranges = each.ranges or least_error_ranges(each.model, _after_prefix(calibration, each.prefix)[0], prefix=cache)
+    uncounted = int(held_out.bos) if cache is None else 0
     found = {PLAIN: losses(each.model, ids_NT, prefix=cache)}
     modules = [name for name in linear_layers(each.model) if name not in each.exempted]
     for name in MEASURED:
@@ -191,5 +245,6 @@ def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Me
     return Measured(
         name=each.name,
         is_control=each.is_control,
-        losses={name: loss_NT[:, start - begin :] for name, loss_NT in found.items()},
+        acts_on=each.acts_on,
+        losses={name: loss_NT[:, uncounted:] for name, loss_NT in found.items()},
     )

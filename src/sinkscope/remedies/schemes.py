@@ -77,7 +77,7 @@ class Scheme:
     ) -> Iterator[None]:
         """While open, the scheme acts in these modules, or in all; on leaving, the model is as it was to the bit.
 
-        `ranges` are those of what each linear layer reads in a calibration (`input_ranges`), for static scales.
+        `ranges` are those of what each linear layer reads in a calibration (`least_error_ranges`), for static scales.
         `keep` [B, T] marks tokens that stay in 16 bits, or in the window; the passes inside must have its shape.
         """
         model = bare_model(model)
@@ -282,7 +282,7 @@ def _rounded_inputs(
         raise InputError(
             expected=f"`ranges` of every linear layer, which {scheme.name} takes its scales from",
             found="none" if ranges is None else "ranges of other layers",
-            next_step="Give what `input_ranges` returns for a calibration text",
+            next_step="Give what `least_error_ranges` returns for a calibration text",
         )
     every = linear_layers(model)
 
