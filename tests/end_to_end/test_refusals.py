@@ -130,6 +130,7 @@ WITHOUT_TORCH = {
     ("pretrain", "--data", "text.txt", "--out", "run", "--config", "nowhere.yaml"): "nowhere.yaml",
     ("pretrain", "--data", "text.txt", "--out", "run", "--config", "odd.yaml"): "a key of the training configuration",
     ("compare", "nowhere"): "2 to 26 runs",
+    ("compare", "taken", "./taken"): "different runs to compare; found ./taken twice",
 }
 PROCESS = """
 import contextlib, io, json, os, sys, traceback
