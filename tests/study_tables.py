@@ -30,8 +30,8 @@ VERDICT = (
     "(12.0%)."
 )
 COUNTS = (
-    "6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does not hold: "
-    "equalising_removes_sink; undecided: mediation_amplification_dimensions."
+    "Beside sink, 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does not "
+    "hold: equalising_removes_sink; undecided: mediation_amplification_dimensions."
 )
 
 

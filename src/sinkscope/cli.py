@@ -27,7 +27,7 @@ from sinkscope.commands.models import models_command
 from sinkscope.commands.pretrain import pretrain_command, tokenize_command
 from sinkscope.commands.remedy import remedy_command
 from sinkscope.commands.report import report_command
-from sinkscope.commands.study import study_command
+from sinkscope.commands.study import ValueOfBos, study_command
 from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
 from sinkscope.memory import is_out_of_memory
@@ -60,7 +60,7 @@ def _options(
     pass
 
 
-app.command("study")(options.command(study_command))
+app.command("study", cls=ValueOfBos)(options.command(study_command))
 app.command("trace")(options.command(trace_command))
 app.command("intervene")(options.command(intervene_command))
 app.command("explore")(options.command(explore_command))

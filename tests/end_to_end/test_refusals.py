@@ -65,6 +65,10 @@ WITHOUT_TORCH = {
     ("audit", "--text", "nowhere.txt"): "nowhere.txt",
     ("study", "--json", "--bos", "maybe"): "--bos as one of auto, yes, no, both",
     ("study", "--bos", "maybe"): "--bos as one of auto, yes, no, both",
+    ("study", "gpt2", "--bos"): "--bos with a value: auto, yes, no, both; found none. Give --bos yes.",
+    ("study", "gpt2", "--bos", "--length", "32"): "found none. Give --bos yes.",
+    ("study", "gpt2", "--no-bos"): "found --no-bos. Give --bos no.",
+    ("study", "--bos", "gpt2"): "--bos as one of auto, yes, no, both; found 'gpt2'",
     ("study", "--length", "20"): "--length of at least 32",
     ("study", "--num-sequences", "15"): "--num-sequences of at least 16",
     ("study", "--tokens", "poem"): "text:FILE",
@@ -126,6 +130,7 @@ WITHOUT_TORCH = {
     ("pretrain", "--data", "text.txt", "--out", "run", "--config", "nowhere.yaml"): "nowhere.yaml",
     ("pretrain", "--data", "text.txt", "--out", "run", "--config", "odd.yaml"): "a key of the training configuration",
     ("compare", "nowhere"): "2 to 26 runs",
+    ("compare", "taken", "./taken"): "different runs to compare; found ./taken twice",
 }
 PROCESS = """
 import contextlib, io, json, os, sys, traceback

@@ -2,7 +2,9 @@
 
 import pytest
 
-from sinkscope.studies.answer import Verdicts, cause
+from sinkscope.studies.answer import Verdicts, cause, counts
+from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.judging import Judgement
 
 UNMIXING = "unmixing_creates_sink"
 NO = "does not hold"
@@ -77,3 +79,20 @@ def test_the_cause_says_what_was_decided(verdicts, said, not_said):
     sentence = cause(Verdicts(verdicts))
     assert said in sentence
     assert not_said not in sentence
+
+
+def test_the_counts_leave_no_claim_out():
+    """Control: a claim that is not applicable counts neither for the rest nor against it."""
+    verdicts = {"lock": NO, "averaging_law": "undecided", "channel_sparsity_necessary": "not applicable"}
+    assert _counted(lambda id: verdicts.get(id, "holds")) == (
+        "Beside sink, 5 of 7 links seen in the untouched model hold; does not hold: lock; undecided: averaging_law. "
+        "19 of 19 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
+    )
+    assert _counted(lambda id: "holds" if id == "sink" else "not applicable") == (
+        "Beside sink, none of the links seen in the untouched model can be judged here. "
+        "None of the claims on cause and effect can be judged here."
+    )
+
+
+def _counted(verdict_of) -> str:
+    return counts([Judgement(claim=claim, verdict=verdict_of(id), n=16) for id, claim in CLAIMS.items()])

@@ -18,6 +18,9 @@ from sinkscope import (
     shift_mean,
 )
 from sinkscope.interventions.matching import ShiftMeanAlone
+from sinkscope.interventions.requests import requests
+from sinkscope.models.insert_head_norm import insert_head_norm
+from sinkscope.studies.intervene import Untouched, drawn_batch
 
 POSITION, LAYERS = 5, (0, 1)
 
@@ -95,6 +98,34 @@ def test_the_mean_alone_is_shifted(model, batch):
         close([found[layer][0]], [untouched[layer][0]])
     close([found[0][2], free[0][2]], [36 * untouched[0][2]] * 2)  # o - 7 mu has the mean -6 mu
     assert abs(free[1][0] / untouched[1][0] - 1) > 0.01
+
+
+def test_the_control_of_amplification_is_that_of_a_study(model, batch):
+    """Control: that of another edit of the aggregation scales it, and the variance with it."""
+    setting = Untouched(loaded=sinkscope.load(model), batch=batch, calibration=batch).setting
+    asked = requests({"amplify": f"{POSITION}:8", "shift_mean": f"{POSITION}:8"}, layers=LAYERS)
+    control, scaled = (request.make(setting, control=True) for request in asked)
+    alone = ShiftMeanAlone(model, POSITION, 8.0, variance="untouched", calibration=batch, layers=LAYERS)
+    untouched, found, of_study, larger = (moments(model, batch.ids, *on) for on in ((), control, (alone,), scaled))
+    for layer in LAYERS:
+        close(found[layer], of_study[layer])
+        close([found[layer][0]], [untouched[layer][0]])
+    close([larger[0][0]], [64 * untouched[0][0]])
+
+
+def test_the_control_of_amplification_before_a_norm_acts_before_it():
+    """Control: scaling there, which the norm takes away, changes nothing."""
+    model = tiny_model("llama")
+    insert_head_norm(model)
+    given = drawn_batch(sinkscope.load(model), "random", bos=None, length=20, num_sequences=4, seed=0)
+    control = given.under(requests({"amplify_before_norm": "5:4"}, layers=[0]), control=True)
+    with sinkscope.scale_norm(model, 5, 4.0, calibration=given.calibration, layers=[0], before_norm=True):
+        scaled = sinkscope.trace(model, given.batch)
+    untouched, shifted, larger = (found.recording for found in (given.before, control, scaled))
+    entering, received = "value_variance_before_norm", "received"
+    torch.testing.assert_close(shifted[entering][0], untouched[entering][0])
+    assert (shifted[received] - untouched[received]).abs().max() > 1e-3
+    torch.testing.assert_close(larger[received], untouched[received], rtol=0, atol=1e-5)
 
 
 def test_variance_and_energy_are_set_apart(model, batch):

@@ -84,6 +84,7 @@ def test_damaged_runs_are_refused_and_nothing_is_written(study, tmp_path, damage
 
 def test_refused_comparisons(study, tmp_path):
     page = tmp_path / "page.html"
+    other = shutil.copytree(study, tmp_path / "other")
     (tmp_path / "empty").mkdir()
     (tmp_path / "edited").mkdir()
     (tmp_path / "edited" / "summary.json").write_text('{"before": {}, "after": {}, "control": {}}')
@@ -91,6 +92,8 @@ def test_refused_comparisons(study, tmp_path):
         ([study, tmp_path / "edited"], "a run of sinkscope intervene"),
         ([study], "2 to 26 runs"),
         ([study] * 27, "found 27"),
+        ([study, other, tmp_path / "empty" / ".." / "study"], "different runs to compare; found .*study twice"),
+        (["gpt2", "gpt2"], "found gpt2 twice"),
         ([study, tmp_path / "nowhere"], "no such folder"),
         ([study, tmp_path / "empty"], "neither summary.json nor a training run"),
     ):
@@ -99,15 +102,15 @@ def test_refused_comparisons(study, tmp_path):
     page.write_text("mine")
     for overwrite, found in ((False, "one that exists"), (True, "another file")):
         with pytest.raises(InputError, match=found):
-            compare([str(study)] * 2, page, overwrite=overwrite)
+            compare([str(study), str(other)], page, overwrite=overwrite)
     assert page.read_text() == "mine"
     with pytest.raises(InputError, match="a folder"):
-        compare([str(study)] * 2, tmp_path, overwrite=True)
+        compare([str(study), str(other)], tmp_path, overwrite=True)
     with pytest.raises(InputError, match="Not a directory"):
-        compare([str(study)] * 2, page / "page.html")
+        compare([str(study), str(other)], page / "page.html")
     with pytest.raises(InputError, match=r"page\.html"):
-        compare([str(study)] * 2, tmp_path / "page.txt")
-    assert {path.name for path in tmp_path.iterdir()} == {"study", "empty", "edited", "page.html"}
+        compare([str(study), str(other)], tmp_path / "page.txt")
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "other", "empty", "edited", "page.html"}
 
 
 def test_a_name_that_is_no_run_is_made_one(study, tmp_path):
@@ -158,3 +161,16 @@ def test_runs_are_labelled_by_what_differs(tmp_path):
     ]
     alone = write_comparison_page([alike[0], write_study_folder(tmp_path / "study", model="m")], tmp_path / "two.html")
     assert alone.startswith(f"A {model}: "), "labels that differ stay as they are"
+
+
+def test_folders_of_one_name_are_told_apart_by_those_above_them(tmp_path):
+    places = ("a/softmax", "b/softmax", "b/deep/softmax", "b/other")
+    folders = [write_trace_folder(tmp_path / place) for place in places]
+    told = write_comparison_page(folders, tmp_path / "page.html").splitlines()
+    model = read_run(folders[0]).model
+    names = ("a/softmax", "b/softmax", "deep/softmax", "other")
+    assert [line.partition(": ")[0] for line in told] == [
+        f"{letter} {model}, in {name}" for letter, name in zip("ABCD", names, strict=True)
+    ]
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f"<bdi>{name}</bdi></p>" in page for name in names)

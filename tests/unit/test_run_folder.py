@@ -14,10 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from safetensors import SafetensorError
 
 from sinkscope.errors import InputError
+from sinkscope.origins.signature import Inputs, Signature
+from sinkscope.remedies.prefix import SinkPrefix
 from sinkscope.results import atomic
 from sinkscope.results import run_folder as module
 from sinkscope.results.atomic import locked, whole_file
@@ -65,9 +68,29 @@ def test_every_file_has_the_mode_that_the_user_wants(tmp_path, umask, mode):
         with run_folder(tmp_path / "run") as folder:
             (folder.path / "a.safetensors").touch(0o600)  # as safetensors 0.8 does
             folder.write_json("b.json", {})
+        with whole_file(tmp_path / "run" / "c.safetensors") as partial:
+            partial.chmod(0o600)
     finally:
         os.umask(before)
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "run").iterdir()} == {mode}
+
+
+def test_files_that_are_saved_alone_have_the_mode_that_the_user_wants(tmp_path):
+    """A prefix and a signature. Control: another umask gives another mode."""
+    prefix = SinkPrefix(
+        ids=(3,), layers=((torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2)),), fired=(1.0, 0.0), config=None
+    )
+    hashes = dict(inputs_hash="0", weight_hash="0", dtype="float32")
+    about = dict(inputs=Inputs(vocabulary=97), vocabulary=97, config=None, **hashes)
+    signature = Signature(name="a", states=torch.zeros(512, 2), embeddings=None, **about)
+    for umask, mode in ((0o027, 0o640), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            for saved in (prefix, signature):
+                saved.save(tmp_path / f"{type(saved).__name__}.safetensors")
+        finally:
+            os.umask(before)
+        assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [mode] * 2
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

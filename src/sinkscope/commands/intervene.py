@@ -50,8 +50,8 @@ def intervene_command(
 
     Every observable is shown before, after and under a control. Aggregation edits act up to the birth of disparity
     unless --layers says otherwise. Their means come from 64 other sequences; with --prompt, --tokens says of what kind.
-    The control replaces each intervention: a mask by its opposite, amplification by scaling the norm, units by matched
-    random ones.
+    The control replaces each intervention: a mask by its opposite, amplification by a shift of the mean that leaves the
+    variance, units by matched random ones.
 
     Example: sinkscope intervene gpt2 --mask-to-self 10 --clamp-dimension 447@10
     """

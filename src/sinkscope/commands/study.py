@@ -6,9 +6,10 @@ import importlib.util
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from sinkscope.arguments import check_choice, check_study
 from sinkscope.commands.options import BatchOptions, ModelOptions
@@ -21,11 +22,13 @@ from sinkscope.commands.output import (
     write_pictures,
     write_request,
 )
+from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
     from sinkscope.studies.study import Study
 
 BOS = {"auto": None, "yes": True, "no": False}
+CHOICES = (*BOS, "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,21 @@ class StudyOptions:
     ] = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("bos", self.bos, (*BOS, "both"))
+        check_choice("bos", self.bos, CHOICES)
+
+
+class ValueOfBos(TyperCommand):
+    """Refuses --bos and --no-bos as other commands have them, with what to type here: a study can have both."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for given, value in zip(args, [*args[1:], "--"], strict=True):
+            if given == "--no-bos" or (given == "--bos" and value.startswith("--")):
+                raise InputError(
+                    expected=f"`bos` with a value: {', '.join(CHOICES)}",
+                    found="none" if given == "--bos" else given,
+                    next_step=f"Give `bos={given == '--bos'}`",
+                )
+        return super().parse_args(ctx, args)
 
 
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:

@@ -5,8 +5,9 @@ interventions, and their controls all come from it: a new kind is one entry. tor
 is made, since the command line reads the table for its help.
 
 A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
-itself instead of all others, amplification scales the whole aggregation, units are matched random ones. Where nothing
-of the kind exists, the control is the untouched model.
+itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other edits of
+the aggregation scale it whole; units are matched random ones. Where nothing of the kind exists, the control is the
+untouched model.
 """
 
 from __future__ import annotations
@@ -153,6 +154,16 @@ def _match(*moments: str) -> Make:
     return make
 
 
+def _shift_mean_alone(**side: bool) -> Make:
+    def make(setting, values, where):
+        from sinkscope.interventions.matching import UNTOUCHED, ShiftMeanAlone
+
+        where = {"layers": range(setting.last_layer + 1), "calibration": setting.calibration, **side, **where}
+        return [ShiftMeanAlone(setting.loaded, *value, variance=UNTOUCHED, **where) for value in values]
+
+    return make
+
+
 def _ablate(mode: Any) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.neurons import ablate_neurons
@@ -250,12 +261,18 @@ KINDS: dict[str, Kind] = {
         example="0:0-63", does=" that may be attended to, later keys too, such as 0:0-63", make=_mask("allow"), **_KEYED
     ),
     "only": Kind(example="10:9", does=" that alone may be attended to, such as 10:9", make=_mask("only"), **_KEYED),
-    "amplify": Kind(does=", variance amplification", make=_aggregation("amplify_variance"), **_DOSED, **_BY_SCALING),
+    "amplify": Kind(
+        does=", variance amplification",
+        make=_aggregation("amplify_variance"),
+        control=_shift_mean_alone(),
+        control_is="its mean is shifted as far and its variance stays",
+        **_DOSED,
+    ),
     "amplify_before_norm": Kind(
         does=", the same before the norm on the aggregation, in models that have one",
         make=_aggregation("amplify_variance", before_norm=True),
-        control=_aggregation("scale_norm", before_norm=True),
-        control_is="its whole aggregation is scaled by the factor before the norm",
+        control=_shift_mean_alone(before_norm=True),
+        control_is="its mean is shifted as far before the norm and its variance stays",
         **_DOSED,
     ),
     "scale_norm": Kind(does=", scales the whole aggregation", make=_aggregation("scale_norm"), **_DOSED),

@@ -32,6 +32,7 @@ from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.sink_neurons import SinkNeurons
 from sinkscope.remedies.sink_tokens import neuron_sinks, sink_neurons
 from sinkscope.remedies.static_scales import STATIC, least_error_ranges
+from sinkscope.results.atomic import whole_file
 
 MOST_TOKENS = 32
 """Longest prefix that is tried."""
@@ -87,7 +88,8 @@ class SinkPrefix:
         """A safetensors file with `key.0`, `value.0` and so on; LOADER reads it."""
         tensors = {f"key.{layer}": key.contiguous() for layer, (key, _) in enumerate(self.layers)}
         tensors |= {f"value.{layer}": value.contiguous() for layer, (_, value) in enumerate(self.layers)}
-        save_file(tensors, path, metadata={"token_ids": " ".join(map(str, self.ids))})
+        with whole_file(path) as partial:
+            save_file(tensors, partial, metadata={"token_ids": " ".join(map(str, self.ids))})
 
     def __repr__(self) -> str:
         before, after = self.fired

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.names import is_reference, reference_run
+from sinkscope.models.names import is_reference, reference_run, run_path
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, line, log_axis
 from sinkscope.report.html import header, write_page
@@ -51,6 +52,13 @@ def compare(
             found=f"{len(runs)}",
             next_step="Give at least two folders of runs, or models" if len(runs) < 2 else "Leave some out",
         )
+    places = [run_path(name).resolve() for name in runs]
+    if again := [name for index, name in enumerate(runs) if places[index] in places[:index]]:
+        raise InputError(
+            expected="different runs to compare",
+            found=f"{again[0]} twice",
+            next_step="Leave one of them out, or give another",
+        )
     if len(trained) == 1:
         # Refused before a model is studied, which takes minutes.
         raise InputError(
@@ -75,7 +83,7 @@ def compare(
 def _told_apart(runs: Sequence[Run]) -> list[Run]:
     """The runs, with what differs in the labels of those that would have the same; else the names of their folders."""
     named = []
-    for run in runs:
+    for run, folder in zip(runs, _folder_names(runs), strict=True):
         alike = [other for other in runs if other.label == run.label]
         facts = [{**other.config, **other.environment, **other.summary["tokens"]} for other in alike]
         own = facts[[other is run for other in alike].index(True)]
@@ -83,9 +91,17 @@ def _told_apart(runs: Sequence[Run]) -> list[Run]:
         entries = [f"{LABELS.get(key, key)} {str(own.get(key))[:8]}" for key in differ]
         twins = [each for each in facts if all(str(each.get(key)) == str(own.get(key)) for key in differ)]
         if len(twins) > 1:
-            entries.append(f"in {run.path.name}")
+            entries.append(f"in {folder}")
         named.append(replace(run, given_label=", ".join([run.label, *entries])) if len(alike) > 1 else run)
     return named
+
+
+def _folder_names(runs: Sequence[Run]) -> list[str]:
+    """The folder of each run, by as many of its last parts as tell it from the others."""
+    parts = [run.path.resolve().parts for run in runs]
+    ends = [[own[-count:] for count in range(1, len(own) + 1)] for own in parts]
+    shared = Counter(end for each in ends for end in each)
+    return [str(Path(*next((end for end in each if shared[end] == 1), each[-1]))) for each in ends]
 
 
 def tables_path(page: Path) -> Path:
@@ -168,13 +184,13 @@ def _letter(index: int) -> str:
 
 def _runs(runs: Labelled, beside: Path) -> str:
     """What each run is and found; its name leads to its own page, as seen from the folder of this one."""
-    cards = []
-    for letter, run in runs:
+    cards, folders = [], _folder_names([run for _, run in runs])
+    for (letter, run), folder in zip(runs, folders, strict=True):
         name = html.linked(*html.to_run(run.label, run.path, beside))
         cards.append(
             f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {name}</h3>'
             f"<p>{isolated(run.answer)}</p>"
-            f'<p class="caption">{isolated(circumstances(run))}; {isolated(run.path.name)}</p>'
+            f'<p class="caption">{isolated(circumstances(run))}; {isolated(folder)}</p>'
             + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
             + "</section>"
         )

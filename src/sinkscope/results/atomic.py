@@ -59,11 +59,19 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden sibling to write, which becomes the file `path` when the block ends without an exception."""
+    """A hidden sibling to write, which becomes the file `path` when the block ends without an exception.
+
+    It has the mode that the user's umask gives: safetensors lets nobody but the owner read what it writes.
+    """
+    path = user_path(path)
     with locked(path):
         partial = hidden_sibling(path, "partial")
+        partial.unlink(missing_ok=True)  # left by a killed process, with a mode of its own
         try:
+            partial.touch()
+            mode = partial.stat().st_mode
             yield partial
+            partial.chmod(mode)
             flush(partial)
             partial.replace(path)
         finally:

@@ -34,10 +34,11 @@ def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -
 
 
 def counts(judgements: Sequence[Judgement]) -> str:
-    """How many claims hold, and which do not."""
-    others = judgements[1:]
+    """How many claims hold beside the first, that there is a sink; which do not, and which are not applicable."""
+    sink, *others = judgements
     links = _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
-    return f"{links} {_count([j for j in others if j.claim.link == CAUSAL], 'claims on cause and effect')}"
+    causal = _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
+    return f"Beside {sink.id}, {links} {causal[0].upper()}{causal[1:]}"
 
 
 def cause(verdicts: Verdicts) -> str:
@@ -109,10 +110,10 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
 def _count(judged: Sequence[Judgement], words: str) -> str:
     applicable = [j for j in judged if j.verdict != "not applicable"]
     if not applicable:
-        return f"None of the {words} can be judged here."
+        return f"none of the {words} can be judged here."
     held = [j for j in applicable if j.verdict == "holds"]
     text = f"{len(held)} of {len(applicable)} {words} hold"
-    for verdict in ("does not hold", "undecided"):
-        if named := [j.id for j in applicable if j.verdict == verdict]:
+    for verdict in ("does not hold", "undecided", "not applicable"):
+        if named := [j.id for j in judged if j.verdict == verdict]:
             text += f"; {verdict}: {', '.join(named)}"
     return text + "."
