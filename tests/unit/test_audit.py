@@ -241,6 +241,25 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert "24 held-out texts of 64 tokens, from book.txt" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_page_shows_the_sinks_in_their_texts(audited, tmp_path):
+    class Words:
+        def decode(self, ids):
+            return "".join(f" <w{number}>" for number in ids)
+
+    told = replace(audited, loaded=replace(audited.loaded, tokenizer=Words()))
+    text, position = audited.setting.is_sink.nonzero().tolist()[0]
+    ids = audited.batch.ids[text].tolist()
+    assert position == 0
+    rows = told.tables["sink_tokens"]
+    assert (rows["before"][0], rows["token_text"][0]) == ("", f" <w{ids[0]}>")
+    assert rows["after"][0] == "".join(f" <w{number}>" for number in ids[1:9])
+    write_audit_page(told.tables, told.summary, "command", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"text {text}, position 0: <bdi><mark>\N{OPEN BOX}&lt;w{ids[0]}&gt;</mark> &lt;w{ids[1]}&gt;" in page
+    write_audit_page(audited.tables, audited.summary, "command", tmp_path / "page.html")
+    assert "<mark>" not in (tmp_path / "page.html").read_text(encoding="utf-8"), "without a tokenizer"
+
+
 @pytest.mark.parametrize("advised", ["activations-8-static", "activations-8-dynamic", "activations-8-token"])
 def test_each_tool_is_given_the_modules_of_the_scheme_that_it_is_told_to_use(audited, tmp_path, advised):
     trials = [replace(trial, scheme=advised) for trial in audited.advice if trial.remedy == "leave modules in 16 bits"]

@@ -72,6 +72,8 @@ SINKS = Schema(
         Column("position", "int", "Position of a sink in it"),
         Column("token", "int", "Token id"),
         Column("token_text", "str", "The token decoded; null without a tokenizer", nullable=True),
+        Column("before", "str", "Up to 8 tokens before it, decoded; null without a tokenizer", nullable=True),
+        Column("after", "str", "Up to 8 tokens after it, decoded; null without a tokenizer", nullable=True),
     ),
 )
 AUDIT_TABLES = (READINGS, PREDICTIONS, DAMAGES, TRIALS, SINKS)

@@ -21,6 +21,8 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.statistics import rank_correlation
 
+NUM_AROUND = 8
+"""Tokens on each side that show where a sink token stands."""
 AGREEMENT = 0.1
 """Share of the damage by which torchao may differ: its scales are a little finer (127.5 steps, not 127), so it rounds
 other values up."""
@@ -142,7 +144,7 @@ def _tables(audit: Audit) -> dict[str, dict[str, list]]:
         return {"module": module, "layer": layer, "kind": module.removeprefix(prefix)}
 
     order = {name: number for number, name in enumerate(names)}
-    prediction, tokenizer = audit.setting.prediction, audit.loaded.tokenizer
+    prediction = audit.setting.prediction
     readings = sorted(prediction.readings.items(), key=lambda item: order[item[0][0]])
     damages = sorted(prediction.damages.items(), key=lambda item: order[item[0][0]])
     rows = {
@@ -150,17 +152,21 @@ def _tables(audit: Audit) -> dict[str, dict[str, list]]:
         PREDICTIONS: [{**place(module), "scheme": scheme, "predicted": value} for (module, scheme), value in damages],
         DAMAGES: [{**vars(cell), **_ends("measured", cell.measured)} for cell in audit.cells],
         TRIALS: [_trial_row(trial) for trial in audit.trials],
-        SINKS: [
-            {
-                "text": text,
-                "position": position,
-                "token": int(audit.batch.ids[text, position]),
-                "token_text": None if tokenizer is None else tokenizer.decode([int(audit.batch.ids[text, position])]),
-            }
-            for text, position in audit.setting.is_sink.nonzero().tolist()
-        ],
+        SINKS: [_sink_row(audit, text, position) for text, position in audit.setting.is_sink.nonzero().tolist()],
     }
     return {schema.name: schema.from_rows(listed) for schema, listed in rows.items()}
+
+
+def _sink_row(audit: Audit, text: int, position: int) -> dict[str, Any]:
+    """A row of the table of sink tokens."""
+    ids, tokenizer = audit.batch.ids[text].tolist(), audit.loaded.tokenizer
+    places = {
+        "before": ids[max(0, position - NUM_AROUND) : position],
+        "token_text": ids[position : position + 1],
+        "after": ids[position + 1 : position + 1 + NUM_AROUND],
+    }
+    words = {name: None if tokenizer is None else tokenizer.decode(part) for name, part in places.items()}
+    return {"text": text, "position": position, "token": ids[position], **words}
 
 
 def _trial_row(trial: Trial) -> dict[str, Any]:

@@ -261,4 +261,15 @@ def _sinks(sinks: Table, summary: Mapping[str, Any]) -> str:
         for (token, text), count in found.most_common(NUM_TOKENS)
     ]
     listed = html.table(("token", "text", "times a sink", "positions"), entries)
-    return f"<p>{summary['sinks_per_text']:.1f} a text, found in each text by attention.</p>{listed}"
+    first = {row["token"]: row for row in reversed(rows)}
+    shown = "".join(
+        _in_its_text(first[token]) for (token, text), _ in found.most_common(NUM_TOKENS) if text is not None
+    )
+    shown = f"<p>Where each of them is first a sink:</p><ul>{shown}</ul>" if shown else ""
+    return f"<p>{summary['sinks_per_text']:.1f} a text, found in each text by attention.</p>{listed}{shown}"
+
+
+def _in_its_text(row: Mapping[str, Any]) -> str:
+    """A sink token, marked, between the words around it."""
+    marked = f"{escaped(row['before'])}<mark>{escaped(token_text(row['token_text']))}</mark>{escaped(row['after'])}"
+    return f"<li>text {row['text']}, position {row['position']}: <bdi>{marked}</bdi></li>"
