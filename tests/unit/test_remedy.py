@@ -198,15 +198,21 @@ def test_shares_of_hand_worked_losses(remedied):
     good, bad = reading("good", 2.0, 2.1, 2.0), reading("bad", 2.2, 3.0, 2.4)
     found = result(reading("original", 2.0, 3.0, 2.005), good, bad)
     # Dynamic scales cost next to nothing here: there is no share of it to win back.
-    assert found.shares(good) == pytest.approx({"activations-8-static": 0.9})
-    assert found.shares(bad) == pytest.approx({"activations-8-static": 0.0})
+    (of_good,), (of_bad,) = found.shares(good).values(), found.shares(bad).values()
+    assert (of_good.share, of_good.low, of_good.high) == pytest.approx((0.9, 0.9, 0.9))
+    assert of_bad.share == pytest.approx(0)
     assert found.verdicts[0].startswith("activations-8-dynamic: nothing to win back, it costs +0.0050 nats a token")
     assert found.verdicts[0].endswith("less than 0.01")
-    assert found.verdicts[1].startswith("good: helps, wins back 90% of activations-8-static")
+    assert found.verdicts[1].startswith("good: helps, wins back 90% (90% to 90%) of activations-8-static")
     assert found.verdicts[2].startswith("bad: does not help")
     assert found.cost(bad) == pytest.approx(0.1)
     control = result(found.original, reading("other", 2.0, 2.9, 2.0, is_control=True)).verdicts[-1]
-    assert control.startswith("other, a control: wins back 10% of activations-8-static")
+    assert control.startswith("other, a control: wins back 10% (10% to 10%) of activations-8-static")
+    # It wins three quarters in the mean, and all of it in one text of four.
+    lucky = reading("lucky", 2.0, 3.0, 2.0)
+    lucky.losses["activations-8-static"][0] -= 3
+    assert result(found.original, lucky).shares(lucky)["activations-8-static"].share == pytest.approx(0.75)
+    assert result(found.original, lucky).verdicts[-1].startswith("lucky: does not help")
     unharmed = result(reading("original", 2.0, 2.0, 2.0), good)
     assert "good: nothing to win back" in unharmed.verdicts[2]
     # Static scales cost 0.02 on average, and as little as -0.5 in some texts: no share of that means anything.

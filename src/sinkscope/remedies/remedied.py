@@ -28,7 +28,7 @@ MEASURED = ("activations-8-static", "activations-8-dynamic")
 PLAIN = "16 bits"
 PREFIX_FILE, SCALES_FILE = "prefix.safetensors", "static_scales.json"
 WORTH_IT = 0.5
-"""A remedy helps if it wins back at least this share of the damage."""
+"""A remedy helps if it wins back at least this share of the damage, and the interval of what it wins is above 0."""
 
 LOSSES = Schema(
     "losses",
@@ -43,8 +43,26 @@ LOSSES = Schema(
         Column(
             "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
         ),
+        Column("won_low", "float", "Lower end of its 95 % interval, over texts; the damage is taken as it is", True),
+        Column("won_high", "float", "Upper end of it", True),
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Of a damage, with its 95 % interval over texts."""
+
+    share: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} ({self.low:.0%} to {self.high:.0%})"
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.share >= WORTH_IT and self.low > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +117,14 @@ class Remedied(Result):
         """What the scheme costs the original."""
         return damage(self.original.losses[scheme], self.original.losses[PLAIN])
 
-    def shares(self, reading: Measured) -> dict[str, float]:
+    def shares(self, reading: Measured) -> dict[str, Share]:
         """By scheme that is seen to do harm, the share that is won back, what the remedy itself costs included."""
         harmful = [scheme for scheme in reading.acts_on if needs_remedy(self.harm(scheme))]
-        won = {scheme: self.original.mean(scheme) - reading.mean(scheme) for scheme in harmful}
-        return {} if reading is self.original else {name: won[name] / self.harm(name).change for name in harmful}
+        return {} if reading is self.original else {scheme: self._share(reading, scheme) for scheme in harmful}
+
+    def _share(self, reading: Measured, scheme: str) -> Share:
+        won, harm = damage(self.original.losses[scheme], reading.losses[scheme]), self.harm(scheme).change
+        return Share(share=won.change / harm, low=won.low / harm, high=won.high / harm)
 
     def cost(self, reading: Measured) -> float:
         """The relative change of the loss in 16 bits."""
@@ -113,12 +134,13 @@ class Remedied(Result):
         """Whether a remedy helps, in a sentence; of a control, what it does."""
         shares = self.shares(reading)
         cost = f"the loss in 16 bits changes by {self.cost(reading):+.2%}"
-        won = "wins back " + ", ".join(f"{share:.0%} of {scheme}" for scheme, share in shares.items())
+        won = "wins back " + ", ".join(f"{share} of {scheme}" for scheme, share in shares.items())
         if reading.is_control:
             return f"{reading.name}, a control: {f'{won}; {cost}' if shares else cost}"
         if not shares:
             return f"{reading.name}: nothing to win back; {cost}"
-        return f"{reading.name}: {'helps' if min(shares.values()) >= WORTH_IT else 'does not help'}, {won}; {cost}"
+        helps = all(share.is_worth_it for share in shares.values())
+        return f"{reading.name}: {'helps' if helps else 'does not help'}, {won}; {cost}"
 
     @property
     def harmless(self) -> list[str]:
@@ -148,7 +170,9 @@ class Remedied(Result):
                 change = damage(reading.losses[scheme], self.original.losses[PLAIN])
                 row = {"model": reading.name, "control": reading.is_control, "scheme": scheme}
                 row |= {"loss": reading.mean(scheme), "change": change.change, "low": change.low, "high": change.high}
-                rows.append(row | {"won_back": self.shares(reading).get(scheme)})
+                won = self.shares(reading).get(scheme)
+                ends = (None, None, None) if won is None else (won.share, won.low, won.high)
+                rows.append(row | dict(zip(("won_back", "won_low", "won_high"), ends, strict=True)))
         return {LOSSES.name: LOSSES.from_rows(rows)}
 
     @cached_property
@@ -210,7 +234,7 @@ def card(result: Remedied) -> str:
         shares = result.shares(reading)
         cells = [reading.name + " (control)" * reading.is_control, f"{reading.mean(PLAIN):.4f}"]
         for scheme in MEASURED:
-            cells += [f"{reading.mean(scheme):.4f}", f"{shares[scheme]:.0%}" if scheme in shares else ""]
+            cells += [f"{reading.mean(scheme):.4f}", str(shares.get(scheme, ""))]
         lines.append(_row(cells))
     lines += ["", *(f"- {verdict}." for verdict in result.verdicts)]
     if result.prefix is not None:

@@ -52,8 +52,11 @@ def remedied_figures(result: Remedied) -> list[Figure]:
                 "yaxis": axis("nats a token"),
                 **levels(level(0, "original in 16 bits")),
             },
-            ("model", "scheme", "loss", "change", "95 % interval", "won back"),
-            [(*entry, row["won_back"]) for entry, row in zip(listed, rows, strict=True)],
+            ("model", "scheme", "loss", "change", "95 % interval", "won back", "95 % interval"),
+            [
+                (*entry, row["won_back"], interval(row["won_low"], row["won_high"]))
+                for entry, row in zip(listed, rows, strict=True)
+            ],
             height=380,
         )
     ]
