@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,12 +52,12 @@ class ValueOfBos(TyperCommand):
     """Refuses --bos and --no-bos as other commands have them, with what to type here: a study can have both."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for given, value in zip(args, [*args[1:], "--"], strict=True):
+        for given, value in pairwise([*args, "--"]):
             if given == "--no-bos" or (given == "--bos" and value.startswith("--")):
                 raise InputError(
                     expected=f"`bos` with a value: {', '.join(CHOICES)}",
                     found="none" if given == "--bos" else given,
-                    next_step=f"Give `bos={given == '--bos'}`",
+                    next_step="Give `bos=True`" if given == "--bos" else "Give `bos=False`",
                 )
         return super().parse_args(ctx, args)
 
