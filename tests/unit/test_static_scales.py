@@ -69,7 +69,7 @@ def test_the_least_predicted_damage_by_its_definition(ids_NT):
     assert all(not layer._forward_hooks for layer in linear_layers(model).values()), "left as it was"
 
 
-def test_texts_after_a_prefix_are_those_after_its_tokens(ids_NT):
+def test_texts_after_a_prefix_are_those_after_its_tokens():
     """What each layer reads; the targets are drawn anew, so gradients differ."""
     model, facts = planted_chain(0)
     ids_NT = random_tokens(facts, num_sequences=3, length=24)
@@ -89,6 +89,11 @@ def test_texts_after_a_prefix_are_those_after_its_tokens(ids_NT):
     for place, (x_BTE, g_BTO) in after.items():
         assert x_BTE.shape[1] == g_BTO.shape[1] == ids_NT.shape[1]
         torch.testing.assert_close(x_BTE, whole[place][0][:, 2:], rtol=1e-3, atol=1e-3)
+    alone = {}
+    for _ in read_gradients(model, ids_NT, lambda *read: alone.update({read[:2]: read[2:]})):
+        pass
+    differences = [float((x_BTE - alone[place][0]).abs().max()) for place, (x_BTE, _) in after.items()]
+    assert max(differences) > 1e-2, "the control: no prefix"
 
 
 def test_a_far_value_is_clipped_where_the_loss_does_not_depend_on_it(ids_NT):
@@ -130,7 +135,7 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
     assert [(reading.name, reading.is_control) for reading in found.readings] == [
         ("original", False),
         ("scales", False),
-        ("the same clipping in other modules", True),
+        ("the same changes of range in other modules", True),
     ]
     assert told["texts that set static scales"] == [(done, 16) for done in range(17)]
     left, better, other = (
@@ -144,3 +149,28 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
     assert written["scales"][LOUD] * 127 == pytest.approx(ranges[LOUD])
     assert written["scales"].keys() == linear_layers(model).keys()
     assert "static_scales.json" in card(found)
+
+
+def test_scales_that_harm_alone_are_tried_after_the_prefix(monkeypatch, tmp_path):
+    """Alone they clip the sink away; after a prefix that spares the text its sink, they are those of another model."""
+    model, facts = planted_chain(0)
+    ids_NT = random_tokens(facts, num_sequences=20, length=48)
+
+    def least_damage(model, ids_NT, largest, *, prefix=None, **_):
+        return {name: (1e-3 if prefix is None else 0.7) * value for name, value in largest.items()}
+
+    monkeypatch.setattr(static_scales, "least_damage_ranges", least_damage)
+    monkeypatch.setattr(static_scales, "least_error_range", lambda magnitude_M, count_M, bits: 0.5)
+    found = sinkscope.remedy(model, ids_NT, prefix=True, exempt=True, scales=True)
+    names = [reading.name for reading in found.readings]
+    assert "scales" not in names
+    assert names[-1] == "all together"
+    assert found.exempted
+    assert found.scales.keys() == linear_layers(model).keys() - set(found.exempted)
+    assert not any(line.startswith("scales: nothing to do") for line in found.verdicts)
+    assert "for texts after the prefix" in card(found)
+    assert found.summary["static_scales"] == "static_scales.json"
+    # The control: without a prefix there is nothing to be done by scales, and nothing is written.
+    alone = sinkscope.remedy(model, ids_NT, exempt=True, scales=True)
+    assert alone.scales == {}
+    assert any(line.startswith("scales: nothing to do") for line in alone.verdicts)

@@ -24,7 +24,7 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Column, Schema, rows_where
 
-MEASURED = ("activations-8-static", "activations-8-dynamic")
+MEASURED = (STATIC.name, "activations-8-dynamic")
 PLAIN = "16 bits"
 PREFIX_FILE, SCALES_FILE = "prefix.safetensors", "static_scales.json"
 WORTH_IT = 0.5
@@ -43,8 +43,13 @@ LOSSES = Schema(
         Column(
             "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
         ),
-        Column("won_low", "float", "Lower end of its 95 % interval, over texts; the damage is taken as it is", True),
-        Column("won_high", "float", "Upper end of it", True),
+        Column(
+            "won_low",
+            "float",
+            "Lower end of its 95 % interval, over texts; the damage is taken as it is",
+            nullable=True,
+        ),
+        Column("won_high", "float", "Upper end of it", nullable=True),
     ),
 )
 
@@ -109,9 +114,9 @@ class Remedied(Result):
     @property
     def scales(self) -> dict[str, float]:
         """What one step of a static 8-bit input is worth, by module that is rounded; empty without `scales`."""
-        levels = 2 ** (STATIC.bits - 1) - 1
+        levels, least = 2 ** (STATIC.bits - 1) - 1, float(np.finfo(np.float32).tiny)  # a module may read zeros alone
         ranges = self.ranges or {}
-        return {name: ranges[name] / levels for name in ranges if name not in self.exempted}
+        return {name: max(least, ranges[name] / levels) for name in ranges if name not in self.exempted}
 
     def harm(self, scheme: str) -> Damage:
         """What the scheme costs the original."""
@@ -186,6 +191,7 @@ class Remedied(Result):
             "prefix": None if self.prefix is None else list(self.prefix.ids),
             "units": [str(unit) for unit in self.units],
             "exempted": list(self.exempted),
+            "static_scales": SCALES_FILE if self.scales else None,
             "verdicts": self.verdicts,
             "losses": rows_where(self.tables[LOSSES.name]),
         }

@@ -99,7 +99,8 @@ def remedy(
         treated += _exempted(loaded.model, blamed, seed)
     rescaled = _rescaled(loaded.model, calibration, seed, begin) if scales else []
     treated += rescaled
-    if len([each for each in treated if not each.is_control]) > 2:
+    acting = [each.name for each in treated[1:] if not each.is_control]
+    if len(acting) + (scales and not rescaled) > 1:  # scales that do not help alone may help beside the others
         together = _together(
             loaded,
             calibration,
@@ -118,14 +119,15 @@ def remedy(
         beside = " beside the others" if any(each.name == "prefix" for each in treated) else ""
         needless.append(f"prefix: nothing to do{beside}, {found.why_none}")
     needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
-    needless += ["scales: nothing to do, those of the least squared error do as well"] * (scales and not rescaled)
+    last = [each for each in treated if not each.is_control][-1]
+    if scales and last.ranges is None:
+        needless.append("scales: nothing to do, those of the least squared error do as well")
     readings: list[Measured] = []
     step = begin("models measured")
     step(0, len(treated))
     for each in treated:
         readings.append(_reading(each, calibration, held_out))
         step(len(readings), len(treated))
-    last = [each for each in treated if not each.is_control][-1]
     return Remedied(
         loaded=replace(loaded, model=last.model),
         prefix=found if found is not None and found.ids else None,
@@ -162,7 +164,7 @@ def _exempted(model: Any, blamed: Sequence[str], seed: int) -> list[Treated]:
 
 
 def _rescaled(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> list[Treated]:
-    by_error, better = _better_ranges(model, calibration, None, begin)
+    by_error, better = _better_ranges(model, calibration, None, (), seed, begin)
     if better == by_error:
         return []
     names = list(by_error)
@@ -172,7 +174,7 @@ def _rescaled(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> li
     return [
         Treated(name="scales", model=model, ranges=better, acts_on=(STATIC.name,)),
         Treated(
-            name="the same clipping in other modules",
+            name="the same changes of range in other modules",
             model=model,
             ranges=others,
             acts_on=(STATIC.name,),
@@ -182,12 +184,13 @@ def _rescaled(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> li
 
 
 def _better_ranges(
-    model: Any, calibration: TokenBatch, prefix: SinkPrefix | None, begin: Work
+    model: Any, calibration: TokenBatch, prefix: SinkPrefix | None, exempted: Sequence[str], seed: int, begin: Work
 ) -> tuple[Ranges, Ranges]:
     step = begin("texts that set static scales")
     step(0, calibration.num_sequences)
     ids_NT, cache = _after_prefix(calibration, prefix)
-    return better_ranges(model, ids_NT, prefix=cache, progress=step)
+    modules = [name for name in linear_layers(model) if name not in exempted]
+    return better_ranges(model, ids_NT, modules=modules, prefix=cache, seed=seed, progress=step)
 
 
 def _blamed(model: Any, calibration: TokenBatch, seed: int, begin: Work) -> list[str]:
@@ -221,8 +224,11 @@ def _together(
             step = begin("prefixes tried beside the other remedies")
             prefix = sink_prefix(replace(loaded, model=model), calibration, progress=step)
         blamed = None if blamed is None else _blamed(model, calibration, seed, begin)
-    ranges = _better_ranges(model, calibration, prefix, begin)[1] if scales else None
-    return Treated(name="all together", model=model, prefix=prefix, exempted=blamed or (), ranges=ranges)
+    exempted, ranges = blamed or (), None
+    if scales:
+        by_error, better = _better_ranges(model, calibration, prefix, exempted, seed, begin)
+        ranges = None if better == by_error else better
+    return Treated(name="all together", model=model, prefix=prefix, exempted=exempted, ranges=ranges)
 
 
 def _after_prefix(batch: TokenBatch, prefix: SinkPrefix | None) -> tuple[Tensor, Prefix | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,7 @@ def least_error_ranges(
     """The ranges that round a calibration with the least squared error.
 
     Tokens that are kept in 16 bits, `keep` [N, T], do not count."""
-    counts = _magnitudes(bare_model(model), ids_NT, keep, prefix)
-    return {name: least_error_range(MAGNITUDE_M, count_M, bits) for name, count_M in counts.items()}
+    return _least_error_ranges(_magnitudes(bare_model(model), ids_NT, keep, prefix), bits)
 
 
 def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
@@ -70,20 +69,27 @@ def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
 
 
 def better_ranges(
-    model: Any, ids_NT: Tensor, *, prefix: Prefix | None = None, progress: Progress | None = None
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    modules: Collection[str] | None = None,
+    prefix: Prefix | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> tuple[Ranges, Ranges]:
     """(the ranges of least squared error, the better ones), both the same where the calibration asks for no others.
 
-    `progress` is called with (texts read, texts in all)."""
+    The better ones are those under which the calibration stays nearer to the model, with these `modules` rounded, or
+    all. `progress` is called with (texts read, texts in all)."""
     model = bare_model(model)
     counts = _magnitudes(model, ids_NT, None, prefix)
-    by_error = {name: least_error_range(MAGNITUDE_M, count_M, STATIC.bits) for name, count_M in counts.items()}
+    by_error = _least_error_ranges(counts, STATIC.bits)
     largest = {name: float(MAGNITUDE_M[count_M > 0].max()) for name, count_M in counts.items()}
-    by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, progress=progress)
+    by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, seed=seed, progress=progress)
     plain_NT = losses(model, ids_NT, prefix=prefix)
 
     def distance(ranges: Ranges) -> float:
-        rounded_NT = scheme_losses(model, STATIC, ids_NT, ranges=ranges, prefix=prefix)
+        rounded_NT = scheme_losses(model, STATIC, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
         return float(np.abs(rounded_NT - plain_NT).mean())
 
     return by_error, min(by_error, by_damage, key=distance)
@@ -95,12 +101,13 @@ def least_damage_ranges(
     largest: Mapping[str, float],
     *,
     prefix: Prefix | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Ranges:
     """The ranges with the least predicted damage, each as if no other module were rounded; `largest` inputs bound
     them."""
     layers = linear_layers(model)
-    damages = {name: np.zeros(len(SHARES)) for name in layers}
+    damages = {name: np.zeros(len(SHARES)) for name in largest}
 
     def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
         g_BTE = g_BTO @ weight_of(layers[name])
@@ -108,10 +115,14 @@ def least_damage_ranges(
             noise_BTE = rounded_input(STATIC, x_BTE, share * largest[name]) - x_BTE
             damages[name][number] += float((g_BTE * noise_BTE).sum(-1).double().square().sum())
 
-    for text in read_gradients(model, ids_NT, on_linear, prefix=prefix):
+    for text in read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed):
         if progress is not None:
             progress(text + 1, len(ids_NT))
     return {name: largest[name] * SHARES[int(found.argmin())] for name, found in damages.items()}
+
+
+def _least_error_ranges(counts: Mapping[str, Tensor], bits: int) -> Ranges:
+    return {name: least_error_range(MAGNITUDE_M, count_M, bits) for name, count_M in counts.items()}
 
 
 def _magnitudes(model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None) -> dict[str, Tensor]:
