@@ -121,7 +121,8 @@ def remedy(
     needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
     last = [each for each in treated if not each.is_control][-1]
     if scales and last.ranges is None:
-        needless.append("scales: nothing to do, those of the least squared error do as well")
+        beside = " beside the others" if rescaled else ""
+        needless.append(f"scales: nothing to do{beside}, those of the least squared error do as well")
     readings: list[Measured] = []
     step = begin("models measured")
     step(0, len(treated))
