@@ -92,7 +92,7 @@ def test_texts_after_a_prefix_are_those_after_its_tokens():
     alone = {}
     for _ in read_gradients(model, ids_NT, lambda *read: alone.update({read[:2]: read[2:]})):
         pass
-    differences = [float((x_BTE - alone[place][0]).abs().max()) for place, (x_BTE, _) in after.items()]
+    differences = [float((x_BTE - alone[place][0]).detach().abs().max()) for place, (x_BTE, _) in after.items()]
     assert max(differences) > 1e-2, "the control: no prefix"
 
 
