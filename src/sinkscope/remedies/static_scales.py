@@ -50,7 +50,8 @@ def least_error_ranges(
     """The ranges that round a calibration with the least squared error.
 
     Tokens that are kept in 16 bits, `keep` [N, T], do not count."""
-    return _least_error_ranges(_magnitudes(bare_model(model), ids_NT, keep, prefix), bits)
+    counts, _ = _magnitudes(bare_model(model), ids_NT, keep, prefix)
+    return _least_error_ranges(counts, bits)
 
 
 def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
@@ -82,11 +83,10 @@ def better_ranges(
     The better ones are those under which the calibration stays nearer to the model, with these `modules` rounded, or
     all. `progress` is called with (texts read, texts in all)."""
     model = bare_model(model)
-    counts = _magnitudes(model, ids_NT, None, prefix)
+    counts, plain_NT = _magnitudes(model, ids_NT, None, prefix)
     by_error = _least_error_ranges(counts, STATIC.bits)
     largest = {name: float(MAGNITUDE_M[count_M > 0].max()) for name, count_M in counts.items()}
     by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, seed=seed, progress=progress)
-    plain_NT = losses(model, ids_NT, prefix=prefix)
 
     def distance(ranges: Ranges) -> float:
         rounded_NT = scheme_losses(model, STATIC, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
@@ -125,8 +125,10 @@ def _least_error_ranges(counts: Mapping[str, Tensor], bits: int) -> Ranges:
     return {name: least_error_range(MAGNITUDE_M, count_M, bits) for name, count_M in counts.items()}
 
 
-def _magnitudes(model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None) -> dict[str, Tensor]:
-    """[M] how often each magnitude is read, by linear layer."""
+def _magnitudes(
+    model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None
+) -> tuple[dict[str, Tensor], np.ndarray]:
+    """([M] how often each magnitude is read, by linear layer; [N, T - 1] the losses of the same pass)."""
     found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
     spared: Tensor | None = None
 
@@ -141,5 +143,5 @@ def _magnitudes(model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix 
         return contextlib.nullcontext()
 
     with entering_rows(model, linear_layers(model), note):
-        losses(model, ids_NT, prefix=prefix, each=each)
-    return found
+        plain_NT = losses(model, ids_NT, prefix=prefix, each=each)
+    return found, plain_NT
