@@ -31,7 +31,7 @@ PLAN = read_plan()
 
 def test_every_run_of_the_plan_can_be_trained_and_sees_the_batches_of_its_seed(tmp_path):
     runs = planned_runs(PLAN)
-    assert len({run.name for run in runs}) == len(runs) == 5 * 4 + 15 * 2
+    assert len({run.name for run in runs}) == len(runs) == 5 * 4 + 16 * 2
     assert [run.name for run in runs[:6]] == PLAN["first"]
     pool = training_pool.TrainingPool(options(tmp_path), lambda run: configuration(PLAN, run))
     data = ("steps", "batch_size", "sequence_length", "seed")
