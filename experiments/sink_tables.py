@@ -1,6 +1,7 @@
 """Prints the tables and the verdicts of the experiment where sinks are born, from what sink_experiment.py kept.
 
     python experiments/sink_tables.py docs/lab/results/sink
+    python experiments/sink_tables.py docs/lab/results/trio    # the models that come with the package
     python experiments/sink_tables.py docs/lab/results/sink --figure docs/lab/sinks-born.png
     python experiments/sink_tables.py docs/lab/results/sink --write-books tokens    # once: how many windows a book has
 
@@ -127,7 +128,7 @@ def tables(results: list[dict[str, Any]], books: Sequence[int], rules: dict[str,
     for result in results:
         if not result["diverged"] and result["measures"] is not None:
             arms.setdefault(result["run"]["arm"], {})[result["run"]["seed"]] = result["measures"]
-    if BASELINE not in arms:
+    if not any(arm == baseline_of(arm) for arm in arms):
         raise InputError(expected=f"a run of {BASELINE}", found="none", next_step="Go on with sink_experiment.py")
     judged = verdicts(arms, books, results, rules)
     parts = (ends_table(arms, books), damage_table(arms), judged, bars_table(arms, books, rules), course_table(results))
@@ -291,6 +292,8 @@ def acceleration(results: list[dict[str, Any]]) -> tuple[float, str]:
 def course_table(results: list[dict[str, Any]]) -> list[str]:
     """When the losses part, beside when softmax's links are born: by seed, head_norm's loss less softmax's."""
     chosen = [r for r in results if not r["diverged"] and r["run"]["arm"] in (BASELINE, NORM)]
+    if not chosen:
+        return []
     runs = {(r["run"]["arm"], r["run"]["seed"]): r for r in chosen}
     seeds = sorted(seed for arm, seed in runs if arm == NORM and (BASELINE, seed) in runs)
     lines = [f"| step | {' | '.join(f'seed {seed}' for seed in seeds)} |", "| ---: |" + " ---: |" * len(seeds)]

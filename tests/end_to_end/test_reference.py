@@ -38,9 +38,9 @@ def test_it_writes_english(loaded):
 
 SINKS = {
     "reference:softmax": dict(
-        rate=0.271, births=[6], dimensions=[166, 106], dom_ratio=84.8, units={(6, 665), (11, 54)}
+        rate=0.331, births=[6], dimensions=[20, 78, 40], dom_ratio=28.2, units={(7, 438), (6, 348), (6, 545)}
     ),
-    "reference:head_norm": dict(rate=0.232, births=[4], dimensions=[0], dom_ratio=39.9, units={(4, 112), (15, 441)}),
+    "reference:head_norm": dict(rate=0.335, births=[], dimensions=[], dom_ratio=7.53, units=set()),
 }
 
 
@@ -51,7 +51,7 @@ def test_its_sink_is_the_one_that_the_card_names(loaded):
         assert [sink["position"] for sink in found["sinks"]] == [0]
         assert found["sink_rate"] == pytest.approx(said["rate"], abs=0.005)
         assert (found["birth_layers"], found["massive_dimensions"]) == (said["births"], said["dimensions"])
-        assert {(unit["layer"], unit["neuron"]) for unit in found["super_neurons"]} >= said["units"]
+        assert {(unit["layer"], unit["neuron"]) for unit in found["super_neurons"]} == said["units"]
         assert largest == pytest.approx(said["dom_ratio"], rel=0.02)
     else:
         assert found["sinks"] == found["super_neurons"] == found["massive_dimensions"] == []
@@ -80,7 +80,7 @@ def test_the_first_weights_are_drawn_again_from_the_seed():
     assert first.weight_hash == again.weight_hash != load(REFERENCES[0], device="cpu").weight_hash
     found = find_configuration(REFERENCES[0])
     assert found is not None
-    assert (found.seed, found.run) == (4, FOLDER / "softmax")
+    assert (found.seed, found.run) == (2, FOLDER / "softmax")
 
 
 def test_the_default_is_the_softmax_model(sinkscope, tmp_path):
