@@ -346,6 +346,21 @@ def test_a_claim_is_judged_on_the_side_of_a_norm_that_speaks_most_for_it():
     assert (judged(False).verdict, judged(False).effect) == ("does not hold", pytest.approx(1.0))
 
 
+@pytest.mark.parametrize(("most", "control"), [(True, 0.3), (False, 0.1)])
+def test_amplification_has_the_control_of_the_side_that_it_is_judged_on(most, control):
+    rises = {"amplify_variance": {most: 0.2, not most: 0.0}, "shift_mean": {True: 0.3, False: 0.1}}
+
+    def rise_B(name, factor=None, held=None, *, before_norm=False):
+        return np.full(N, rises[name][before_norm])
+
+    study: Any = SimpleNamespace(
+        plan=SimpleNamespace(targets=(10,)), sides=(False, True), rise_B=rise_B, where="", by_side=lambda values: ""
+    )
+    claim = CLAIMS["amplification_creates_sink"]
+    judged = judge([(claim, claim.numbers(study))], N)[0]
+    assert (judged.verdict, judged.effect, judged.control) == ("holds", pytest.approx(0.2), pytest.approx(control))
+
+
 def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():
     """Before the norm the rate rises with every factor (tau 1), after it it never moves (tau 0)."""
     rates = {1.5: 0.1, 2.0: 0.2, 4.0: 0.3, 8.0: 0.4}

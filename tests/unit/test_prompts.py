@@ -122,10 +122,10 @@ def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model, tmp_path)
 
 
 def test_units_are_named_in_any_way(model):
-    (unit,) = [u for u in sinkscope.trace(model, LONG).findings.super_neurons if (u.layer, u.neuron) == (6, 665)][:1]
-    for named in (unit, (6, 665), (6, None, 665), "6:665"):
+    (unit,) = [u for u in sinkscope.trace(model, LONG).findings.super_neurons if (u.layer, u.neuron) == (6, 348)][:1]
+    for named in (unit, (6, 348), (6, None, 348), "6:348"):
         with sinkscope.ablate_neurons(model, [named]) as edit:
-            assert edit.place.items == {sinkscope.Unit(6, None, 665)}
+            assert edit.place.items == {sinkscope.Unit(6, None, 348)}
     for wrong in ("5", "5:1:2:3", "five:1", (5,), 148):
         with pytest.raises(sinkscope.InputError, match="5:148"):
             sinkscope.ablate_neurons(model, [wrong])
@@ -137,9 +137,9 @@ def test_generating_under_an_intervention(model):
     def generated(**options):
         return model.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, **options)
 
-    with sinkscope.ablate_neurons(model, ["6:665"]):  # at every token: a cache is no harm
+    with sinkscope.ablate_neurons(model, ["6:348"]):  # at every token: a cache is no harm
         assert torch.equal(generated(), generated(use_cache=False))
-    with sinkscope.ablate_neurons(model, ["6:665"], positions=0):
+    with sinkscope.ablate_neurons(model, ["6:348"], positions=0):
         with pytest.raises(sinkscope.InputError, match="use_cache=False"):
             generated()
         assert generated(use_cache=False).shape[1] == ids.shape[1] + 3

@@ -141,8 +141,10 @@ class Conditions:
             for mixing in MIXINGS[1:]:
                 yield from (c for c in _levelled(mixing, target) if c.name == mixing)
         yield from self._both_sides(Condition("amplify_variance", target, factor) for factor in FACTORS)
-        for control in ("scale_norm", "shift_mean", "swap_deviation", "random_direction"):
-            yield Condition(control, target, DOSE)
+        yield Condition("scale_norm", target, DOSE)
+        yield from self._both_sides([Condition("shift_mean", target, DOSE)])  # amplification's control, side by side
+        for other in ("swap_deviation", "random_direction"):
+            yield Condition(other, target, DOSE)
         if plan.dimensions:
             yield Condition("transplant_dimensions", target)
             yield Condition("transplant_random_dimensions", target)

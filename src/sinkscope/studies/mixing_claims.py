@@ -46,13 +46,15 @@ from sinkscope.studies.measured import NO_TARGET, Measured
 def _rise(
     name: str, factor: float | None = None, *, control: tuple, sides: bool = False
 ) -> Callable[[Measured], Found]:
-    """The rise under one condition, with that under another as its control. `sides`: it acts on the aggregation."""
+    """The rise under one condition, with that under another as its control. `sides`: both act on the aggregation, and
+    the control's number is that of the side where the condition does most."""
 
     def numbers(study: Measured) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
-        beside = control_unless_marked(lambda: float(study.rise_B(*control).mean()))
+        judged = study.sides[risen_BS.mean(0).argmax()]
+        beside = control_unless_marked(lambda: float(study.rise_B(*control, before_norm=judged).mean()))
         return Numbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
 
     return numbers
