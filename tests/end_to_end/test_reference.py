@@ -12,6 +12,8 @@ from sinkscope import load, token_batch, trace
 from sinkscope.models.names import FOLDER, REFERENCES, reference_run
 from sinkscope.pretrain.model_specs import find_configuration
 from sinkscope.report.comparison import compare
+from sinkscope.report.run import read_run
+from sinkscope.report.trace import chain_panels
 
 TEXT = (
     "The gentleman took off his hat, and after a moment of silence he said that he had come a long way, that he was "
@@ -57,6 +59,13 @@ def test_its_sink_is_the_one_that_the_card_names(loaded):
         assert found["sinks"] == found["super_neurons"] == found["massive_dimensions"] == []
         assert found["sink_rate"] < 0.005
         assert largest < 15
+
+
+def test_a_sink_without_disparity_is_shown_from_the_layer_before_it(tmp_path):
+    found = trace("reference:head_norm", token_batch("reference:head_norm", num_sequences=8))
+    variance, writes, *_ = chain_panels(read_run(found.save(tmp_path / "run")))
+    assert ({row[0] for row in variance.rows}, {row[0] for row in writes.rows}) == ({0, 7}, {7})
+    assert "in the layer before the first with the sink" in writes.caption
 
 
 def test_they_are_small_enough_for_a_wheel():

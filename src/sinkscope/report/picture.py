@@ -12,6 +12,7 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import SINK_THRESHOLD
+from sinkscope.report.run import before_the_sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +56,7 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     layers = {name: _floats(values) for name, values in tables["layers"].items()}
     births = [layer for layer in summary["birth_layers"] if layer >= 0]
     shown = min(NUM_POSITIONS_SHOWN, summary["tokens"]["length"])
-    _variance(panels[0], positions, births[0] if births else 0, shown)
+    _variance(panels[0], positions, births[0] if births else before_the_sink(summary), shown)
     _writes(panels[1], positions, summary, births, shown)
     _output_vectors(panels[2], tables["neurons"], summary["dom_ratio"]["position"])
     _dom_ratio(panels[3], layers)
@@ -88,7 +89,7 @@ def _variance(panel, positions, birth: int, shown: int) -> None:
 
 def _writes(panel, positions, summary, births: list[int], shown: int) -> None:
     panel.set_title("Largest neuron write by position")
-    layers = births or sorted({unit["layer"] for unit in summary["super_neurons"]})[:2] or [0]
+    layers = births or sorted({unit["layer"] for unit in summary["super_neurons"]})[:2] or [before_the_sink(summary)]
     for layer, marker in zip(layers[:3], "osv", strict=False):
         panel.plot(
             _layer_rows(positions, layer, "largest_write", shown), marker=marker, ms=3, lw=0.8, label=f"layer {layer}"

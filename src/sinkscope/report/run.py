@@ -41,7 +41,7 @@ SUMMARY = {
 TRACED = {
     "sink_rate": Maybe(Real()),
     "keys": Maybe([Int(0, "length")]),
-    "sinks": [{"position": Int(0, "length")}],
+    "sinks": [{"position": Int(0, "length"), "layers": Maybe([Int(0, "num_layers")])}],
     "birth_layers": [Int(-1, "num_layers")],
     "massive_dimensions": [Int()],
     "token_sinks": Maybe([{"text": Text(), "num_sequences": Int(), "num_with": Int(), "positions": [Int()]}]),
@@ -129,6 +129,11 @@ class Run:
     def file_name(self, table: str) -> str:
         """The file that holds a table."""
         return f"{table}.parquet"
+
+
+def before_the_sink(summary: Mapping) -> int:
+    """The layer before the first with the strongest sink, where it must come from; 0 where there is no sink."""
+    return max(0, min((layer for sink in summary["sinks"][:1] for layer in sink.get("layers") or ()), default=0) - 1)
 
 
 def is_run(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from sinkscope.report.figure import (
     log_axis,
     rounded,
 )
-from sinkscope.report.run import Run
+from sinkscope.report.run import Run, before_the_sink
 from sinkscope.report.text import number, plotted, token_text
 from sinkscope.studies.judging import percent
 
@@ -94,8 +94,8 @@ def by_layer_and_position(run: Run, name: str) -> np.ndarray:
 
 
 def _curve_layers(run: Run) -> list[int]:
-    """The first layer and the one where disparity is born."""
-    return sorted({0, run.births[0]} if run.births else {0})
+    """The first layer and the one where disparity is born, or the one before the sink where none is."""
+    return sorted({0, *(run.births[:1] or [before_the_sink(run.summary)])})
 
 
 def _variance(run: Run) -> Figure:
@@ -133,14 +133,22 @@ def _variance(run: Run) -> Figure:
 
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
-    layers = run.births or sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)}) or [0]
+    of_units = sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)})
+    places = {
+        "the layers where disparity is born": run.births,
+        "the layers of super neurons": of_units,
+        "the layer before the first with the sink" if run.summary["sinks"] else "the first layer": [
+            before_the_sink(run.summary)
+        ],
+    }
+    where, layers = next((where, layers) for where, layers in places.items() if layers)
     cut = _cut(3, len(layers), "such layers") + _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
     layers = layers[:3]
     positions = range(values.shape[1])
     return Figure(
         "writes",
         "Neuron activations",
-        f"Largest |activation| x output norm of any unit, in the layers where disparity is born.{cut}",
+        f"Largest |activation| x output norm of any unit, in {where}.{cut}",
         ("positions",),
         [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
         {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
