@@ -9,7 +9,7 @@ from training_folders import curved_loss, write_training_folder
 
 from sinkscope.report import study
 from sinkscope.report.comparison import write_comparison_page
-from sinkscope.report.result import write_page_of_run
+from sinkscope.report.run_page import write_page_of_run
 from sinkscope.report.text import token_text, visible
 from sinkscope.studies.claims import CLAIMS
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pyarrow.parquet
 import pytest
@@ -10,8 +12,8 @@ from training_folders import write_training_folder
 
 from sinkscope.errors import InputError
 from sinkscope.report.comparison import compare, write_comparison_page
-from sinkscope.report.result import write_page_of_run
 from sinkscope.report.run import read_run
+from sinkscope.report.run_page import write_page_of_run
 from sinkscope.results.run_folder import is_training_run
 
 
@@ -80,6 +82,25 @@ def test_damaged_runs_are_refused_and_nothing_is_written(study, tmp_path, damage
     with pytest.raises(InputError, match=message):
         write_page_of_run(study, tmp_path / "page.html")
     assert {path.name for path in tmp_path.iterdir()} == {"study"}
+
+
+def test_the_page_of_a_study_needs_no_torch(study, tmp_path):
+    """A user waits seconds for torch alone. The control: a page of training, which asks for it, cannot be written."""
+    trained = write_training_folder(tmp_path / "trained")
+    code = """
+import sys
+from pathlib import Path
+
+sys.modules["torch"] = None  # importing it fails
+from sinkscope.report.run_page import write_page_of_run
+
+for number, folder in enumerate(sys.argv[1:]):
+    write_page_of_run(folder, Path(folder).parent / f"page-{number}.html")
+"""
+    done = subprocess.run([sys.executable, "-c", code, study, trained], capture_output=True, text=True, check=False)
+    assert (tmp_path / "page-0.html").is_file(), done.stderr
+    assert "torch" in done.stderr
+    assert not (tmp_path / "page-1.html").exists()
 
 
 def test_refused_comparisons(study, tmp_path):

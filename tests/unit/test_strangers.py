@@ -24,7 +24,7 @@ from sinkscope.pretrain.model_specs import draw
 from sinkscope.pretrain.presets import resolve
 from sinkscope.report import html
 from sinkscope.report.comparison import compare
-from sinkscope.report.result import write_page_of_run
+from sinkscope.report.run_page import write_page_of_run
 from sinkscope.results import tables
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import Column, Schema, read_table, write_table

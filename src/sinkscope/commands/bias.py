@@ -69,7 +69,7 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
         folder.write_json("environment.json", run_environment(result.readings.model))
         result.write(folder)
         if importlib.util.find_spec("plotly") is not None:
-            from sinkscope.report.result import write_page_of_run
+            from sinkscope.report.run_page import write_page_of_run
 
             write_page_of_run(folder.path, folder.path / "report.html")
     output.show(path, lambda: terminal.show_bias(result, path))

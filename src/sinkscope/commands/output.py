@@ -126,6 +126,6 @@ def write_pictures(folder: RunFolder, trace: Trace) -> None:
     if can_draw():
         trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
     if importlib.util.find_spec("plotly") is not None:
-        from sinkscope.report.result import write_page_of_run
+        from sinkscope.report.run_page import write_page_of_run
 
         write_page_of_run(folder.path, folder.path / "report.html")

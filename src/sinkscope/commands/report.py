@@ -37,7 +37,7 @@ def report_command(asked: ReportOptions) -> None:
 
     Example: sinkscope report runs/tiny --overwrite
     """
-    from sinkscope.report.result import write_page_of_run
+    from sinkscope.report.run_page import write_page_of_run
     from sinkscope.report.text import say
     from sinkscope.results.run_folder import check_page
 

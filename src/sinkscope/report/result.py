@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
-from sinkscope.models.names import run_path
 from sinkscope.origins.fingerprint import Fingerprint
-from sinkscope.pretrain.comparison import TrainingComparison, compare_training
+from sinkscope.pretrain.comparison import TrainingComparison
 from sinkscope.remedies.audited import Audit
 from sinkscope.remedies.remedied import Remedied
 from sinkscope.report import html
 from sinkscope.report.audit import audit_figures, write_audit_page
-from sinkscope.report.bias import bias_section, write_bias_page
+from sinkscope.report.bias import bias_section
 from sinkscope.report.comparison import write_training_page
 from sinkscope.report.drawn import drawing
 from sinkscope.report.figure import Figure
@@ -27,12 +26,13 @@ from sinkscope.report.intervened import intervened_figures, write_intervened_pag
 from sinkscope.report.picture import can_draw, chain_figure
 from sinkscope.report.remedied import remedied_figures, write_remedied_page
 from sinkscope.report.run import read_run
-from sinkscope.report.study import study_page_figures, write_study_page
+from sinkscope.report.run_page import write_page_of_run
+from sinkscope.report.study import study_page_figures
 from sinkscope.report.text import isolated
 from sinkscope.report.training import write_training_run_page
 from sinkscope.report.training_figures import birth_figures, training_figures
 from sinkscope.results.result import Result
-from sinkscope.results.run_folder import check_page, is_training_run
+from sinkscope.results.run_folder import check_page
 from sinkscope.studies.intervene import Intervened
 from sinkscope.studies.study import Study
 
@@ -127,17 +127,3 @@ def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             write_page_of_run(result.save(Path(folder) / "run"), out)
-
-
-def write_page_of_run(name: str | Path, out: Path) -> str:
-    """Writes the page of a run from the files in its folder alone, and returns its answer.
-
-    reference:NAME stands for its training run.
-    """
-    folder = run_path(name)
-    if is_training_run(folder):
-        write_training_run_page(trained := compare_training([folder]), out)
-        return trained.story
-    run = read_run(folder)
-    (write_bias_page if run.kind == "bias" else write_study_page)(run, out)
-    return run.answer
