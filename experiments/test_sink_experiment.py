@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from training_folders import write_training_folder
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.loading import load
+from sinkscope.models.names import FOLDER, REFERENCES
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.remedies.damage import losses
@@ -27,6 +29,7 @@ from sinkscope.remedies.schemes import linear_layers
 from sinkscope.statistics import bootstrap_mean_interval
 
 PLAN = read_plan()
+PROJECT = Path(__file__).parent.parent
 
 
 def test_every_run_of_the_plan_can_be_trained_and_sees_the_batches_of_its_seed(tmp_path):
@@ -168,6 +171,21 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
     assert "- not confirmed: head_norm ends lower on every seed" in text
     with pytest.raises(InputError, match=r"expected 6 windows in books\.json; found 5"):
         sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2], PLAN["verdicts"])
+
+
+def test_the_card_of_the_bundled_models_has_the_numbers_that_are_kept_of_them():
+    kept = PROJECT / "docs" / "lab" / "results" / "trio"
+    results, books = read_results(kept), sink_tables.read_books(kept)
+    lines = sink_tables.tables(results, books, PLAN["verdicts"])
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in lines if "_muon-2 |" in line]
+    assert len(rows) == len(REFERENCES)
+    for run, difference, loss, sink, *_, largest, _ in rows:
+        for number in (difference, loss, sink.replace("%", " %"), largest):
+            assert number in card, run
+    without_softmax = [result for result in results if not result["name"].startswith("softmax")]
+    with pytest.raises(InputError, match="a run of softmax"):
+        sink_tables.tables(without_softmax, books, PLAN["verdicts"])
 
 
 @pytest.mark.parametrize(

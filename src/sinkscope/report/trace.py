@@ -134,14 +134,14 @@ def _variance(run: Run) -> Figure:
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
     of_units = sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)})
-    places = {
-        "the layers where disparity is born": run.births,
-        "the layers of super neurons": of_units,
-        "the layer before the first with the sink" if run.summary["sinks"] else "the first layer": [
-            before_the_sink(run.summary)
-        ],
-    }
-    where, layers = next((where, layers) for where, layers in places.items() if layers)
+    if run.births:
+        where, layers = "the layers where disparity is born", run.births
+    elif of_units:
+        where, layers = "the layers of super neurons", of_units
+    elif run.summary["sinks"]:
+        where, layers = "the layer before the first with the sink", [before_the_sink(run.summary)]
+    else:
+        where, layers = "the first layer", [0]
     cut = _cut(3, len(layers), "such layers") + _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
     layers = layers[:3]
     positions = range(values.shape[1])
