@@ -1,6 +1,6 @@
 """Prints how fast `sinkscope pretrain` trains, beside a plain loop over the same model, and where the time goes.
 
-    python benchmarks/pretrain_speed.py --preset 152m --length 1024 --batch 64
+    python benchmarks/pretrain_speed.py --config 152m --batch 64
 
 Contestants, each in a process of its own with an empty compilation cache:
 - sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk), recorded as
@@ -30,9 +30,10 @@ import torch
 from torch.nn import functional
 
 from sinkscope.pretrain import step as training_step
+from sinkscope.pretrain.config import PretrainConfig
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.parallel import Processes
-from sinkscope.pretrain.presets import TRAINING_PRESETS, decoder_config, preset
+from sinkscope.pretrain.presets import decoder_config, resolve
 from sinkscope.pretrain.probes import probe, random_batch
 from sinkscope.pretrain.tokens import ShardWriter, TokenStream, open_shards
 from sinkscope.results.run_folder import run_folder
@@ -68,9 +69,9 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="152m")
+    parser.add_argument("--config", default="152m", help="a preset or a YAML file, as sinkscope pretrain takes it")
     parser.add_argument("--variant", default="softmax")
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, help="tokens of a sequence; the configuration's without it")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step, one forward pass")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
@@ -82,15 +83,23 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def configured(arguments: argparse.Namespace) -> PretrainConfig:
+    """What is trained: the configuration with the batch that was asked for, in one forward pass."""
+    asked = {"batch_size": arguments.batch, "sequence_length": arguments.length}
+    config = resolve(arguments.config, variant=arguments.variant, data=[], training=asked)
+    return replace(config, training=replace(config.training, micro_batch_size=None))
+
+
 def measure(arguments: argparse.Namespace) -> dict:
     """Start-up, seconds a step, tokens/s and, of the trainer, a profile."""
+    config = configured(arguments)
+    length = config.training.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        vocab_size = preset(arguments.preset).get("vocab_size", 50257)
-        shards = random_shards(Path(folder) / "tokens", vocab_size, 40 * arguments.batch * arguments.length)
-        stream = TokenStream(shards, "train", length=arguments.length, batch_size=arguments.batch, seed=0)
+        shards = random_shards(Path(folder) / "tokens", config.vocab_size, 40 * arguments.batch * length)
+        stream = TokenStream(shards, "train", length=length, batch_size=arguments.batch, seed=0)
         started_at = time.perf_counter()
         build = {"sinkscope": trainer, "launched": trainer, "plain": plain_loop}[arguments.contestant]
-        model, step = build(arguments, vocab_size, stream)
+        model, step = build(arguments, config, stream)
         step(0)
         wait(arguments)
         startup_s = time.perf_counter() - started_at
@@ -106,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict:
             "startup_s": startup_s,
             "losses": losses,
             "seconds": seconds,
-            "flops_per_token": training_step.flops_per_token(model, arguments.length),
+            "flops_per_token": training_step.flops_per_token(model, length),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else None,
         }
         if arguments.contestant == "sinkscope":
@@ -137,31 +146,24 @@ def random_shards(path: Path, vocab_size: int, num_tokens: int):
     return open_shards(path)
 
 
-def trainer(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
-    config = replace(
-        TRAINING_PRESETS[arguments.preset],
-        batch_size=arguments.batch,
-        micro_batch_size=None,
-        sequence_length=arguments.length,
-    )
-    model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": vocab_size}))
+def trainer(arguments: argparse.Namespace, config: PretrainConfig, stream: TokenStream):
+    model = Decoder(decoder_config(config.model | {"vocab_size": config.vocab_size}))
     group = Processes(mode="single", rank=0, num_processes=1, device=torch.device(arguments.device))
-    record = arguments.contestant == "sinkscope"
-    step = training_step.TrainingStep(model, config, group, compile=arguments.device == "cuda", record=record)
+    record, compile = arguments.contestant == "sinkscope", arguments.device == "cuda"
+    step = training_step.TrainingStep(model, config.training, group, compile=compile, record=record)
     return model, lambda number: step.update(number, stream)[0]
 
 
-def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStream):
+def plain_loop(arguments: argparse.Namespace, config: PretrainConfig, stream: TokenStream):
     torch.set_float32_matmul_precision("high")
-    config = TRAINING_PRESETS[arguments.preset]
-    padded = vocab_size + -vocab_size % 64
-    model = Decoder(decoder_config(model_fields(arguments) | {"vocab_size": padded})).to(arguments.device)
+    training, padded = config.training, config.vocab_size + -config.vocab_size % 64
+    model = Decoder(decoder_config(config.model | {"vocab_size": padded})).to(arguments.device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimiser = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
+        [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
         fused=True,
     )
     compiled = torch.compile(model)
@@ -174,19 +176,12 @@ def plain_loop(arguments: argparse.Namespace, vocab_size: int, stream: TokenStre
             logits = compiled(tokens, use_cache=False).logits
             loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         return loss.detach()
 
     return model, step
-
-
-def model_fields(arguments: argparse.Namespace) -> dict:
-    return preset(arguments.preset) | {
-        "attention_variant": arguments.variant,
-        "max_position_embeddings": arguments.length,
-    }
 
 
 def profile(step, num_steps: int = 3) -> dict[str, float]:
@@ -232,16 +227,18 @@ def wait(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
+    config = configured(arguments).training
+    tokens = config.batch_size * config.sequence_length
     print(
-        f"- {arguments.preset}, {arguments.variant}, {arguments.batch} x {arguments.length} tokens a step, "
-        f"bfloat16 autocast, AdamW; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds of "
+        f"- {arguments.config}, {arguments.variant}, {config.batch_size} x {config.sequence_length} tokens a step, "
+        f"bfloat16 autocast, {config.optimiser}; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds of "
         f"{arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
     )
     print("| | ms a step, median [min, max] | tokens/s | MFU | start-up to first step, s | peak GiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, result in results.items():
         median = statistics.median(result["seconds"])
-        rate = arguments.batch * arguments.length / median
+        rate = tokens / median
         spread = f"{1e3 * median:.1f} [{1e3 * min(result['seconds']):.1f}, {1e3 * max(result['seconds']):.1f}]"
         memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:.1f}"
         mfu = rate * result["flops_per_token"] / arguments.peak
@@ -252,12 +249,12 @@ def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
         verdict = "PASS" if difference <= LARGEST_LOSS_DIFFERENCE else "FAIL"
         print(f"\n- {verdict}: losses of recorded and launched updates differ by at most {difference:.4f}")
     if "sinkscope" in results:
-        config, result = TRAINING_PRESETS[arguments.preset], results["sinkscope"]
-        rate = arguments.batch * arguments.length / statistics.median(result["seconds"])
-        between_s = config.probe_every * config.batch_size * config.sequence_length / rate
+        own, result = resolve(arguments.config, data=[], training={}).training, results["sinkscope"]
+        rate = tokens / statistics.median(result["seconds"])
+        between_s = own.probe_every * own.batch_size * own.sequence_length / rate
         share = result["probe_s"] / (result["probe_s"] + between_s)
         verdict = "PASS" if share < LARGEST_PROBE_SHARE else "FAIL"
-        print(f"- {verdict}: a probe takes {result['probe_s']:.2f} s, {share:.2%} of training at the preset's interval")
+        print(f"- {verdict}: a probe takes {result['probe_s']:.2f} s, {share:.2%} of training at the configuration's interval")
     for name, result in results.items():
         if "profile" in result:
             print(f"\n| {name}: where a step goes | ms |\n| --- | ---: |")
