@@ -84,6 +84,7 @@ _SEEN: Truth = (
 _AVERAGES: Truth = (_AVERAGED, "attention is nearly uniform up to the sink, over tokens drawn at random")
 _SINK: Truth = ({"sink"}, "heads read what position 0 has")
 _IDLE: Truth = (_DISPARITY, "one unit writes one dimension at position 0, and no head reads it")
+_CROWD: Truth = ({"writers_necessary"}, "a tenth of a layer's units write the slot that keys read, and no others do")
 _CARRIED: Truth = (
     {"averaging_law"},
     "later tokens carry the first one's value where disparity is born: no discrepancy",
@@ -94,14 +95,19 @@ TRUTHS: dict[str, list[Truth]] = {
         _SINK,
         _AVERAGES,
         _OPENS,
-        ({"lock"}, "keys read one slot, which all states at position 0 share; a tenth of a layer's units write it"),
+        ({"lock"}, "keys read one slot, which all states at position 0 share"),
+        _CROWD,
     ],
     "disparity_without_sink": [
         _AVERAGES,
         (_DISPARITY | {"directional_collapse"}, "the unit and its dimension are there; there is no sink to explain"),
     ],
     "large_neuron": [_SINK, _AVERAGES, _SEEN],
-    "disparity_beside_sink": [_SINK, _CARRIED, _OPENS, _IDLE, ({"lock"}, "keys read one slot, not the dimension")],
+    "disparity_beside_sink": [
+        *(_SINK, _CARRIED, _OPENS, _IDLE),
+        ({"lock"}, "keys read one slot, not the dimension"),
+        _CROWD,
+    ],
     "disparity_after_sink": [
         *(_SINK, _CARRIED, _SEEN, _IDLE),
         ({"directional_collapse"}, "behind its sink position 0 is little but the dimension"),

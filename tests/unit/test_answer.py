@@ -1,8 +1,12 @@
 """The sentence that names the cause says no more than the verdicts do."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from sinkscope.studies.answer import Verdicts, cause, counts
+from sinkscope.models.anatomy import Unit
+from sinkscope.studies.answer import Verdicts, _writers, cause, counts
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.judging import Judgement
 
@@ -86,7 +90,7 @@ def test_the_counts_leave_no_claim_out():
     verdicts = {"lock": NO, "averaging_law": "undecided", "channel_sparsity_necessary": "not applicable"}
     assert _counted(lambda id: verdicts.get(id, "holds")) == (
         "Beside sink, 5 of 7 links seen in the untouched model hold; does not hold: lock; undecided: averaging_law. "
-        "19 of 19 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
+        "20 of 20 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
     )
     assert _counted(lambda id: "holds" if id == "sink" else "not applicable") == (
         "Beside sink, none of the links seen in the untouched model can be judged here. "
@@ -96,3 +100,30 @@ def test_the_counts_leave_no_claim_out():
 
 def _counted(verdict_of) -> str:
     return counts([Judgement(claim=claim, verdict=verdict_of(id), n=16) for id, claim in CLAIMS.items()])
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "minimal", "writers", "went", "said"),
+    [
+        ({}, 0, 0, None, "No set of units was found that carries it."),
+        (
+            {"super_neurons_necessary": "holds"},
+            *(1, 0, "gone"),
+            "Unit 3:0 writes it: without it the sink falls below the 5 % of a sink.",
+        ),
+        (
+            {"super_neurons_necessary": NO, "writers_necessary": "holds"},
+            *(0, 6, "weaker (6%)"),
+            "Units 3:0, 3:1, 3:2, 3:3 and 2 more write it, along one direction: without them the sink is weaker (6%).",
+        ),
+        (
+            {"super_neurons_necessary": NO, "writers_necessary": "undecided"},
+            *(0, 2, "gone"),
+            "Whether units 3:0, 3:1 write it is not settled: without them the sink falls below the 5 % of a sink.",
+        ),
+    ],
+)
+def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writers, went, said):
+    units = tuple(Unit(3, None, neuron) for neuron in range(8))
+    study: Any = SimpleNamespace(minimal=units[:minimal], writers=units[:writers])
+    assert _writers(Verdicts(verdicts), study, went) == said

@@ -12,7 +12,7 @@ from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
 from sinkscope.studies.judging import ALSO_CONTROL, Bar, Claim, Empty, Judgement, Numbers, judge, second_over_first
-from sinkscope.studies.minimal_set import minimal_set
+from sinkscope.studies.minimal_set import minimal_set, shortest
 from sinkscope.studies.study import _numbers
 
 N = 32
@@ -227,6 +227,14 @@ def test_a_backup_that_wakes_only_when_the_first_is_gone_is_found():
     assert minimal_set([1], lambda u: 0.0 if {1, 9} <= set(u) else 1.0, lambda u: [], 0.2) == ()  # type: ignore[arg-type]
 
 
+def test_as_many_writers_are_taken_as_it_takes_and_none_where_all_are_not_enough():
+    """Each of them carries a fortieth: 32 are the first power of 2 that leaves at most a fifth."""
+    ranked: Any = tuple(range(64))
+    assert shortest(ranked, lambda units: 1 - len(units) / 40, 0.2) == ranked[:32]
+    assert shortest(ranked[:33], lambda units: 1 - len(units) / 41, 0.2) == ranked[:33]  # the last try is all of them
+    assert shortest(ranked[:31], lambda units: 1 - len(units) / 40, 0.2) == ()
+
+
 def test_no_unit_of_a_minimal_set_can_be_put_back():
     needed = {0, 4, 11, 12, 30}
     weight = {unit: 1 + unit % 3 for unit in needed}
@@ -359,6 +367,50 @@ def test_amplification_has_the_control_of_the_side_that_it_is_judged_on(most, co
     claim = CLAIMS["amplification_creates_sink"]
     judged = judge([(claim, claim.numbers(study))], N)[0]
     assert (judged.verdict, judged.effect, judged.control) == ("holds", pytest.approx(0.2), pytest.approx(control))
+
+
+SIDED = {
+    "variance_suffices": (("untouched+variance_of_see_self",), 0.3),
+    "energy_suffices": (("untouched+energy_of_see_self",), 0.3),
+    "variance_is_what_matters": ((RETURNED, KEPT), 0.1),
+    "energy_is_what_matters": (("see_self+energy_of_untouched",), 0.1),
+    "equalising_removes_sink": (("equalise_variance",), 0.1),
+    "mean_suffices": (("remove_deviation",), 0.3),
+}
+"""Of each claim the conditions that it is judged by, and their number on the side that decides; 0.2 on the other."""
+
+
+@pytest.mark.parametrize("decides", [True, False])
+@pytest.mark.parametrize("name", SIDED)
+def test_a_control_is_that_of_the_side_that_its_claim_is_judged_on(name, decides):
+    """The control is 0.4 before the norm and 0.5 after it; a token that sees only itself rises by 1."""
+    judged_by, deciding = SIDED[name]
+
+    def number(label: str, before_norm: bool) -> float:
+        if label in judged_by:
+            return deciding if before_norm == decides else 0.2
+        return 0.4 if before_norm else 0.5
+
+    def rise_B(name, factor=None, held=None, *, before_norm=False, **levels):
+        alone = name == "see_self" and not levels
+        return np.full(N, 1.0 if alone else number(Condition(name, 10, factor, **levels).label, before_norm))
+
+    def left_BS2(name):
+        return np.stack([np.full((N, 2), [1.0, number(name, side)]) for side in (False, True)], 1)
+
+    study: Any = SimpleNamespace(
+        plan=SimpleNamespace(targets=(10,), sink=0),
+        sides=(False, True),
+        sink_varies=True,
+        rise_B=rise_B,
+        left_BS2=left_BS2,
+        left_by=lambda name, position, before_norm: number(f"{name} as control", before_norm),
+        times_the_variance=lambda name, factor: 1.0,
+        where="",
+        by_side=lambda values: "",
+    )
+    (judgement,) = judge([(CLAIMS[name], CLAIMS[name].numbers(study))], N)
+    assert judgement.control == pytest.approx(0.4 if decides else 0.5)
 
 
 def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():

@@ -12,8 +12,8 @@ from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import _beside, _mediated
-from sinkscope.studies.controls import EMPTY, Activity, draw_controls, read_activity
-from sinkscope.studies.plan import Plan
+from sinkscope.studies.controls import EMPTY, Activity, draw_controls, read_activity, with_writers
+from sinkscope.studies.plan import MAX_UNITS, Plan
 from sinkscope.studies.study import study
 
 IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -103,6 +103,38 @@ def test_units_are_matched_in_what_they_write_at_the_sink_not_in_norm_alone():
     assert strongest not in by_write
     # The control: units of the same norm are as silent as any.
     assert sum(activity.of([u]) for u in by_norm) < 0.5 * sum(activity.of([u]) for u in by_write)
+
+
+def test_writers_are_ranked_over_all_layers_before_the_sink_and_candidates_are_few_of_each():
+    """Of 400 units of a layer 2 can be super neurons. Layer 1 has four that write along the direction, layer 0 one, and
+    layer 2 is behind the first head with the sink."""
+    model = tiny_model("llama", intermediate_size=400)
+    anatomy = anatomy_of(model)
+    direction_E = torch.zeros(48)
+    direction_E[3] = 1.0
+    along = {0: {7: 5.0}, 1: {1: 4.0, 2: -6.0, 3: 3.0, 4: 2.0}, 2: {9: 100.0}}
+    writes = {}
+    with torch.no_grad():
+        for layer, units in along.items():
+            weight_EF: Any = model.model.layers[layer].mlp.down_proj.weight
+            weight_EF.zero_()
+            weight_EF[5] = 1.0  # the others write elsewhere, however much
+            write_F = torch.full((400,), 50.0)
+            for unit, write in units.items():
+                weight_EF[:, unit] = write / abs(write) * direction_E
+                write_F[unit] = abs(write)
+            writes[layer, None] = write_F
+    activity = Activity(writes=writes, magnitude_E=torch.ones(48), directions={}, written={1: direction_E})
+    found = with_writers(replace(PLAN, sink_heads=((2, 0),)), activity, anatomy)
+    assert found.writers[:5] == tuple(
+        Unit(*u) for u in [(1, None, 2), (0, None, 7), (1, None, 1), (1, None, 3), (1, None, 4)]
+    )
+    assert len(found.writers) == MAX_UNITS
+    assert all(unit.layer < 2 for unit in found.writers)
+    assert [unit for unit in found.candidates if unit in found.writers[:5]] == [found.writers[n] for n in (0, 1, 2)]
+    assert len(found.candidates) == 4  # two of each layer
+    given = (Unit(0, None, 11),)  # of a massive dimension
+    assert with_writers(replace(PLAN, sink_heads=((2, 0),), candidates=given), activity, anatomy).candidates == given
 
 
 def test_sets_leave_out_what_they_stand_beside_and_know_their_level():

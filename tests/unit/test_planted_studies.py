@@ -174,12 +174,17 @@ VARIANCE_DOES_IT = {
 SINK_AT_BIRTH = {"variance_discrepancy": FAILS}
 LINKS: dict[str, dict[str, str]] = {
     # Keys that avoid what the norm makes small at the sink read no direction that its states share.
-    "sink_from_norm": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "directional_collapse": FAILS, "lock": FAILS},
-    "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY},
+    "sink_from_norm": {
+        **VARIANCE_DOES_IT,
+        **NO_UNIT,
+        **NO_DISPARITY,
+        **dict.fromkeys(("directional_collapse", "lock", "writers_necessary"), FAILS),
+    },
+    "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "writers_necessary": HOLDS},
     "disparity_without_sink": {**dict.fromkeys(CLAIMS, EMPTY), "sink": FAILS},
     "large_neuron": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY},
-    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH},
-    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH},
+    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, "writers_necessary": HOLDS},
+    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, "writers_necessary": FAILS},
     "special_token": {
         **NO_UNIT,
         **NO_DISPARITY,
@@ -188,7 +193,8 @@ LINKS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("variance_discrepancy", "equalising_removes_sink", "directional_collapse", "lock"), EMPTY),
     },
     # A dense writer, and a lock on a direction: the unit is found without a massive dimension.
-    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, **NO_UNIT, "super_neurons_necessary": HOLDS, "lock": HOLDS},
+    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, **NO_UNIT, "super_neurons_necessary": HOLDS, "lock": HOLDS}
+    | {"writers_necessary": EMPTY},
 }
 
 

@@ -11,7 +11,7 @@ from sinkscope.report.trace import is_drawn
 from sinkscope.studies.judging import percent
 
 NUM_TARGETS = 4
-MOVED = ("equalise_variance", "ablate_minimal_set", "densify_minimal_set")
+MOVED = ("equalise_variance", "ablate_minimal_set", "ablate_writers", "densify_minimal_set")
 IDENTITIES = ("amplify_variance", "amplify_variance+before_norm", "scale_norm", "shift_mean")
 """Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
 DOSED = (*IDENTITIES, "swap_deviation", "random_direction")

@@ -33,7 +33,7 @@ EVIDENCE = {
     **dict.fromkeys(
         (
             *("opening_removes_sink", "equalising_removes_sink", "mean_suffices", "super_neurons_necessary"),
-            "channel_sparsity_necessary",
+            *("writers_necessary", "channel_sparsity_necessary"),
         ),
         ("remaining", "forest"),
     ),

@@ -96,14 +96,17 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     """The units that write the sink."""
     if went is None:
         return "No set of units was found that carries it."
-    units = ", ".join(map(str, study.minimal[:SHOWN_UNITS]))
-    if (more := len(study.minimal) - SHOWN_UNITS) > 0:
+    found = study.minimal or study.writers
+    units = ", ".join(map(str, found[:SHOWN_UNITS]))
+    if (more := len(found) - SHOWN_UNITS) > 0:
         units += f" and {more} more"
-    named = f"unit {units} writes it" if len(study.minimal) == 1 else f"units {units} write it"
+    named = f"unit {units} writes it" if len(found) == 1 else f"units {units} write it"
     left = f"falls below the {percent(SINK_RATE)} of a sink" if went == "gone" else f"is {went}"
-    without = f"without {'it' if len(study.minimal) == 1 else 'them'} the sink {left}"
+    without = f"without {'it' if len(found) == 1 else 'them'} the sink {left}"
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
+    if verdicts.hold("writers_necessary"):
+        return f"{named.capitalize()}, along one direction: {without}."
     return f"Whether {named} is not settled: {without}."
 
 

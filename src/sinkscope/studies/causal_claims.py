@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.measures.super_neurons import TOP_SHARE
+from sinkscope.models.anatomy import Unit
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
@@ -35,11 +36,14 @@ from sinkscope.studies.judging import (
     least_left,
     most_left,
     percent,
+    second_over_first,
 )
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
+from sinkscope.studies.plan import MAX_UNITS
 
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
+NO_WRITERS = f"without the {MAX_UNITS} units that write most along its direction the sink is still there"
 NO_DIMENSION = "there is no massive dimension"
 
 
@@ -53,9 +57,10 @@ def _equalising(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     left, other = study.left_BS2("equalise_variance"), study.plan.targets[:1]
+    judged = study.sides[second_over_first(left.mean(0)).argmin()]
     return Numbers(
         by_bar=[left],
-        control=study.left_by("equalise_variance", other[0]) if other else None,
+        control=study.left_by("equalise_variance", other[0], judged) if other else None,
         note=study.by_side(left),
     )
 
@@ -64,18 +69,32 @@ def _mean_suffices(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     alike = study.left_BS2("remove_deviation")
-    without_mean = study.left_by("remove_mean", study.plan.sink)
+    judged = study.sides[second_over_first(alike.mean(0)).argmax()]
+    without_mean = study.left_by("remove_mean", study.plan.sink, judged)
     return Numbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
 
 
 def _necessity(study: Measured) -> Found:
     if not study.minimal:
         return Empty(NO_MINIMAL_SET, "does not hold")
+    return _left_without(study, study.minimal, "ablate_minimal_set")
+
+
+def _writers_necessity(study: Measured) -> Found:
+    if study.minimal:
+        return Empty("a minimal set was found")
+    if not study.writers:
+        return Empty(NO_WRITERS, "does not hold")
+    return _left_without(study, study.writers, "ablate_writers")
+
+
+def _left_without(study: Measured, units: Sequence[Unit], removal: str) -> Numbers:
+    """What is left of the sink without units, and without each of as many random sets."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
-    note = f"{len(study.minimal)} units: {', '.join(map(str, study.minimal[:8]))}"
-    left = study.left_B2(Condition("ablate_minimal_set", sink))
+    note = f"{len(units)} units: {', '.join(map(str, units[:8]))}"
+    left = study.left_B2(Condition(removal, sink))
     return Numbers(
         by_bar=[left, np.stack([before_B, *random_sets], 1)],
         **_beside(worst, study.controls.sets_level, "sets", note),
@@ -207,6 +226,16 @@ CAUSAL_CLAIMS = (
         f"{NUM_RANDOM_SETS} matched random sets each leave {percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_necessity,
+        control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
+    ),
+    Claim(
+        id="writers_necessary",
+        link=CAUSAL,
+        statement="Where there is no minimal set: without the units that write most along the sink's direction, "
+        f"{MAX_UNITS} at most, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
+        f"{percent(SPARED)}",
+        bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
+        numbers=_writers_necessity,
         control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
     ),
     Claim(

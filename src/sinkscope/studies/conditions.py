@@ -28,10 +28,11 @@ from sinkscope.interventions.neurons import (
     transplant_neurons,
 )
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
-from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.models.anatomy import Anatomy
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.studies.controls import NUM_RANDOM_SETS, Controls
+from sinkscope.studies.controls import Controls
+from sinkscope.studies.minimal_set import Carriers
 from sinkscope.studies.outcome import Outcome, reduced
 from sinkscope.studies.plan import Plan
 
@@ -97,10 +98,11 @@ class Conditions:
         plan: Plan,
         calibration: TokenBatch,
         replay: Replay,
-        minimal: Sequence[Unit],
+        carriers: Carriers,
         controls: Controls,
     ) -> None:
-        self.loaded, self.plan, self.replay, self.minimal, self.controls = loaded, plan, replay, minimal, controls
+        self.loaded, self.plan, self.replay, self.controls = loaded, plan, replay, controls
+        self.minimal, self.writers = carriers
         self._calibration = calibration
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
@@ -128,7 +130,9 @@ class Conditions:
             names = ("ablate", "mean", "densify", "move", "turn")
             conditions += [Condition(f"{name}_minimal_set", sink) for name in names]
             conditions += [draw for name in names[2:] for draw in draws(name, sink)[1:]]
-            conditions += [Condition("random_set", sink, number=number) for number in range(NUM_RANDOM_SETS)]
+        if self.writers:
+            conditions.append(Condition("ablate_writers", sink))
+        conditions += [Condition("random_set", sink, number=number) for number in range(len(self.controls.sets))]
         return conditions
 
     def _at_target(self, target: int) -> Iterator[Condition]:
@@ -308,6 +312,7 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
     "mean_minimal_set": lambda study, c: ablate_neurons(
         study.loaded, study.minimal, "mean", calibration=study.calibration
     ),
+    "ablate_writers": lambda study, c: ablate_neurons(study.loaded, study.writers),
     "densify_minimal_set": _elsewhere("spread"),
     "move_minimal_set": _elsewhere("move"),
     "turn_minimal_set": _elsewhere("turn"),

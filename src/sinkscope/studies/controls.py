@@ -9,7 +9,8 @@ Axes: B sequences, T positions, U units of a layer, F units of one group, E widt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder
 from sinkscope.interventions.neurons import matched_units, nearest
 from sinkscope.models.anatomy import Anatomy, Group, Unit
-from sinkscope.studies.plan import Plan, most_super_neurons
+from sinkscope.studies.plan import MAX_UNITS, Plan, most_super_neurons
 
 NUM_RANDOM_SETS = 20
 EMPTY = 0.1
@@ -59,9 +60,9 @@ class Controls:
     dimensions_level: float
     """Their magnitude at the sink over that of the massive ones."""
     sets: tuple[tuple[Unit, ...], ...]
-    """Each of as many units as the minimal set; none where there is none."""
+    """Each of as many units as the minimal set or the writers; none where there are neither."""
     set_levels: tuple[float, ...]
-    """What each writes over what the minimal set does."""
+    """What each writes over what those do."""
 
     @property
     def sets_level(self) -> float:
@@ -69,15 +70,15 @@ class Controls:
         return sum(self.set_levels) / max(1, len(self.set_levels))
 
 
-def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, minimal: Sequence[Unit]) -> Controls:
-    """The random sets that the activity at the sink leads to."""
-    excluded = (*plan.candidates, *minimal, *plan.super_neurons)
+def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Unit]) -> Controls:
+    """The random sets that the activity at the sink leads to; `removed` are the minimal set or the writers."""
+    excluded = (*plan.candidates, *removed, *plan.super_neurons)
 
     def matched(units: Sequence[Unit], seed: int) -> tuple[Unit, ...]:
         return tuple(matched_units(anatomy, units, excluded, seed=seed, sizes=activity.writes))
 
     units = matched(plan.super_neurons, 0)
-    sets = tuple(matched(minimal, 1 + number) for number in range(NUM_RANDOM_SETS)) if minimal else ()
+    sets = tuple(matched(removed, 1 + number) for number in range(NUM_RANDOM_SETS)) if removed else ()
     generator, dimensions = torch.Generator().manual_seed(0), []
     for dimension in plan.dimensions:
         taken = (*plan.dimensions, *dimensions)
@@ -89,7 +90,7 @@ def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, minimal: Seq
         dimensions=tuple(dimensions),
         dimensions_level=_level(float(magnitude_E[dimensions].sum()), float(magnitude_E[list(plan.dimensions)].sum())),
         sets=sets,
-        set_levels=tuple(_level(activity.of(units), activity.of(minimal)) for units in sets),
+        set_levels=tuple(_level(activity.of(units), activity.of(removed)) for units in sets),
     )
 
 
@@ -123,26 +124,31 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     )
 
 
-def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Unit, ...]:
-    """As few units of each layer before the first head with the sink as can be super neurons: those that write most
-    along the direction that the sink's states have there. For a sink without a massive dimension, whose writers no
-    dimension gives away."""
+def with_writers(plan: Plan, activity: Activity, anatomy: Anatomy) -> Plan:
+    """The plan with the units that write most along the direction that the sink's states have before the first head
+    with the sink. They are candidates too, as few of each layer as can be super neurons, where there is no massive
+    dimension that gives candidates away."""
     first = min((layer for layer, _ in plan.sink_heads), default=0)
     found: list[tuple[float, Unit]] = []
+    few: list[tuple[float, Unit]] = []
     for layer in anatomy.layers[:first]:
         direction_E = activity.written[first - 1].float().cpu()
         ranked = []
         for expert, _ in layer.down_weights():
             along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
             write_F = activity.writes[layer.index, expert].float() * along_F.abs()
-            values, neurons = write_F.topk(min(len(write_F), most_super_neurons(layer)))
+            values, neurons = write_F.topk(min(len(write_F), MAX_UNITS))
             ranked += [
                 (value, Unit(layer.index, expert, neuron))
                 for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
             ]
-        ranked.sort(key=lambda each: -each[0])
-        found += ranked[: most_super_neurons(layer)]
-    return tuple(unit for _, unit in sorted(found, key=lambda each: -each[0]))
+        ranked.sort(key=itemgetter(0), reverse=True)
+        found += ranked[:MAX_UNITS]
+        few += ranked[: most_super_neurons(layer)]
+    writers, candidates = (
+        tuple(unit for _, unit in sorted(entries, key=itemgetter(0), reverse=True)) for entries in (found, few)
+    )
+    return replace(plan, writers=writers[:MAX_UNITS], candidates=plan.candidates or candidates)
 
 
 def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:

@@ -38,6 +38,9 @@ class Measured:
     outcomes: dict[Condition, Outcome]
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
+    writers: tuple[Unit, ...]
+    """Where there is no minimal set: the units that write most along the sink's direction, if removing them removes
+    it."""
     controls: Controls
     not_turned: str
     """Why the residual basis was not turned; empty where it was."""
@@ -99,10 +102,10 @@ class Measured:
         """The rate at the sink before and under a condition: the second over the first is what it leaves."""
         return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
-    def left_by(self, name: str, position: int) -> float | None:
+    def left_by(self, name: str, position: int, before_norm: bool = False) -> float | None:
         """What a condition at some position leaves of the sink, as a control; None where it is marked."""
-        before = self.at_sink_B().mean()
-        return control_unless_marked(lambda: float(self.at_sink_B(Condition(name, position)).mean() / before))
+        before, condition = self.at_sink_B().mean(), Condition(name, position, before_norm=before_norm)
+        return control_unless_marked(lambda: float(self.at_sink_B(condition).mean() / before))
 
     def left_BS2(self, name: str) -> np.ndarray:
         """The same of a condition at the sink, on each side of the norm on the aggregation."""

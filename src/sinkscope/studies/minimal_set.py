@@ -4,6 +4,9 @@ Some models write their sink with one unit. In others several units can replace 
 changes nothing. So units are removed in the order of their writes, twice as many each time. If all of them are not
 enough, the model without them is traced again, since other units may take over only then. The set is then thinned out,
 weakest unit first, until no unit can be put back.
+
+Where no such set is found, a crowd may write the sink, along one direction: then the units that write most along it are
+removed, as many as it takes. They are not thinned out: among so many alike, which can be spared is chance.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.results.parts import Parts
 from sinkscope.studies.judging import QUARTER
-from sinkscope.studies.plan import Plan, candidate_units
+from sinkscope.studies.plan import MAX_UNITS, Plan, candidate_units
 
 NUM_SEARCHING = 16
 """Choosing sequences that the search runs on."""
@@ -30,7 +33,6 @@ SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
 """Shares of the sink that the set may leave: the first if possible, else the second. A set right at the threshold
 would fail it on other sequences half of the time."""
 MAX_ROUNDS = 4
-MAX_UNITS = 64
 
 Remaining = Callable[[Sequence[Unit]], float]
 """Units removed -> the share of the sink rate that is left."""
@@ -44,52 +46,68 @@ def minimal_set(
 
     `more` gives further candidates of the model without some units.
     """
-    ranked = list(dict.fromkeys(candidates))[:MAX_UNITS]
-    taken: list[Unit] = []
+    ranked, first = tuple(dict.fromkeys(candidates))[:MAX_UNITS], 1
     for _ in range(MAX_ROUNDS):
-        size = len(taken) + 1
-        while size < 2 * len(ranked):
-            taken = ranked[:size]
-            if remaining(taken) <= target:
-                return _thinned(taken, remaining, target)
-            size *= 2
-        new = [unit for unit in more(taken) if unit not in ranked] if len(ranked) < MAX_UNITS and ranked else []
+        if units := shortest(ranked, remaining, target, first):
+            return _thinned(units, remaining, target)
+        new = [unit for unit in more(ranked) if unit not in ranked] if 0 < len(ranked) < MAX_UNITS else []
         if not new:
             return ()
-        ranked = (ranked + new)[:MAX_UNITS]
+        ranked, first = (*ranked, *new)[:MAX_UNITS], len(ranked) + 1
     return ()
 
 
-def _thinned(units: list[Unit], remaining: Remaining, target: float) -> tuple[Unit, ...]:
+def shortest(ranked: tuple[Unit, ...], remaining: Remaining, target: float, first: int = 1) -> tuple[Unit, ...]:
+    """The first units, as many as `first` or 2, 4, 8 times that, whose removal leaves at most `target` of the sink
+    rate; () where all leave more."""
+    size = first
+    while size < 2 * len(ranked):
+        if remaining(ranked[:size]) <= target:
+            return ranked[:size]
+        size *= 2
+    return ()
+
+
+def _thinned(units: tuple[Unit, ...], remaining: Remaining, target: float) -> tuple[Unit, ...]:
     """Backward elimination, weakest first, until no single unit can be put back."""
     while True:
         before = len(units)
-        for unit in reversed(list(units)):
-            fewer = [other for other in units if other != unit]
+        for unit in reversed(units):
+            fewer = tuple(other for other in units if other != unit)
             if fewer and remaining(fewer) <= target:
                 units = fewer
         if len(units) == before:
-            return tuple(units)
+            return units
 
 
-def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Unit, ...]:
-    """The minimal set of a model, found on choosing sequences; kept as a part, since the search is long."""
+Carriers = tuple[tuple[Unit, ...], tuple[Unit, ...]]
+"""A minimal set and, where there is none, the writers along the sink's direction that it takes; both can be empty."""
+
+
+def find_carriers(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> Carriers:
+    """What carries the sink of a model, found on choosing sequences; kept as a part, since the search is long."""
+    names = ("minimal", "writers")
 
     def searched() -> dict[str, np.ndarray]:
-        rows = [
-            [unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron]
-            for unit in _searched(loaded, plan, choosing)
-        ]
-        return {"units": np.array(rows, dtype=np.int64).reshape(-1, 3)}
+        return {name: _rows(units) for name, units in zip(names, _searched(loaded, plan, choosing), strict=True)}
 
-    kept = parts.kept("minimal-set", ("units",), searched)
+    kept = parts.kept("carriers", names, searched)
     assert kept is not None
-    return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
+    minimal, writers = (
+        tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept[name].tolist())
+        for name in names
+    )
+    return minimal, writers
 
 
-def _searched(loaded: LoadedModel, plan: Plan, choosing: TokenBatch) -> tuple[Unit, ...]:
+def _rows(units: Sequence[Unit]) -> np.ndarray:
+    rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _searched(loaded: LoadedModel, plan: Plan, choosing: TokenBatch) -> Carriers:
     batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
-    restarts = {unit.layer for unit in plan.candidates}
+    restarts = {unit.layer for unit in (*plan.candidates, *plan.writers)}
     replay = Replay(anatomy_of(loaded.model), loaded.model, batch.ids, restarts=restarts)
     before = float(replay.untouched.later_rate_BS[:, plan.sink].mean())
     left: dict[frozenset[Unit], float] = {}
@@ -105,7 +123,9 @@ def _searched(loaded: LoadedModel, plan: Plan, choosing: TokenBatch) -> tuple[Un
             found = trace(loaded, batch, effective_rank=False).findings
         return candidate_units(found, plan.sink)
 
-    units: tuple[Unit, ...] = ()
-    for target in SEARCH_TARGETS if before > 0 else ():
-        units = units or minimal_set(plan.candidates, remaining, more, target)
-    return units
+    if before == 0:
+        return (), ()
+    for target in SEARCH_TARGETS:
+        if units := minimal_set(plan.candidates, remaining, more, target):
+            return units, ()
+    return (), shortest(plan.writers, remaining, SEARCH_TARGETS[0])

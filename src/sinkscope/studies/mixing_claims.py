@@ -39,6 +39,7 @@ from sinkscope.studies.judging import (
     Numbers,
     least_left,
     most,
+    second_over_first,
 )
 from sinkscope.studies.measured import NO_TARGET, Measured
 
@@ -93,7 +94,9 @@ def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
 
 
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
-    """What cells of the factorial leave of the rise of a token that sees only itself."""
+    """What cells of the factorial leave of the rise of a token that sees only itself. A control that sets a moment too
+    has the number of the side where the first cell leaves least."""
+    by_sides = len(control) > 1
 
     def numbers(study: Measured) -> Found:
         if not study.plan.targets:
@@ -107,9 +110,12 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
             return np.stack([np.broadcast_to(total_B[:, None], risen_BS.shape), risen_BS], 2)
 
         by_bar = [unless_marked(partial(left_BS2, cell)) for cell in cells]
+        beside = dict(control)
+        if by_sides and not isinstance(by_bar[0], Empty):
+            beside["before_norm"] = study.sides[second_over_first(by_bar[0].mean(0)).argmin()]
         return Numbers(
             by_bar=by_bar,
-            control=control_unless_marked(lambda: float(study.rise_B(**control).mean() / total_B.mean())),
+            control=control_unless_marked(lambda: float(study.rise_B(**beside).mean() / total_B.mean())),
             note=_note(f"of a rise of {total_B.mean():.1%}", study, *by_bar),
         )
 
@@ -136,9 +142,10 @@ def _suffices(
         by_bar: list[np.ndarray | Empty] = [risen_BS]
         if beats_control:
             by_bar.append(unless_marked(lambda: risen_BS - _risen_BS(study, control)))
+        judged = study.sides[risen_BS.mean(0).argmax()]
         return Numbers(
             by_bar=by_bar,
-            control=control_unless_marked(lambda: float(study.rise_B(**control).mean())),
+            control=control_unless_marked(lambda: float(study.rise_B(**control, before_norm=judged).mean())),
             note=_note(study.where, study, risen_BS),
         )
 

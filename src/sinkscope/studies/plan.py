@@ -25,6 +25,8 @@ FIRST_TARGET = 10
 NUM_TARGETS = 3
 MAX_DIMENSIONS = 8
 """Massive dimensions that are followed."""
+MAX_UNITS = 64
+"""Units that are searched for those that carry the sink."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,9 @@ class Plan:
     candidates: tuple[Unit, ...]
     """Every unit that moves a massive dimension at the sink or, where there is none, the strongest along the direction
     of its states; strongest write first: for the minimal set."""
+    writers: tuple[Unit, ...] = ()
+    """Before the first head with the sink, those that write most along the direction of its states, however many of a
+    layer; strongest first: for a sink that a crowd writes."""
 
     sink_heads: tuple[tuple[int, int], ...] = ()
     """(layer, head) of those that have the sink."""

@@ -34,12 +34,12 @@ from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions
-from sinkscope.studies.controls import Activity, direction_writers, draw_controls, read_activity
+from sinkscope.studies.controls import Activity, draw_controls, read_activity, with_writers
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
-from sinkscope.studies.minimal_set import find_minimal_set
+from sinkscope.studies.minimal_set import Carriers, find_carriers
 from sinkscope.studies.outcome import STORED, Outcome, reduced
 from sinkscope.studies.plan import Plan, make_plan
 from sinkscope.studies.study_schemas import STUDY_TABLES
@@ -71,6 +71,11 @@ class Study(Result):
     def minimal_set(self) -> tuple[Unit, ...]:
         return self.measured.minimal
 
+    @property
+    def writers(self) -> tuple[Unit, ...]:
+        """Where there is no minimal set, the units along the sink's direction that it takes to remove the sink."""
+        return self.measured.writers
+
     @cached_property
     def tables(self) -> dict[str, Mapping]:
         """Columns by table, those of the trace too."""
@@ -94,20 +99,24 @@ class Study(Result):
             }
             for j in self.judgements
         ]
-        units = [{"layer": u.layer, "expert": u.expert, "neuron": u.neuron} for u in self.minimal_set]
         return {
             **self.trace.summary,
             "verdict": self.verdict,
             "counts": self.counts,
             "claims": claims,
-            "minimal_set": units,
-            "sink_without_minimal_set": self.went,
+            "minimal_set": _listed(self.minimal_set),
+            "sink_without_minimal_set": self.went if self.minimal_set else None,
+            "writers": _listed(self.writers),
+            "sink_without_writers": self.went if self.writers else None,
         }
 
     @cached_property
     def went(self) -> str | None:
-        """Where the sink went when the minimal set was removed: gone, weaker, or shifted to another position."""
-        removed = self.measured.outcomes.get(Condition("ablate_minimal_set", self.plan.sink))
+        """Where the sink went when the minimal set, or the writers, were removed: gone, weaker, or shifted to another
+        position."""
+        outcomes, sink = self.measured.outcomes, self.plan.sink
+        removals = (Condition(name, sink) for name in ("ablate_minimal_set", "ablate_writers"))
+        removed = next((outcomes[removal] for removal in removals if removal in outcomes), None)
         if removed is None:
             return None
         before_S, after_S = self.measured.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
@@ -184,6 +193,10 @@ def study(
         return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
 
 
+def _listed(units: Sequence[Unit]) -> list[dict]:
+    return [{"layer": unit.layer, "expert": unit.expert, "neuron": unit.neuron} for unit in units]
+
+
 def _numbers(claim: Claim, measured: Measured) -> Found:
     """What a claim is judged on. A condition that did not do what its name says supports nothing."""
     return unless_marked(lambda: claim.numbers(measured))
@@ -210,10 +223,9 @@ class _Run:
         shown = trace(self.loaded, self.judging)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
-        if not plan.candidates:
-            plan = replace(plan, candidates=direction_writers(activity, anatomy, plan))
-        minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
-        measured = self._measured(plan, activity, minimal, has_sink)
+        plan = with_writers(plan, activity, anatomy)
+        carriers = find_carriers(self.loaded, plan, self.choosing, self.parts) if has_sink else ((), ())
+        measured = self._measured(plan, activity, carriers, has_sink)
         found = [
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, measured))
             for claim in CLAIMS.values()
@@ -225,12 +237,13 @@ class _Run:
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
         return Study(loaded=self.loaded, trace=shown, measured=measured, judgements=judgements)
 
-    def _measured(self, plan: Plan, activity: Activity, minimal: tuple[Unit, ...], has_sink: bool) -> Measured:
+    def _measured(self, plan: Plan, activity: Activity, carriers: Carriers, has_sink: bool) -> Measured:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
-        controls = draw_controls(activity, anatomy, plan, minimal)
+        minimal, writers = carriers
+        controls = draw_controls(activity, anatomy, plan, minimal or writers)
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
         dimensions = (*plan.dimensions, *controls.dimensions)
-        restarts = {unit.layer for unit in (*plan.candidates, *minimal)}
+        restarts = {unit.layer for unit in (*plan.candidates, *minimal, *writers)}
         replay = Replay(
             anatomy,
             model,
@@ -244,7 +257,7 @@ class _Run:
         )
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
-        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, controls)
+        conditions = Conditions(self.loaded, plan, self.calibration, replay, carriers, controls)
         outcomes = self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {}
         not_turned = self._turn_basis(plan, outcomes) if minimal else "there is no minimal set"
         return Measured(
@@ -255,6 +268,7 @@ class _Run:
             untouched=reduced(replay.untouched, plan),
             outcomes=outcomes,
             minimal=minimal,
+            writers=writers,
             controls=controls,
             not_turned=not_turned,
             sink_varies=sink_varies,

@@ -152,7 +152,7 @@ RANDOM_SETS = Schema(
     (
         Column("set", "int", "Number of the matched random set, counted from 0"),
         Column("num_units", "int", "Units in it"),
-        Column("write", "float", "What they write at the sink, over what the minimal set does; empty under 0.1"),
+        Column("write", "float", "What they write at the sink, over what those removed do; empty under 0.1"),
         Column("rate", "float", "Sink rate at the sink without these units"),
         Column("remaining", "float", "That rate over the untouched one"),
     ),

@@ -294,7 +294,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
 
 def _random_sets(study: Measured) -> _Rows:
     rows = _Rows()
-    if study.minimal and study.outcomes:
+    if study.outcomes:
         before, controls = study.at_sink_B().mean(), study.controls
         for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
             rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
