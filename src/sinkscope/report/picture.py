@@ -12,7 +12,7 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import SINK_THRESHOLD
-from sinkscope.report.run import before_the_sink
+from sinkscope.report.run import before_the_sink, births_of, curve_layers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,10 +54,9 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     panels = figure.subplots(1, 5)
     positions = {name: np.asarray(values) for name, values in tables["positions"].items()}
     layers = {name: _floats(values) for name, values in tables["layers"].items()}
-    births = [layer for layer in summary["birth_layers"] if layer >= 0]
     shown = min(NUM_POSITIONS_SHOWN, summary["tokens"]["length"])
-    _variance(panels[0], positions, births[0] if births else before_the_sink(summary), shown)
-    _writes(panels[1], positions, summary, births, shown)
+    _variance(panels[0], positions, curve_layers(summary), shown)
+    _writes(panels[1], positions, summary, shown)
     _output_vectors(panels[2], tables["neurons"], summary["dom_ratio"]["position"])
     _dom_ratio(panels[3], layers)
     _attention(panels[4], positions, summary["num_layers"], shown)
@@ -73,12 +72,12 @@ def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, show
     return _floats(positions[name][positions["layer"] == layer][:shown])
 
 
-def _variance(panel, positions, birth: int, shown: int) -> None:
+def _variance(panel, positions, layers: list[int], shown: int) -> None:
     # One sequence has no variance across sequences: its energy is shown.
     has_variance = np.isfinite(_floats(positions["value_variance"])).any()
     column = "value_variance" if has_variance else "second_moment"
     panel.set_title("Value variance by position" if has_variance else "Energy by position (one sequence)")
-    for layer in range(min(birth, 2) + 1):
+    for layer in layers:
         line = panel.plot(_layer_rows(positions, layer, column, shown), marker=".", ms=3, label=f"layer {layer}")
         if has_variance:
             law = _layer_rows(positions, layer, "averaging_law", shown)
@@ -87,9 +86,10 @@ def _variance(panel, positions, birth: int, shown: int) -> None:
     panel.legend(fontsize=7)
 
 
-def _writes(panel, positions, summary, births: list[int], shown: int) -> None:
+def _writes(panel, positions, summary, shown: int) -> None:
     panel.set_title("Largest neuron write by position")
-    layers = births or sorted({unit["layer"] for unit in summary["super_neurons"]})[:2] or [before_the_sink(summary)]
+    of_units = sorted({unit["layer"] for unit in summary["super_neurons"]})[:2]
+    layers = births_of(summary) or of_units or [before_the_sink(summary)]
     for layer, marker in zip(layers[:3], "osv", strict=False):
         panel.plot(
             _layer_rows(positions, layer, "largest_write", shown), marker=marker, ms=3, lw=0.8, label=f"layer {layer}"

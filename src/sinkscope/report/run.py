@@ -114,8 +114,7 @@ class Run:
 
     @cached_property
     def births(self) -> list[int]:
-        """Layers where disparity is born; the embeddings do not count as a layer."""
-        return [layer for layer in self.summary["birth_layers"] if layer >= 0]
+        return births_of(self.summary)
 
     @cached_property
     def claims(self) -> dict[str, dict[str, Any]]:
@@ -129,6 +128,16 @@ class Run:
     def file_name(self, table: str) -> str:
         """The file that holds a table."""
         return f"{table}.parquet"
+
+
+def births_of(summary: Mapping) -> list[int]:
+    """Layers where disparity is born; the embeddings do not count as a layer."""
+    return [layer for layer in summary["birth_layers"] if layer >= 0]
+
+
+def curve_layers(summary: Mapping) -> list[int]:
+    """The first layer and the one where disparity is born, or the one before the sink where none is."""
+    return sorted({0, *(births_of(summary)[:1] or [before_the_sink(summary)])})
 
 
 def before_the_sink(summary: Mapping) -> int:

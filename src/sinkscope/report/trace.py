@@ -19,7 +19,7 @@ from sinkscope.report.figure import (
     log_axis,
     rounded,
 )
-from sinkscope.report.run import Run, before_the_sink
+from sinkscope.report.run import Run, before_the_sink, curve_layers
 from sinkscope.report.text import number, plotted, token_text
 from sinkscope.studies.judging import percent
 
@@ -93,23 +93,18 @@ def by_layer_and_position(run: Run, name: str) -> np.ndarray:
     return floats(run.tables["positions"][name]).reshape(run.summary["num_layers"], -1)
 
 
-def _curve_layers(run: Run) -> list[int]:
-    """The first layer and the one where disparity is born, or the one before the sink where none is."""
-    return sorted({0, *(run.births[:1] or [before_the_sink(run.summary)])})
-
-
 def _variance(run: Run) -> Figure:
     applicable = run.summary.get("variance_ratio") is not None
     name = "value_variance" if applicable else "second_moment"
     values, law = (by_layer_and_position(run, column)[:, :NUM_POSITIONS_DRAWN] for column in (name, "averaging_law"))
     fits = run.tables["layers"]["averaging_law_r_squared"]
-    fit = ", ".join(f"{number(fits[layer])} in layer {layer}" for layer in _curve_layers(run))
+    fit = ", ".join(f"{number(fits[layer])} in layer {layer}" for layer in curve_layers(run.summary))
     positions = range(values.shape[1])
     cut = _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
     alone = run.summary["tokens"]["count"] == 1
     why = "One sequence has no variance across sequences" if alone else "Position 0 has none across sequences here"
     traces, listed = [], []
-    for look, layer in enumerate(_curve_layers(run)):
+    for look, layer in enumerate(curve_layers(run.summary)):
         traces.append(line(positions, values[layer], f"layer {layer}", look))
         if applicable:
             expected = line(positions, law[layer], "law", look, mode="lines", showlegend=look == 0)
@@ -124,7 +119,7 @@ def _variance(run: Run) -> Figure:
         else f"{why}, so the second moment is shown.{cut}",
         ("positions", "layers"),
         traces,
-        {"xaxis": axis("position"), "yaxis": log_axis("", values[_curve_layers(run)].ravel())},
+        {"xaxis": axis("position"), "yaxis": log_axis("", values[curve_layers(run.summary)].ravel())},
         ("layer", "position", name.replace("_", " "), "averaging law"),
         listed,
         PANEL_HEIGHT,
