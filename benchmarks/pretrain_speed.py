@@ -231,8 +231,8 @@ def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
     tokens = config.batch_size * config.sequence_length
     print(
         f"- {arguments.config}, {arguments.variant}, {config.batch_size} x {config.sequence_length} tokens a step, "
-        f"bfloat16 autocast, {config.optimiser}; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds of "
-        f"{arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
+        f"bfloat16 autocast, {config.optimiser}; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds "
+        f"of {arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
     )
     print("| | ms a step, median [min, max] | tokens/s | MFU | start-up to first step, s | peak GiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
@@ -254,7 +254,8 @@ def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
         between_s = own.probe_every * own.batch_size * own.sequence_length / rate
         share = result["probe_s"] / (result["probe_s"] + between_s)
         verdict = "PASS" if share < LARGEST_PROBE_SHARE else "FAIL"
-        print(f"- {verdict}: a probe takes {result['probe_s']:.2f} s, {share:.2%} of training at the configuration's interval")
+        takes = f"a probe takes {result['probe_s']:.2f} s, {share:.2%} of training"
+        print(f"- {verdict}: {takes} at the configuration's interval")
     for name, result in results.items():
         if "profile" in result:
             print(f"\n| {name}: where a step goes | ms |\n| --- | ---: |")

@@ -114,7 +114,13 @@ def _counted(verdict_of) -> str:
         (
             {"super_neurons_necessary": NO, "writers_necessary": "holds"},
             *(0, 6, "weaker (6%)"),
-            "Units 3:0, 3:1, 3:2, 3:3 and 2 more write it, along one direction: without them the sink is weaker (6%).",
+            "Without the 6 units that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) the sink is "
+            "weaker (6%); fewer of them may do.",
+        ),
+        (
+            {"super_neurons_necessary": NO, "writers_necessary": NO},
+            *(0, 6, "weaker (30%)"),
+            "No set of units was found that carries it.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": "undecided"},

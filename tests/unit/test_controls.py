@@ -12,7 +12,14 @@ from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import _beside, _mediated
-from sinkscope.studies.controls import EMPTY, Activity, draw_controls, read_activity, with_writers
+from sinkscope.studies.controls import (
+    EMPTY,
+    Activity,
+    direction_writers,
+    draw_controls,
+    few_of_each_layer,
+    read_activity,
+)
 from sinkscope.studies.plan import MAX_UNITS, Plan
 from sinkscope.studies.study import study
 
@@ -125,16 +132,15 @@ def test_writers_are_ranked_over_all_layers_before_the_sink_and_candidates_are_f
                 write_F[unit] = abs(write)
             writes[layer, None] = write_F
     activity = Activity(writes=writes, magnitude_E=torch.ones(48), directions={}, written={1: direction_E})
-    found = with_writers(replace(PLAN, sink_heads=((2, 0),)), activity, anatomy)
-    assert found.writers[:5] == tuple(
-        Unit(*u) for u in [(1, None, 2), (0, None, 7), (1, None, 1), (1, None, 3), (1, None, 4)]
-    )
-    assert len(found.writers) == MAX_UNITS
-    assert all(unit.layer < 2 for unit in found.writers)
-    assert [unit for unit in found.candidates if unit in found.writers[:5]] == [found.writers[n] for n in (0, 1, 2)]
-    assert len(found.candidates) == 4  # two of each layer
-    given = (Unit(0, None, 11),)  # of a massive dimension
-    assert with_writers(replace(PLAN, sink_heads=((2, 0),), candidates=given), activity, anatomy).candidates == given
+    found = direction_writers(activity, anatomy, replace(PLAN, sink_heads=((2, 0),)))
+    first = [(1, None, 2), (0, None, 7), (1, None, 1), (1, None, 3), (1, None, 4)]
+    assert found[:5] == tuple(Unit(*unit) for unit in first)
+    assert len(found) == 2 * MAX_UNITS
+    assert all(unit.layer < 2 for unit in found)
+    few = few_of_each_layer(found, anatomy)
+    assert [unit for unit in few if unit in found[:5]] == [found[n] for n in (0, 1, 2)]
+    assert len(few) == 4
+    assert direction_writers(activity, anatomy, replace(PLAN, sink_heads=((0, 0),))) == ()  # nothing comes before it
 
 
 def test_sets_leave_out_what_they_stand_beside_and_know_their_level():

@@ -39,6 +39,8 @@ REMOVALS = {
     "turn_minimal_set": "minimal set turned",
     "turn_basis": "the whole basis turned",
     "ablate_writers": "writers along its direction removed",
+    "ablate_writers_at_sink": "the writers removed at the sink alone",
+    "ablate_writers_elsewhere": "the writers removed elsewhere",
 }
 NUM_UNITS, NUM_CONDITIONS = 2, 4
 """Histograms are shown for this many units, each under this many conditions."""
@@ -155,7 +157,7 @@ def _remaining(run: Run) -> Figure | None:
         "remaining",
         "How much of the sink is left",
         "Sink rate divided by the untouched one, with the interval of the change. The minimal set is necessary if less "
-        "than a quarter is left without it, while matched random sets leave 80 %; so are the writers.",
+        "than a quarter is left without it, while matched random sets leave 80 %.",
         ("effects", "random_sets"),
         traces,
         {

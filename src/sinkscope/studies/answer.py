@@ -94,9 +94,9 @@ def _unmixed(verdicts: Verdicts) -> str:
 
 def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     """The units that write the sink."""
-    if went is None:
-        return "No set of units was found that carries it."
     found = study.minimal or study.writers
+    if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
+        return "No set of units was found that carries it."
     units = ", ".join(map(str, found[:SHOWN_UNITS]))
     if (more := len(found) - SHOWN_UNITS) > 0:
         units += f" and {more} more"
@@ -106,7 +106,8 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
-        return f"{named.capitalize()}, along one direction: {without}."
+        most = f"the {len(found)} units that write most along its direction ({units})"
+        return f"Without {most} the sink {left}; fewer of them may do."
     return f"Whether {named} is not settled: {without}."
 
 

@@ -43,7 +43,7 @@ from sinkscope.studies.mixing_claims import MIXING_CLAIMS
 from sinkscope.studies.plan import MAX_UNITS
 
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
-NO_WRITERS = f"without the {MAX_UNITS} units that write most along its direction the sink is still there"
+NO_WRITERS = "no layer with units comes before the first head with the sink"
 NO_DIMENSION = "there is no massive dimension"
 
 
@@ -77,27 +77,31 @@ def _mean_suffices(study: Measured) -> Found:
 def _necessity(study: Measured) -> Found:
     if not study.minimal:
         return Empty(NO_MINIMAL_SET, "does not hold")
-    return _left_without(study, study.minimal, "ablate_minimal_set")
+    return _left_without(study, "ablate_minimal_set", study.minimal)
 
 
 def _writers_necessity(study: Measured) -> Found:
     if study.minimal:
         return Empty("a minimal set was found")
     if not study.writers:
-        return Empty(NO_WRITERS, "does not hold")
-    return _left_without(study, study.writers, "ablate_writers")
+        return Empty(NO_WRITERS)
+    at_sink, elsewhere = (
+        second_over_first(study.left_B2(Condition(f"ablate_writers_{where}", study.plan.sink)).mean(0))
+        for where in ("at_sink", "elsewhere")
+    )
+    where = f"removed at the sink alone {at_sink:.1%} is left, at all other positions {elsewhere:.1%}"
+    return _left_without(study, "ablate_writers", study.writers, where)
 
 
-def _left_without(study: Measured, units: Sequence[Unit], removal: str) -> Numbers:
-    """What is left of the sink without units, and without each of as many random sets."""
+def _left_without(study: Measured, removal: str, units: Sequence[Unit], *notes: str) -> Numbers:
+    """What is left of the sink without units, and without each of the random sets."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
-    note = f"{len(units)} units: {', '.join(map(str, units[:8]))}"
-    left = study.left_B2(Condition(removal, sink))
+    listed = f"{len(units)} units: {', '.join(map(str, units[:8]))}"
     return Numbers(
-        by_bar=[left, np.stack([before_B, *random_sets], 1)],
-        **_beside(worst, study.controls.sets_level, "sets", note),
+        by_bar=[study.left_B2(Condition(removal, sink)), np.stack([before_B, *random_sets], 1)],
+        **_beside(worst, study.controls.sets_level, "sets", listed, *notes),
     )
 
 
@@ -231,8 +235,8 @@ CAUSAL_CLAIMS = (
     Claim(
         id="writers_necessary",
         link=CAUSAL,
-        statement="Where there is no minimal set: without the units that write most along the sink's direction, "
-        f"{MAX_UNITS} at most, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
+        statement="Where there is no minimal set: without the units that write most along the sink's direction, at "
+        f"most {MAX_UNITS}, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
         f"{percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_writers_necessity,

@@ -28,11 +28,10 @@ from sinkscope.interventions.neurons import (
     transplant_neurons,
 )
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
-from sinkscope.models.anatomy import Anatomy
+from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.controls import Controls
-from sinkscope.studies.minimal_set import Carriers
 from sinkscope.studies.outcome import Outcome, reduced
 from sinkscope.studies.plan import Plan
 
@@ -98,11 +97,12 @@ class Conditions:
         plan: Plan,
         calibration: TokenBatch,
         replay: Replay,
-        carriers: Carriers,
+        minimal: Sequence[Unit],
+        writers: Sequence[Unit],
         controls: Controls,
     ) -> None:
         self.loaded, self.plan, self.replay, self.controls = loaded, plan, replay, controls
-        self.minimal, self.writers = carriers
+        self.minimal, self.writers = minimal, writers
         self._calibration = calibration
         self._edits: dict[Condition, AggregationEdit] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
@@ -131,7 +131,7 @@ class Conditions:
             conditions += [Condition(f"{name}_minimal_set", sink) for name in names]
             conditions += [draw for name in names[2:] for draw in draws(name, sink)[1:]]
         if self.writers:
-            conditions.append(Condition("ablate_writers", sink))
+            conditions += [Condition(f"ablate_writers{where}", sink) for where in ("", "_at_sink", "_elsewhere")]
         conditions += [Condition("random_set", sink, number=number) for number in range(len(self.controls.sets))]
         return conditions
 
@@ -313,6 +313,10 @@ MAKERS: dict[str, Callable[[Conditions, Condition], Intervention]] = {
         study.loaded, study.minimal, "mean", calibration=study.calibration
     ),
     "ablate_writers": lambda study, c: ablate_neurons(study.loaded, study.writers),
+    "ablate_writers_at_sink": lambda study, c: ablate_neurons(study.loaded, study.writers, positions=c.target),
+    "ablate_writers_elsewhere": lambda study, c: ablate_neurons(
+        study.loaded, study.writers, positions=[p for p in range(study.replay.ids_BT.shape[1]) if p != c.target]
+    ),
     "densify_minimal_set": _elsewhere("spread"),
     "move_minimal_set": _elsewhere("move"),
     "turn_minimal_set": _elsewhere("turn"),

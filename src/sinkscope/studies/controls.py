@@ -9,7 +9,7 @@ Axes: B sequences, T positions, U units of a layer, F units of one group, E widt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -72,7 +72,7 @@ class Controls:
 
 def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Unit]) -> Controls:
     """The random sets that the activity at the sink leads to; `removed` are the minimal set or the writers."""
-    excluded = (*plan.candidates, *removed, *plan.super_neurons)
+    excluded = (*plan.candidates, *plan.writers, *removed, *plan.super_neurons)
 
     def matched(units: Sequence[Unit], seed: int) -> tuple[Unit, ...]:
         return tuple(matched_units(anatomy, units, excluded, seed=seed, sizes=activity.writes))
@@ -124,31 +124,34 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     )
 
 
-def with_writers(plan: Plan, activity: Activity, anatomy: Anatomy) -> Plan:
-    """The plan with the units that write most along the direction that the sink's states have before the first head
-    with the sink. They are candidates too, as few of each layer as can be super neurons, where there is no massive
-    dimension that gives candidates away."""
+def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Unit, ...]:
+    """The units before the first head with the sink by what they write along the direction that the sink's states have
+    there, strongest first: of each layer at least as many as are searched."""
     first = min((layer for layer, _ in plan.sink_heads), default=0)
     found: list[tuple[float, Unit]] = []
-    few: list[tuple[float, Unit]] = []
     for layer in anatomy.layers[:first]:
         direction_E = activity.written[first - 1].float().cpu()
-        ranked = []
         for expert, _ in layer.down_weights():
             along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
             write_F = activity.writes[layer.index, expert].float() * along_F.abs()
-            values, neurons = write_F.topk(min(len(write_F), MAX_UNITS))
-            ranked += [
+            values, neurons = write_F.topk(min(len(write_F), max(MAX_UNITS, most_super_neurons(layer))))
+            found += [
                 (value, Unit(layer.index, expert, neuron))
                 for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
             ]
-        ranked.sort(key=itemgetter(0), reverse=True)
-        found += ranked[:MAX_UNITS]
-        few += ranked[: most_super_neurons(layer)]
-    writers, candidates = (
-        tuple(unit for _, unit in sorted(entries, key=itemgetter(0), reverse=True)) for entries in (found, few)
-    )
-    return replace(plan, writers=writers[:MAX_UNITS], candidates=plan.candidates or candidates)
+    return tuple(unit for _, unit in sorted(found, key=itemgetter(0), reverse=True))
+
+
+def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, ...]:
+    """The first units of each layer, as many as can be super neurons: for a sink without a massive dimension, whose
+    writers no dimension gives away."""
+    left = {layer.index: most_super_neurons(layer) for layer in anatomy.layers}
+    few = []
+    for unit in ranked:
+        if left[unit.layer] > 0:
+            left[unit.layer] -= 1
+            few.append(unit)
+    return tuple(few)
 
 
 def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:

@@ -39,8 +39,8 @@ class Measured:
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
     writers: tuple[Unit, ...]
-    """Where there is no minimal set: the units that write most along the sink's direction, if removing them removes
-    it."""
+    """Where there is no minimal set: those that write most along the sink's direction, as many as it took on the
+    choosing sequences."""
     controls: Controls
     not_turned: str
     """Why the residual basis was not turned; empty where it was."""

@@ -6,7 +6,7 @@ enough, the model without them is traced again, since other units may take over 
 weakest unit first, until no unit can be put back.
 
 Where no such set is found, a crowd may write the sink, along one direction: then the units that write most along it are
-removed, as many as it takes. They are not thinned out: among so many alike, which can be spared is chance.
+removed, as many as it takes. They are not thinned out: which of several dozen can be spared depends on the sequences.
 """
 
 from __future__ import annotations
@@ -80,52 +80,61 @@ def _thinned(units: tuple[Unit, ...], remaining: Remaining, target: float) -> tu
             return units
 
 
-Carriers = tuple[tuple[Unit, ...], tuple[Unit, ...]]
-"""A minimal set and, where there is none, the writers along the sink's direction that it takes; both can be empty."""
+def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Unit, ...]:
+    """The minimal set of a model, found on choosing sequences; kept as a part, since the search is long."""
+
+    def searched() -> tuple[Unit, ...]:
+        search = _Search(loaded, plan, choosing, plan.candidates)
+        for target in SEARCH_TARGETS if search.before > 0 else ():
+            if units := minimal_set(plan.candidates, search.remaining, search.more, target):
+                return units
+        return ()
+
+    return _kept_units(parts, "minimal-set", searched)
 
 
-def find_carriers(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> Carriers:
-    """What carries the sink of a model, found on choosing sequences; kept as a part, since the search is long."""
-    names = ("minimal", "writers")
+def find_writers(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Unit, ...]:
+    """As many of the plan's writers as it takes, and all where they are not enough."""
 
-    def searched() -> dict[str, np.ndarray]:
-        return {name: _rows(units) for name, units in zip(names, _searched(loaded, plan, choosing), strict=True)}
+    def searched() -> tuple[Unit, ...]:
+        search = _Search(loaded, plan, choosing, plan.writers)
+        enough = shortest(plan.writers, search.remaining, SEARCH_TARGETS[0]) if search.before > 0 else ()
+        return enough or plan.writers
 
-    kept = parts.kept("carriers", names, searched)
+    return _kept_units(parts, "writers", searched)
+
+
+def _kept_units(parts: Parts, name: str, searched: Callable[[], tuple[Unit, ...]]) -> tuple[Unit, ...]:
+    def rows() -> dict[str, np.ndarray]:
+        units = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in searched()]
+        return {"units": np.array(units, dtype=np.int64).reshape(-1, 3)}
+
+    kept = parts.kept(name, ("units",), rows)
     assert kept is not None
-    minimal, writers = (
-        tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept[name].tolist())
-        for name in names
-    )
-    return minimal, writers
+    return tuple(Unit(row[0], None if row[1] == DENSE else row[1], row[2]) for row in kept["units"].tolist())
 
 
-def _rows(units: Sequence[Unit]) -> np.ndarray:
-    rows = [[unit.layer, DENSE if unit.expert is None else unit.expert, unit.neuron] for unit in units]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+class _Search:
+    """The sink without some of the units, on choosing sequences; each set is tried once."""
 
+    def __init__(self, loaded: LoadedModel, plan: Plan, choosing: TokenBatch, units: Sequence[Unit]) -> None:
+        self.loaded, self.sink = loaded, plan.sink
+        self.batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
+        restarts = {unit.layer for unit in units}
+        self.replay = Replay(anatomy_of(loaded.model), loaded.model, self.batch.ids, restarts=restarts)
+        self.before = float(self.replay.untouched.later_rate_BS[:, plan.sink].mean())
+        self._left: dict[frozenset[Unit], float] = {}
 
-def _searched(loaded: LoadedModel, plan: Plan, choosing: TokenBatch) -> Carriers:
-    batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
-    restarts = {unit.layer for unit in (*plan.candidates, *plan.writers)}
-    replay = Replay(anatomy_of(loaded.model), loaded.model, batch.ids, restarts=restarts)
-    before = float(replay.untouched.later_rate_BS[:, plan.sink].mean())
-    left: dict[frozenset[Unit], float] = {}
+    def remaining(self, units: Sequence[Unit]) -> float:
+        """The share of the sink rate that is left without units."""
+        if (removed := frozenset(units)) not in self._left:
+            with together([ablate_neurons(self.loaded, units)]) as first_layer:
+                rate = float(self.replay.read(first_layer).later_rate_BS[:, self.sink].mean())
+            self._left[removed] = rate / self.before
+        return self._left[removed]
 
-    def remaining(units: Sequence[Unit]) -> float:
-        if (removed := frozenset(units)) not in left:
-            with together([ablate_neurons(loaded, units)]) as first_layer:
-                left[removed] = float(replay.read(first_layer).later_rate_BS[:, plan.sink].mean()) / before
-        return left[removed]
-
-    def more(units: Sequence[Unit]) -> list[Unit]:
-        with ablate_neurons(loaded, units):
-            found = trace(loaded, batch, effective_rank=False).findings
-        return candidate_units(found, plan.sink)
-
-    if before == 0:
-        return (), ()
-    for target in SEARCH_TARGETS:
-        if units := minimal_set(plan.candidates, remaining, more, target):
-            return units, ()
-    return (), shortest(plan.writers, remaining, SEARCH_TARGETS[0])
+    def more(self, units: Sequence[Unit]) -> list[Unit]:
+        """Candidates of the model without units."""
+        with ablate_neurons(self.loaded, units):
+            found = trace(self.loaded, self.batch, effective_rank=False).findings
+        return candidate_units(found, self.sink)

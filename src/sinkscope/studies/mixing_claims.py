@@ -140,9 +140,10 @@ def _suffices(
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
         by_bar: list[np.ndarray | Empty] = [risen_BS]
-        if beats_control:
-            by_bar.append(unless_marked(lambda: risen_BS - _risen_BS(study, control)))
-        judged = study.sides[risen_BS.mean(0).argmax()]
+        side = risen_BS.mean(0).argmax()
+        judged = study.sides[side]
+        if beats_control:  # on the same side
+            by_bar.append(unless_marked(lambda: (risen_BS - _risen_BS(study, control))[:, [side]]))
         return Numbers(
             by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**control, before_norm=judged).mean())),

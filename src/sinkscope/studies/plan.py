@@ -50,8 +50,8 @@ class Plan:
     """Every unit that moves a massive dimension at the sink or, where there is none, the strongest along the direction
     of its states; strongest write first: for the minimal set."""
     writers: tuple[Unit, ...] = ()
-    """Before the first head with the sink, those that write most along the direction of its states, however many of a
-    layer; strongest first: for a sink that a crowd writes."""
+    """Where no minimal set was found: the MAX_UNITS before the first head with the sink that write most along the
+    direction of its states, however many of a layer, strongest first."""
 
     sink_heads: tuple[tuple[int, int], ...] = ()
     """(layer, head) of those that have the sink."""

@@ -34,14 +34,20 @@ from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions
-from sinkscope.studies.controls import Activity, draw_controls, read_activity, with_writers
+from sinkscope.studies.controls import (
+    Activity,
+    direction_writers,
+    draw_controls,
+    few_of_each_layer,
+    read_activity,
+)
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
 from sinkscope.studies.measured import Measured
-from sinkscope.studies.minimal_set import Carriers, find_carriers
+from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.outcome import STORED, Outcome, reduced
-from sinkscope.studies.plan import Plan, make_plan
+from sinkscope.studies.plan import MAX_UNITS, Plan, make_plan
 from sinkscope.studies.study_schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
 
@@ -73,7 +79,7 @@ class Study(Result):
 
     @property
     def writers(self) -> tuple[Unit, ...]:
-        """Where there is no minimal set, the units along the sink's direction that it takes to remove the sink."""
+        """Where there is no minimal set: the units along the sink's direction whose removal was judged."""
         return self.measured.writers
 
     @cached_property
@@ -223,9 +229,15 @@ class _Run:
         shown = trace(self.loaded, self.judging)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
-        plan = with_writers(plan, activity, anatomy)
-        carriers = find_carriers(self.loaded, plan, self.choosing, self.parts) if has_sink else ((), ())
-        measured = self._measured(plan, activity, carriers, has_sink)
+        ranked = () if plan.candidates else direction_writers(activity, anatomy, plan)
+        plan = replace(plan, candidates=plan.candidates or few_of_each_layer(ranked, anatomy))
+        minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
+        writers: tuple[Unit, ...] = ()
+        if has_sink and not minimal:
+            ranked = ranked or direction_writers(activity, anatomy, plan)
+            plan = replace(plan, writers=ranked[:MAX_UNITS])
+            writers = find_writers(self.loaded, plan, self.choosing, self.parts)
+        measured = self._measured(plan, activity, minimal, writers, has_sink)
         found = [
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, measured))
             for claim in CLAIMS.values()
@@ -237,9 +249,15 @@ class _Run:
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
         return Study(loaded=self.loaded, trace=shown, measured=measured, judgements=judgements)
 
-    def _measured(self, plan: Plan, activity: Activity, carriers: Carriers, has_sink: bool) -> Measured:
+    def _measured(
+        self,
+        plan: Plan,
+        activity: Activity,
+        minimal: tuple[Unit, ...],
+        writers: tuple[Unit, ...],
+        has_sink: bool,
+    ) -> Measured:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
-        minimal, writers = carriers
         controls = draw_controls(activity, anatomy, plan, minimal or writers)
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
         dimensions = (*plan.dimensions, *controls.dimensions)
@@ -257,7 +275,7 @@ class _Run:
         )
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
-        conditions = Conditions(self.loaded, plan, self.calibration, replay, carriers, controls)
+        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
         outcomes = self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {}
         not_turned = self._turn_basis(plan, outcomes) if minimal else "there is no minimal set"
         return Measured(
