@@ -84,7 +84,7 @@ _SEEN: Truth = (
 _AVERAGES: Truth = (_AVERAGED, "attention is nearly uniform up to the sink, over tokens drawn at random")
 _SINK: Truth = ({"sink"}, "heads read what position 0 has")
 _IDLE: Truth = (_DISPARITY, "one unit writes one dimension at position 0, and no head reads it")
-_CROWD: Truth = ({"writers_necessary"}, "a tenth of a layer's units write the slot that keys read, and no others do")
+_CROWD: Truth = ({"writers_necessary"}, "an eighth of a layer's units write the slot that keys read, and no others do")
 _CARRIED: Truth = (
     {"averaging_law"},
     "later tokens carry the first one's value where disparity is born: no discrepancy",

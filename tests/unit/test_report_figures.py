@@ -2,6 +2,8 @@
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -13,6 +15,7 @@ from sinkscope.report.html import write_page
 from sinkscope.report.maps import layer_curves, mapped_positions, maps
 from sinkscope.report.run import read_run
 from sinkscope.report.study_figures import study_figures
+from sinkscope.report.study_tables import carriers
 from sinkscope.report.trace import chain_panels, sink_rates
 
 
@@ -200,3 +203,20 @@ def test_two_figures_of_one_id_are_refused(tmp_path):
     write_page(tmp_path / "page.html", "One", "", [figure])
     with pytest.raises(ValueError, match="same id"):
         write_page(tmp_path / "page.html", "Two", "", [figure, figure])
+
+
+def test_what_carries_the_sink_is_listed_whole():
+    """The minimal set with its write shares or, where there is none, every writer."""
+    minimal = [{"layer": 2, "expert": None, "neuron": 90, "share": 0.5}]
+    writers = [{"layer": 7, "expert": None, "neuron": n} for n in range(32)] + [{"layer": 6, "expert": 1, "neuron": 3}]
+
+    def listed(rows, summary) -> str:
+        run: Any = SimpleNamespace(rows=lambda table: rows, summary=summary)
+        return carriers(run)
+
+    assert "The minimal set has 1 unit" in listed(minimal, {"writers": []})
+    assert "2:90 (0.500)" in listed(minimal, {})
+    told = listed([], {"writers": writers})
+    assert told.startswith("<p>The 33 units that write most along the sink's direction")
+    assert told.count(":") == 1 + 1 + 32 + 2  # that of "layer:neuron:", and those of the names
+    assert listed([], {}) == ""

@@ -41,6 +41,7 @@ SUMMARY = {
 TRACED = {
     "sink_rate": Maybe(Real()),
     "keys": Maybe([Int(0, "length")]),
+    "writers": Maybe([{"layer": Int(0, "num_layers"), "expert": Maybe(Int()), "neuron": Int()}]),
     "sinks": [{"position": Int(0, "length"), "layers": Maybe([Int(0, "num_layers")])}],
     "birth_layers": [Int(-1, "num_layers")],
     "massive_dimensions": [Int()],

@@ -12,7 +12,7 @@ from sinkscope.report.html import header, write_page
 from sinkscope.report.maps import layer_curves, maps
 from sinkscope.report.run import Run
 from sinkscope.report.study_figures import study_figures
-from sinkscope.report.study_tables import factorial, massive_dimensions, minimal_set, referee
+from sinkscope.report.study_tables import carriers, factorial, massive_dimensions, referee
 from sinkscope.report.text import escaped, interval, isolated, token_text
 from sinkscope.report.trace import (
     NUM_POSITIONS_DRAWN,
@@ -82,9 +82,8 @@ WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
 """Figures that take the whole width."""
 FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
 METHOD = (
-    "Claims, statistics, controls, thresholds and rules were fixed before any model was looked at, all but "
-    "writers_necessary, which one of this package's models gave rise to. Units and means are chosen on one set of "
-    "sequences, and the claims are judged on another. Intervals are bootstrap intervals over sequences at a "
+    "Claims, statistics, controls, thresholds and rules are the same for every model. Units and means are chosen on "
+    "one set of sequences, and the claims are judged on another. Intervals are bootstrap intervals over sequences at a "
     "family-wise 95 % (Holm over the claims). A claim is undecided where its interval is too wide for either verdict, "
     "and not applicable where there is nothing to explain."
 )
@@ -108,9 +107,7 @@ def write_study_page(run: Run, destination: Path) -> None:
     parts += [_chain(run, panels)]
     for name, figures in studied.items():
         if figures:
-            extra = {"necessity": minimal_set, "creation": factorial, "confounds": referee}.get(name, lambda run: "")(
-                run
-            )
+            extra = {"necessity": carriers, "creation": factorial, "confounds": referee}.get(name, lambda run: "")(run)
             parts.append(_section(name, *SECTIONS[name], figures, run, extra))
     parts.append(massive_dimensions(run))
     parts.append(

@@ -121,8 +121,12 @@ def referee(run: Run) -> str:
     )
 
 
-def minimal_set(run: Run) -> str:
-    units = run.rows("minimal_set")
+def carriers(run: Run) -> str:
+    """The minimal set or, where there is none, the writers along the sink's direction."""
+    units, writers = run.rows("minimal_set"), run.summary.get("writers")
+    if writers:
+        names = ", ".join(map(unit_name, writers))
+        return f"<p>The {len(writers)} units that write most along the sink's direction, as layer:neuron: {names}.</p>"
     if not units:
         return ""
     names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)

@@ -1,4 +1,4 @@
-"""The claims of a study, fixed before any model is looked at. Each is one entry: its statement, its bars, where its
+"""The claims of a study, the same for every model. Each is one entry: its statement, its bars, where its
 numbers come from, and what its control is. `judging` says how they are judged.
 
 These are the links in the untouched model; cause and effect follow in `causal_claims`.

@@ -118,7 +118,7 @@ Found = Numbers | Empty
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One claim: fixed before any model is looked at."""
+    """One claim, the same for every model."""
 
     id: str
     link: str
