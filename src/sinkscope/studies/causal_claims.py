@@ -245,8 +245,8 @@ CAUSAL_CLAIMS = (
     Claim(
         id="channel_sparsity_necessary",
         link=CAUSAL,
-        statement="With that set's output vectors spread over all dimensions, or turned, under a quarter of the sink "
-        f"is left by each of {NUM_DRAWS} draws; in another single dimension more by each",
+        statement="With the minimal set's output vectors spread over all dimensions, or turned, under a quarter of the "
+        f"sink is left by each of {NUM_DRAWS} draws; in another single dimension more by each",
         bars=(
             Bar("below", QUARTER, _most_over_first),
             Bar("below", QUARTER, _most_over_first),
