@@ -131,14 +131,16 @@ def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple
     found: list[tuple[float, Unit]] = []
     for layer in anatomy.layers[:first]:
         direction_E = activity.written[first - 1].float().cpu()
+        wanted, ranked = max(MAX_UNITS, most_super_neurons(layer)), []
         for expert, _ in layer.down_weights():
             along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
             write_F = activity.writes[layer.index, expert].float() * along_F.abs()
-            values, neurons = write_F.topk(min(len(write_F), max(MAX_UNITS, most_super_neurons(layer))))
-            found += [
+            values, neurons = write_F.topk(min(len(write_F), wanted))
+            ranked += [
                 (value, Unit(layer.index, expert, neuron))
                 for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
             ]
+        found += sorted(ranked, key=itemgetter(0), reverse=True)[:wanted]  # a hundred experts would fill the memory
     return tuple(unit for _, unit in sorted(found, key=itemgetter(0), reverse=True))
 
 
