@@ -1,6 +1,7 @@
 """Prints how fast `sinkscope pretrain` trains, beside a plain loop over the same model, and where the time goes.
 
-    python benchmarks/pretrain_speed.py --config 152m --batch 64
+    python benchmarks/pretrain_speed.py --config 152m               # as it trains: 8 forward passes of 64 a step
+    python benchmarks/pretrain_speed.py --config 152m --batch 64    # one
 
 Contestants, each in a process of its own with an empty compilation cache:
 - sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk), recorded as
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--config", default="152m", help="a preset or a YAML file, as sinkscope pretrain takes it")
     parser.add_argument("--variant", default="softmax")
     parser.add_argument("--length", type=int, help="tokens of a sequence; the configuration's without it")
-    parser.add_argument("--batch", type=int, default=64, help="sequences in a step, one forward pass")
+    parser.add_argument("--batch", type=int, help="sequences in a step, one forward pass; the configuration's without it")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
@@ -84,19 +84,18 @@ def parsed() -> argparse.Namespace:
 
 
 def configured(arguments: argparse.Namespace) -> PretrainConfig:
-    """What is trained: the configuration with the batch that was asked for, in one forward pass."""
-    asked = {"batch_size": arguments.batch, "sequence_length": arguments.length}
-    config = resolve(arguments.config, variant=arguments.variant, data=[], training=asked)
-    return replace(config, training=replace(config.training, micro_batch_size=None))
+    """What is trained: the configuration, or the batch that was asked for in one forward pass."""
+    asked = {"batch_size": arguments.batch, "micro_batch_size": arguments.batch, "sequence_length": arguments.length}
+    return resolve(arguments.config, variant=arguments.variant, data=[], training=asked)
 
 
 def measure(arguments: argparse.Namespace) -> dict:
     """Start-up, seconds a step, tokens/s and, of the trainer, a profile."""
     config = configured(arguments)
-    length = config.training.sequence_length
+    length, batch_size = config.training.sequence_length, config.training.batch_size
     with tempfile.TemporaryDirectory() as folder:
-        shards = random_shards(Path(folder) / "tokens", config.vocab_size, 40 * arguments.batch * length)
-        stream = TokenStream(shards, "train", length=length, batch_size=arguments.batch, seed=0)
+        shards = random_shards(Path(folder) / "tokens", config.vocab_size, 40 * batch_size * length)
+        stream = TokenStream(shards, "train", length=length, batch_size=batch_size, seed=0)
         started_at = time.perf_counter()
         build = {"sinkscope": trainer, "launched": trainer, "plain": plain_loop}[arguments.contestant]
         model, step = build(arguments, config, stream)
@@ -166,20 +165,23 @@ def plain_loop(arguments: argparse.Namespace, config: PretrainConfig, stream: To
         betas=(training.beta1, training.beta2),
         fused=True,
     )
-    compiled = torch.compile(model)
+    compiled, micro_batches = torch.compile(model), training.rows(0, 1)
 
     def step(number: int) -> torch.Tensor:
-        tokens, targets = stream.batch(number)
-        if arguments.device == "cuda":
-            tokens, targets = (x.contiguous().pin_memory().to("cuda", non_blocking=True) for x in (tokens, targets))
-        with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.device == "cuda"):
-            logits = compiled(tokens, use_cache=False).logits
-            loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
-        loss.backward()
+        total = torch.zeros((), device=arguments.device)
+        for rows in micro_batches:
+            tokens, targets = stream.batch(number, rows)
+            if arguments.device == "cuda":
+                tokens, targets = (x.contiguous().pin_memory().to("cuda", non_blocking=True) for x in (tokens, targets))
+            with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.device == "cuda"):
+                logits = compiled(tokens, use_cache=False).logits
+                loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+            (loss / len(micro_batches)).backward()
+            total += loss.detach() / len(micro_batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     return model, step
 
