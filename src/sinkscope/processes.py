@@ -121,7 +121,7 @@ def joined() -> Iterator[None]:
 
     global _sharing
     if torch.cuda.is_available():
-        torch.cuda.set_device(number("LOCAL_RANK"))
+        torch.cuda.set_device(number("LOCAL_RANK") % torch.cuda.device_count())  # several may share one
     join("gloo")
     _sharing = True
     try:

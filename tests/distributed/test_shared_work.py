@@ -18,6 +18,7 @@ from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import CHAIN, Observable, Tap
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.parts import Parts
+from sinkscope.studies import minimal_set
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
@@ -111,6 +112,21 @@ def test_two_processes_judge_what_one_judges(tmp_path):
         ):
             assert found[:2] == [claim, verdict]
             assert found[2] == (effect and pytest.approx(effect, rel=1e-4, nan_ok=True)), claim
+
+
+def test_processes_that_round_differently_search_the_same_way(tmp_path, monkeypatch):
+    model, _ = planted_chain(0)
+    rate = minimal_set._Search._rate
+    monkeypatch.setattr(minimal_set._Search, "_rate", lambda *of: rate(*of) + 0.5 * int(os.environ.get("RANK", 0)))
+
+    def work():
+        with processes.joined():
+            found = sinkscope.study(model, num_sequences=16, length=32)
+            (tmp_path / str(processes.rank())).write_text(repr(found.measured.minimal))
+
+    in_two_processes(work)
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert first == second != "()"
 
 
 def test_the_first_process_of_torchrun_writes_and_speaks(tmp_path):

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkscope.capture.replay import Replay
+from sinkscope import processes
+from sinkscope.capture.replay import ConditionReading, Replay
 from sinkscope.capture.trace import trace
 from sinkscope.interventions.base import together
 from sinkscope.interventions.neurons import ablate_neurons
@@ -115,23 +116,31 @@ def _kept_units(parts: Parts, name: str, searched: Callable[[], tuple[Unit, ...]
 
 
 class _Search:
-    """The sink without some of the units, on choosing sequences; each set is tried once."""
+    """The sink without some of the units, on choosing sequences; each set is tried once.
+
+    Under torchrun the first process tries it for all: rounding must not send them different ways.
+    """
 
     def __init__(self, loaded: LoadedModel, plan: Plan, choosing: TokenBatch, units: Sequence[Unit]) -> None:
         self.loaded, self.sink = loaded, plan.sink
         self.batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
         restarts = {unit.layer for unit in units}
         self.replay = Replay(anatomy_of(loaded.model), loaded.model, self.batch.ids, restarts=restarts)
-        self.before = float(self.replay.untouched.later_rate_BS[:, plan.sink].mean())
+        self.before = processes.from_first(lambda: self._rate(self.replay.untouched))
         self._left: dict[frozenset[Unit], float] = {}
 
     def remaining(self, units: Sequence[Unit]) -> float:
         """The share of the sink rate that is left without units."""
         if (removed := frozenset(units)) not in self._left:
-            with together([ablate_neurons(self.loaded, units)]) as first_layer:
-                rate = float(self.replay.read(first_layer).later_rate_BS[:, self.sink].mean())
-            self._left[removed] = rate / self.before
+            self._left[removed] = processes.from_first(lambda: self._without(units)) / self.before
         return self._left[removed]
+
+    def _without(self, units: Sequence[Unit]) -> float:
+        with together([ablate_neurons(self.loaded, units)]) as first_layer:
+            return self._rate(self.replay.read(first_layer))
+
+    def _rate(self, reading: ConditionReading) -> float:
+        return float(reading.later_rate_BS[:, self.sink].mean())
 
     def more(self, units: Sequence[Unit]) -> list[Unit]:
         """Candidates of the model without units."""
