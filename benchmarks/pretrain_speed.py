@@ -72,7 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--config", default="152m", help="a preset or a YAML file, as sinkscope pretrain takes it")
     parser.add_argument("--variant", default="softmax")
     parser.add_argument("--length", type=int, help="tokens of a sequence; the configuration's without it")
-    parser.add_argument("--batch", type=int, help="sequences in a step, one forward pass; the configuration's without it")
+    parser.add_argument("--batch", type=int, help="sequences of one pass a step; the configuration's without it")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
