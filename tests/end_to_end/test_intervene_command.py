@@ -257,6 +257,9 @@ REFUSED = {
     "--ablate 1:3 --layers 0": "--layers can choose layers for",
     "--ablate 1:3 --heads 0": "--heads can choose heads for",
     "--transplant 1:3@10:10": "two different positions",
+    "--amplify 0:4 --bos": "sequences that differ at position 0",
+    "--swap-deviation 0:4 --bos": "sequences that differ at position 0",
+    "--random-direction 0:4 --bos": "sequences that differ at position 0",
     # two that conflict
     "--amplify 10:4 --scale-norm 10:2": "amplify_variance and scale_norm",
     "--ablate 1:3 --ablate-mean 1:3": "both set the neurons",
@@ -286,6 +289,11 @@ REFUSED = {
 def test_refused(given, message, model_folder, sinkscope, tmp_path):
     assert_refused(sinkscope("intervene", model_folder, "--out", "run", *given.split()), message, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_token_that_sees_others_has_a_variance_to_amplify(model_folder, sinkscope, tmp_path):
+    command = ("intervene", model_folder, "--amplify", "0:4", "--allow", "0:0-19", "--bos", *SMALL, "--out", "run")
+    assert sinkscope(*command).code == 0
 
 
 def test_a_run_is_replaced_only_when_asked(model_folder, sinkscope, tmp_path):

@@ -35,7 +35,7 @@ from sinkscope.interventions.base import (
     together,
     unless_suspended,
 )
-from sinkscope.interventions.formulas import FORMULAS, LATER, LayerCalibration
+from sinkscope.interventions.formulas import FORMULAS, LATER, OF_DEVIATION, LayerCalibration
 from sinkscope.interventions.neurons import NeuronEdit
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import bare_model
@@ -171,6 +171,11 @@ class AggregationEdit(Intervention):
 
         return edit
 
+    def check_deviation(self) -> None:
+        """Refuses, once it is on, to scale a deviation that is none."""
+        if self.name in OF_DEVIATION and not any(seen.varies for seen in self.calibrated.values()):
+            raise no_variance(f"at position {self.position}")
+
     def tensors(self) -> dict[str, Tensor]:
         """The frozen means, to be saved with a result: where mu comes from changes the outcome."""
         if not self._calibrations:  # it was never on
@@ -180,6 +185,14 @@ class AggregationEdit(Intervention):
             f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
+
+
+def no_variance(where: str) -> InputError:
+    return InputError(
+        expected=f"sequences that differ {where}",
+        found="no variance across sequences, which nothing can scale",
+        next_step="Leave out the beginning-of-sequence token, or choose another position",
+    )
 
 
 def at_aggregation(

@@ -26,6 +26,9 @@ from torch import Tensor
 from sinkscope.capture.layer_call import wide
 from sinkscope.measures.value_variance import value_variance
 
+ROUNDING = 1e-10
+"""A variance that is this share of the squared mean may be none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCalibration:
@@ -35,6 +38,11 @@ class LayerCalibration:
     deviations_BC: Tensor
     later: Tensor
     """What the formula asks of the later half of positions, 0 where it asks nothing."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether sequences differ there, by more than rounding does."""
+        return bool(self.deviations_BC.square().mean() > ROUNDING * self.mean_C.square().mean())
 
     @classmethod
     def of(cls, aggregation_BTC: Tensor, position: int, later: Callable[[Tensor], Tensor] | None) -> LayerCalibration:
@@ -115,3 +123,6 @@ LATER: dict[str, Callable[[Tensor], Tensor]] = {
     "remove_energy": lambda later_BTC: later_BTC.square().sum(-1).mean(),
 }
 """What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
+
+OF_DEVIATION = ("amplify_variance", "swap_deviation", "random_direction")
+"""Formulas that do nothing where sequences don't differ."""

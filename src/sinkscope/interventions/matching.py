@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, run_with_aggregations
+from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, no_variance, run_with_aggregations
 from sinkscope.interventions.base import (
     AttentionPlace,
     Intervention,
@@ -94,11 +94,7 @@ class MatchMoments(AggregationEdit):
         if variance is not None:
             now = float(value_variance(seen.deviations_BC[:, None]))
             if now == 0 < variance and not self._nearest:
-                raise InputError(
-                    expected=f"sequences that differ at position {self.position} of layer {layer}",
-                    found="no variance across sequences, which nothing can scale",
-                    next_step="Leave out the beginning-of-sequence token, or choose another position",
-                )
+                raise no_variance(f"at position {self.position} of layer {layer}")
             deviation_BC = deviation_BC * (0.0 if now == 0 else (variance / now) ** 0.5)
         if energy is not None:
             mean_C = self._mean_of_energy(energy, layer, variance)

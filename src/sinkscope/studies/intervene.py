@@ -13,7 +13,7 @@ from sinkscope.arguments import check_sizes
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import MIN_CALIBRATION
+from sinkscope.interventions.aggregation import MIN_CALIBRATION, AggregationEdit
 from sinkscope.interventions.base import together
 from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.requests import Request
@@ -156,6 +156,9 @@ class Untouched:
         with evaluation_mode(self.loaded.model):
             interventions = [each for request in requests for each in request.make(setting, control=control)]
         with together(interventions):
+            for edit in interventions:
+                if isinstance(edit, AggregationEdit):
+                    edit.check_deviation()
             return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
 
 
