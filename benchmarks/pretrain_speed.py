@@ -7,7 +7,7 @@ Contestants, each in a process of its own with an empty compilation cache:
 - sinkscope: the trainer's own step (regional compilation, chunked vocabulary loss, token shards from disk), recorded as
   a CUDA graph after its first updates.
 - launched: the same without the graph; its losses must be the same, and its profile says where a step goes.
-- plain: the loop as nanoGPT writes it (the whole model compiled with its loss, logits of the whole batch, vocabulary
+- plain: the loop as nanoGPT writes it (the whole model compiled with its loss, logits of a whole pass, vocabulary
   padded to a multiple of 64, fused AdamW, bfloat16 autocast, clipping), on the same batches.
 Start-up is from the first line after the imports to the end of the first update. Model FLOPs are 6 N + 6 L T E a token.
 """
@@ -72,7 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--config", default="152m", help="a preset or a YAML file, as sinkscope pretrain takes it")
     parser.add_argument("--variant", default="softmax")
     parser.add_argument("--length", type=int, help="tokens of a sequence; the configuration's without it")
-    parser.add_argument("--batch", type=int, help="sequences of one pass a step; the configuration's without it")
+    parser.add_argument("--batch", type=int, help="sequences of a step, in one pass; else as configured")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
@@ -230,11 +230,11 @@ def wait(arguments: argparse.Namespace) -> None:
 
 def show(arguments: argparse.Namespace, results: dict[str, dict]) -> None:
     config = configured(arguments).training
-    tokens = config.batch_size * config.sequence_length
+    tokens, a_pass = config.batch_size * config.sequence_length, config.rows(0, 1)[0]
     print(
         f"- {arguments.config}, {arguments.variant}, {config.batch_size} x {config.sequence_length} tokens a step, "
-        f"bfloat16 autocast, {config.optimiser}; {arguments.warmup} steps of warm-up, then {arguments.rounds} rounds "
-        f"of {arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
+        f"{a_pass.stop} sequences a pass, bfloat16 autocast, {config.optimiser}; {arguments.warmup} steps of warm-up, "
+        f"then {arguments.rounds} rounds of {arguments.steps}; MFU of {arguments.peak / 1e12:.0f} TFLOP/s\n"
     )
     print("| | ms a step, median [min, max] | tokens/s | MFU | start-up to first step, s | peak GiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")

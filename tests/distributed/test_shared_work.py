@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked_processes import free_port, in_two_processes
-from planted_models import planted_chain
+from planted_models import decoy, planted_chain
 from tiny_models import tiny_model
 
 import sinkscope
@@ -18,7 +18,7 @@ from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import CHAIN, Observable, Tap
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.parts import Parts
-from sinkscope.studies import minimal_set
+from sinkscope.studies import controls, minimal_set
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
@@ -114,19 +114,28 @@ def test_two_processes_judge_what_one_judges(tmp_path):
             assert found[2] == (effect and pytest.approx(effect, rel=1e-4, nan_ok=True)), claim
 
 
-def test_processes_that_round_differently_search_the_same_way(tmp_path, monkeypatch):
-    model, _ = planted_chain(0)
-    rate = minimal_set._Search._rate
-    monkeypatch.setattr(minimal_set._Search, "_rate", lambda *of: rate(*of) + 0.5 * int(os.environ.get("RANK", 0)))
+@pytest.mark.parametrize("kind", [None, "sink_from_ordinary_units"])
+def test_processes_that_round_differently_search_the_same_way(kind, tmp_path, monkeypatch):
+    model, _ = decoy(kind, 0) if kind else planted_chain(0)
+    rate, writers = minimal_set._Search._rate, controls.direction_writers
+
+    def other_rate(*of):
+        return rate(*of) + 0.5 * processes.rank()
+
+    def other_order(*of):
+        return writers(*of)[:: -1 if processes.rank() else 1]
+
+    monkeypatch.setattr(minimal_set._Search, "_rate", other_rate)
+    monkeypatch.setattr("sinkscope.studies.study.direction_writers", other_order)
 
     def work():
         with processes.joined():
-            found = sinkscope.study(model, num_sequences=16, length=32)
-            (tmp_path / str(processes.rank())).write_text(repr(found.measured.minimal))
+            found = sinkscope.study(model, num_sequences=16, length=32).measured
+            (tmp_path / str(processes.rank())).write_text(repr((found.minimal, found.writers)))
 
     in_two_processes(work)
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
-    assert first == second != "()"
+    assert first == second != "((), ())"
 
 
 def test_the_first_process_of_torchrun_writes_and_speaks(tmp_path):

@@ -172,8 +172,8 @@ class AggregationEdit(Intervention):
         return edit
 
     def check_deviation(self) -> None:
-        """Refuses, once it is on, to scale a deviation that is none."""
-        if self.name in OF_DEVIATION and not any(seen.varies for seen in self.calibrated.values()):
+        """Refuses where no sequence differs from another; that is known once the edit is on."""
+        if self.name in OF_DEVIATION and self.calibrated and not any(seen.varies for seen in self.calibrated.values()):
             raise no_variance(f"at position {self.position}")
 
     def tensors(self) -> dict[str, Tensor]:

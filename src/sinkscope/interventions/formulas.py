@@ -27,7 +27,7 @@ from sinkscope.capture.layer_call import wide
 from sinkscope.measures.value_variance import value_variance
 
 ROUNDING = 1e-10
-"""A variance that is this share of the squared mean may be none."""
+"""A variance that is this share of the squared mean is that of sums in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,4 +125,4 @@ LATER: dict[str, Callable[[Tensor], Tensor]] = {
 """What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
 
 OF_DEVIATION = ("amplify_variance", "swap_deviation", "random_direction")
-"""Formulas that do nothing where sequences don't differ."""
+"""Formulas that enlarge a deviation, and change nothing where there is none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -118,16 +119,21 @@ def _kept_units(parts: Parts, name: str, searched: Callable[[], tuple[Unit, ...]
 class _Search:
     """The sink without some of the units, on choosing sequences; each set is tried once.
 
-    Under torchrun the first process tries it for all: rounding must not send them different ways.
+    Under torchrun the first process tries it for all, and says which units come next: rounding must not send them
+    different ways.
     """
 
     def __init__(self, loaded: LoadedModel, plan: Plan, choosing: TokenBatch, units: Sequence[Unit]) -> None:
         self.loaded, self.sink = loaded, plan.sink
         self.batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
-        restarts = {unit.layer for unit in units}
-        self.replay = Replay(anatomy_of(loaded.model), loaded.model, self.batch.ids, restarts=restarts)
+        self._restarts = {unit.layer for unit in units}
         self.before = processes.from_first(lambda: self._rate(self.replay.untouched))
         self._left: dict[frozenset[Unit], float] = {}
+
+    @cached_property
+    def replay(self) -> Replay:
+        model = self.loaded.model
+        return Replay(anatomy_of(model), model, self.batch.ids, restarts=self._restarts)
 
     def remaining(self, units: Sequence[Unit]) -> float:
         """The share of the sink rate that is left without units."""
@@ -146,4 +152,4 @@ class _Search:
         """Candidates of the model without units."""
         with ablate_neurons(self.loaded, units):
             found = trace(self.loaded, self.batch, effective_rank=False).findings
-        return candidate_units(found, self.sink)
+        return processes.from_first(lambda: candidate_units(found, self.sink))

@@ -229,12 +229,16 @@ class _Run:
         shown = trace(self.loaded, self.judging)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
-        ranked = () if plan.candidates else direction_writers(activity, anatomy, plan)
+
+        def ranked_writers() -> tuple[Unit, ...]:
+            return processes.from_first(lambda: direction_writers(activity, anatomy, plan))
+
+        ranked = () if plan.candidates else ranked_writers()
         plan = replace(plan, candidates=plan.candidates or few_of_each_layer(ranked, anatomy))
         minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
         writers: tuple[Unit, ...] = ()
         if has_sink and not minimal:
-            ranked = ranked or direction_writers(activity, anatomy, plan)
+            ranked = ranked or ranked_writers()
             plan = replace(plan, writers=ranked[:MAX_UNITS])
             writers = find_writers(self.loaded, plan, self.choosing, self.parts)
         measured = self._measured(plan, activity, minimal, writers, has_sink)
