@@ -140,7 +140,8 @@ def moved(value: Any, device: Any) -> Any:
     if isinstance(value, dict):
         return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
     return value

@@ -16,6 +16,7 @@ import sinkscope
 from sinkscope import processes
 from sinkscope.capture.merges import Mean
 from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.models.anatomy import Unit
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.parts import Parts
 from sinkscope.studies import controls, minimal_set
@@ -157,6 +158,7 @@ def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):
             (tmp_path / str(processes.rank())).write_text(
                 f"{processes.share(list(range(5)))} {processes.gathered(os.getpid())}"
             )
+            assert processes.gathered(Unit(1, None, 2)) == [Unit(1, None, 2)] * 2  # a tuple with names
 
     in_two_processes(work)
     first, second = ((tmp_path / str(rank)).read_text().split("] ") for rank in range(2))
