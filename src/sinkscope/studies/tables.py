@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,14 +11,27 @@ import torch
 
 from sinkscope.capture.trace import Trace
 from sinkscope.interventions.matching import UNTOUCHED
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
 from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, SUPER_NEURONS, Condition
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
-from sinkscope.studies.study_schemas import STUDY_TABLES
+from sinkscope.studies.study_schemas import (
+    ATTENTION_ROWS,
+    CLAIMS,
+    EFFECTS,
+    FACTORIAL,
+    HISTOGRAMS,
+    MANIPULATION,
+    MEDIATION,
+    MINIMAL_SET,
+    NORMS,
+    OUTPUT_ENERGY,
+    RANDOM_SETS,
+    RATES,
+)
 
 NUM_BINS = 24
 NUM_RANKS = 64
@@ -37,35 +49,26 @@ RULES = {
 }
 
 
-class _Rows:
-    """A table that grows row by row."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list] = defaultdict(list)
-
-    def add(self, **row: Any) -> None:
-        for name, value in row.items():
-            self.columns[name].append(value)
+Rows = Iterator[dict[str, Any]]
 
 
 def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement]) -> dict[str, Mapping]:
     """Columns by table."""
-    tables = {
-        "claims": _claims(judgements),
-        "rates": _rates(study),
-        "effects": _effects(study),
-        "factorial": _factorial(study),
-        "manipulation": _manipulation(study),
-        "attention_rows": _attention_rows(study),
-        "norms": _norms(study),
-        "mediation": _mediation(study, judgements),
-        "random_sets": _random_sets(study),
-        "minimal_set": _minimal_set(trace, study),
-        "histograms": _histograms(study),
-        "output_energy": _output_energy(study),
+    rows = {
+        CLAIMS: _claims(judgements),
+        RATES: _rates(study),
+        EFFECTS: _effects(study),
+        FACTORIAL: _factorial(study),
+        MANIPULATION: _manipulation(study),
+        ATTENTION_ROWS: _attention_rows(study),
+        NORMS: _norms(study),
+        MEDIATION: _mediation(study, judgements),
+        RANDOM_SETS: _random_sets(study),
+        MINIMAL_SET: _minimal_set(trace, study),
+        HISTOGRAMS: _histograms(study),
+        OUTPUT_ENERGY: _output_energy(study),
     }
-    empty = {schema.name: {column.name: [] for column in schema.columns} for schema in STUDY_TABLES}
-    return {"tokens": _tokens(trace)} | {name: rows.columns or empty[name] for name, rows in tables.items()}
+    return {"tokens": _tokens(trace)} | {schema.name: schema.from_rows(list(of)) for schema, of in rows.items()}
 
 
 def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Outcome]]:
@@ -76,10 +79,9 @@ def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Ou
     ]
 
 
-def _claims(judgements: Sequence[Judgement]) -> _Rows:
-    rows = _Rows()
+def _claims(judgements: Sequence[Judgement]) -> Rows:
     for j in judgements:
-        rows.add(
+        yield dict(
             id=j.id,
             statement=j.claim.statement,
             link=j.claim.link,
@@ -96,15 +98,13 @@ def _claims(judgements: Sequence[Judgement]) -> _Rows:
             p_value=j.p_value,
             note=j.note,
         )
-    return rows
 
 
-def _rates(study: Measured) -> _Rows:
-    rows = _Rows()
+def _rates(study: Measured) -> Rows:
     for name, target, factor, outcome in _conditions(study):
         low_S, high_S = bootstrap_mean_interval(outcome.rate_BS)
         for position, rate in enumerate(outcome.rate_BS.mean(0)):
-            rows.add(
+            yield dict(
                 condition=name,
                 target=target,
                 factor=factor,
@@ -114,12 +114,10 @@ def _rates(study: Measured) -> _Rows:
                 high=float(high_S[position]),
                 later_rate=float(outcome.later_BS[:, position].mean()),
             )
-    return rows
 
 
-def _factorial(study: Measured) -> _Rows:
+def _factorial(study: Measured) -> Rows:
     """A row by cell: mixing, level of the variance and level of the energy."""
-    rows = _Rows()
     for cell, conditions in study.by_target.items():
         if cell.name not in (*MIXINGS, "open_to_later", UNTOUCHED):
             continue
@@ -128,7 +126,7 @@ def _factorial(study: Measured) -> _Rows:
         ratios = [study.moments_over_untouched(c, cell.before_norm) for c in conditions]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios_3 = np.exp(np.mean(np.log(ratios), (0, 2)))
-        rows.add(
+        yield dict(
             mixing=cell.name,
             variance_of=cell.variance,
             energy_of=cell.energy,
@@ -144,12 +142,10 @@ def _factorial(study: Measured) -> _Rows:
             missed=missed(study, *conditions) or "",
             n=len(rise_B),
         )
-    return rows
 
 
-def _manipulation(study: Measured) -> _Rows:
+def _manipulation(study: Measured) -> Rows:
     """What every condition did to the aggregation at its target, layer by layer."""
-    rows = _Rows()
     misses: dict[Condition, str] = {}
     for conditions in study.by_target.values():
         misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
@@ -158,7 +154,7 @@ def _manipulation(study: Measured) -> _Rows:
             continue
         for side, layer in product(study.sides, study.plan.mixed):
             variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
-            rows.add(
+            yield dict(
                 condition=condition.label,
                 target=condition.target,
                 factor=condition.factor,
@@ -170,7 +166,6 @@ def _manipulation(study: Measured) -> _Rows:
                 mean_share=_number(_mean_share(squared_mean, energy)),
                 missed=misses[condition],
             )
-    return rows
 
 
 def _mean_share(squared_mean: float, energy: float) -> float:
@@ -183,8 +178,7 @@ def _number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _effects(study: Measured) -> _Rows:
-    rows = _Rows()
+def _effects(study: Measured) -> Rows:
     plan, untouched = study.plan, study.untouched
     for name, target, factor, outcome in _conditions(study)[1:]:
         assert target is not None
@@ -204,7 +198,7 @@ def _effects(study: Measured) -> _Rows:
         difference_BQ = np.stack([after - before for before, after in pairs.values()], 1)
         low_Q, high_Q = bootstrap_mean_interval(difference_BQ)
         for number, (quantity, (before, after)) in enumerate(pairs.items()):
-            rows.add(
+            yield dict(
                 condition=name,
                 target=target,
                 factor=factor,
@@ -216,19 +210,18 @@ def _effects(study: Measured) -> _Rows:
                 high=float(high_Q[number]),
                 n=int(np.isfinite(difference_BQ[:, number]).sum()),
             )
-    return rows
 
 
-def _attention_rows(study: Measured) -> _Rows:
+def _attention_rows(study: Measured) -> Rows:
     """Entropy and mixing of every position's attention, before and after each condition."""
-    rows, before_QBT = _Rows(), study.untouched.rows_QBT
+    before_QBT = study.untouched.rows_QBT
     for name, target, factor, outcome in _conditions(study)[1:]:
         low_QT, high_QT = bootstrap_mean_interval((outcome.rows_QBT - before_QBT).swapaxes(0, 1))
         for quantity, before_BT, after_BT, low_T, high_T in zip(
             ROWS, before_QBT, outcome.rows_QBT, low_QT, high_QT, strict=True
         ):
             for position, (before, after) in enumerate(zip(before_BT.mean(0), after_BT.mean(0), strict=True)):
-                rows.add(
+                yield dict(
                     condition=name,
                     target=target,
                     factor=factor,
@@ -239,12 +232,11 @@ def _attention_rows(study: Measured) -> _Rows:
                     low=float(low_T[position]),
                     high=float(high_T[position]),
                 )
-    return rows
 
 
-def _norms(study: Measured) -> _Rows:
+def _norms(study: Measured) -> Rows:
     """Norm of the residual by layer: where a condition acts, at the sink, and elsewhere."""
-    rows, untouched = _Rows(), study.untouched
+    untouched = study.untouched
     for name, target, factor, outcome in _conditions(study)[1:]:
         places = {"sink": outcome.places.index(study.plan.sink), "elsewhere": len(outcome.places)}
         if target not in (None, study.plan.sink):
@@ -253,7 +245,7 @@ def _norms(study: Measured) -> _Rows:
             before_LB, after_LB = (o.norm_LPB[:, column] for o in (untouched, outcome))
             low_L, high_L = bootstrap_mean_interval((after_LB - before_LB).T)
             for layer, (before, after) in enumerate(zip(before_LB.mean(1), after_LB.mean(1), strict=True)):
-                rows.add(
+                yield dict(
                     condition=name,
                     target=target,
                     factor=factor,
@@ -264,11 +256,10 @@ def _norms(study: Measured) -> _Rows:
                     low=float(low_L[layer]),
                     high=float(high_L[layer]),
                 )
-    return rows
 
 
-def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
-    rows, by_id = _Rows(), {judgement.id: judgement for judgement in judgements}
+def _mediation(study: Measured, judgements: Sequence[Judgement]) -> Rows:
+    by_id = {judgement.id: judgement for judgement in judgements}
     for short, cause, dose in (("mask", "mask_to_self", None), ("amplification", "amplify_variance", DOSE)):
         for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
             if not any(condition.held == held for condition in study.outcomes):
@@ -277,7 +268,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
                 float(study.risen_B(study.at_targets(cause, dose, of)).mean()) for of in (None, RANDOM_OF[held], held)
             )
             judged = by_id[f"mediation_{short}_{held}"]
-            rows.add(
+            yield dict(
                 intervention=cause,
                 mediator=mediator,
                 total=total,
@@ -289,33 +280,24 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> _Rows:
                 high=judged.high,
                 n=judged.n,
             )
-    return rows
 
 
-def _random_sets(study: Measured) -> _Rows:
-    rows = _Rows()
+def _random_sets(study: Measured) -> Rows:
     if study.outcomes:
         before, controls = study.at_sink_B().mean(), study.controls
         for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
             rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
-            rows.add(set=number, num_units=len(units), write=level, rate=float(rate), remaining=float(rate / before))
-    return rows
+            yield dict(set=number, num_units=len(units), write=level, rate=float(rate), remaining=float(rate / before))
 
 
-def _minimal_set(trace: Trace, study: Measured) -> _Rows:
-    rows = _Rows()
-    shares = {
-        Unit(u.layer, u.expert, u.neuron): u.write_share
-        for u in trace.findings.super_neurons
-        if u.position == study.plan.sink
-    }
+def _minimal_set(trace: Trace, study: Measured) -> Rows:
+    shares = {as_unit(u): u.write_share for u in trace.findings.super_neurons if u.position == study.plan.sink}
     for unit in study.minimal:
-        rows.add(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
-    return rows
+        yield dict(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
 
 
-def _histograms(study: Measured) -> _Rows:
-    rows, plan = _Rows(), study.plan
+def _histograms(study: Measured) -> Rows:
+    plan = study.plan
     acted_on = (None, plan.sink, *plan.targets[:1])
     shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
     shown.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
@@ -331,7 +313,7 @@ def _histograms(study: Measured) -> _Rows:
             for place, some in places.items():
                 counts, _ = np.histogram(some, edges)
                 for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-                    rows.add(
+                    yield dict(
                         condition=name,
                         target=target,
                         layer=unit.layer,
@@ -342,11 +324,9 @@ def _histograms(study: Measured) -> _Rows:
                         bin_high=float(high),
                         count=int(count),
                     )
-    return rows
 
 
-def _output_energy(study: Measured) -> _Rows:
-    rows = _Rows()
+def _output_energy(study: Measured) -> Rows:
     for unit in study.plan.super_neurons[:SHOWN_UNITS]:
         layer = study.anatomy.layers[unit.layer]
         weight_EF = layer.written_vectors(unit.expert).cpu()
@@ -356,7 +336,7 @@ def _output_energy(study: Measured) -> _Rows:
         for kind, neuron in (("super", unit.neuron), ("median", median)):
             top = torch.topk(energy_EF[:, neuron], min(NUM_RANKS, len(energy_EF)))
             for rank, (share, dimension) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
-                rows.add(
+                yield dict(
                     layer=unit.layer,
                     expert=unit.expert,
                     neuron=neuron,
@@ -366,7 +346,6 @@ def _output_energy(study: Measured) -> _Rows:
                     energy_share=share,
                     value=float(weight_EF[dimension, neuron]),
                 )
-    return rows
 
 
 def _tokens(trace: Trace) -> Mapping:
