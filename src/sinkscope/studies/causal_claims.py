@@ -37,6 +37,7 @@ from sinkscope.studies.judging import (
     most_left,
     percent,
     second_over_first,
+    side_of,
 )
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
@@ -57,7 +58,7 @@ def _equalising(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     left, other = study.left_BS2("equalise_variance"), study.plan.targets[:1]
-    judged = study.sides[second_over_first(left.mean(0)).argmin()]
+    judged = study.sides[side_of(least_left, left)]
     return Numbers(
         by_bar=[left],
         control=study.left_by("equalise_variance", other[0], judged) if other else None,
@@ -69,7 +70,7 @@ def _mean_suffices(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     alike = study.left_BS2("remove_deviation")
-    judged = study.sides[second_over_first(alike.mean(0)).argmax()]
+    judged = study.sides[side_of(most_left, alike)]
     without_mean = study.left_by("remove_mean", study.plan.sink, judged)
     return Numbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
 

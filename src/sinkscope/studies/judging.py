@@ -74,6 +74,13 @@ def most(means: np.ndarray) -> np.ndarray:
     return means.max(-1)
 
 
+def side_of(statistic: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> int:
+    """The number of the side that one of these takes of numbers by sequence [B, S, ...]."""
+    means = values.mean(0)
+    alone = [statistic(means[[side]]) for side in range(len(means))]
+    return int(np.equal(alone, statistic(means)).argmax())
+
+
 @dataclass(frozen=True)
 class Bar:
     """A statistic with the threshold that it must clear."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.interventions.matching import UNTOUCHED
+from sinkscope.statistics import kendall_tau
 from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
     DOSE,
@@ -39,7 +40,7 @@ from sinkscope.studies.judging import (
     Numbers,
     least_left,
     most,
-    second_over_first,
+    side_of,
 )
 from sinkscope.studies.measured import NO_TARGET, Measured
 
@@ -54,7 +55,7 @@ def _rise(
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
-        judged = study.sides[risen_BS.mean(0).argmax()]
+        judged = study.sides[side_of(most, risen_BS)]
         beside = control_unless_marked(lambda: float(study.rise_B(*control, before_norm=judged).mean()))
         return Numbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
 
@@ -86,11 +87,9 @@ def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
         conditions = study.at_targets("amplify_variance", factor, before_norm=before_norm)
         study.supports(*conditions)
         rates.append([study.outcomes[c].later_BS[:, c.target] for c in conditions])
-    rates_FKB = np.array(rates)
-    first, second = np.triu_indices(len(rates_FKB), 1)
-    signs = np.sign(rates_FKB[second] - rates_FKB[first])
-    moved = np.square(signs).sum(0)
-    return (signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))).mean(0)
+    rates_KBF = np.moveaxis(np.array(rates), 0, -1)
+    tau_KB = kendall_tau(np.broadcast_to(np.arange(rates_KBF.shape[-1]), rates_KBF.shape), rates_KBF)
+    return np.nan_to_num(tau_KB).mean(0)
 
 
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
@@ -112,7 +111,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
         by_bar = [unless_marked(partial(left_BS2, cell)) for cell in cells]
         beside = dict(control)
         if by_sides and not isinstance(by_bar[0], Empty):
-            beside["before_norm"] = study.sides[second_over_first(by_bar[0].mean(0)).argmin()]
+            beside["before_norm"] = study.sides[side_of(least_left, by_bar[0])]
         return Numbers(
             by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**beside).mean() / total_B.mean())),
@@ -140,7 +139,7 @@ def _suffices(
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
         by_bar: list[np.ndarray | Empty] = [risen_BS]
-        side = risen_BS.mean(0).argmax()
+        side = side_of(most, risen_BS)
         judged = study.sides[side]
         if beats_control:  # on the same side
             by_bar.append(unless_marked(lambda: (risen_BS - _risen_BS(study, control))[:, [side]]))
