@@ -15,7 +15,7 @@ a variance that is more than the whole energy asked for is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,12 +23,7 @@ from torch import Tensor
 from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, no_variance, run_with_aggregations
-from sinkscope.interventions.base import (
-    AttentionPlace,
-    Intervention,
-    Model,
-    Place,
-)
+from sinkscope.interventions.base import AggregationPlace, Intervention, Model, Place
 from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.measures.value_variance import second_moment, value_variance
 from sinkscope.models.anatomy import Layer
@@ -62,7 +57,7 @@ class MatchMoments(AggregationEdit):
         energy: Level | None = None,
         calibration: TokenBatch,
         nearest: bool = False,
-        **where: Unpack[AttentionPlace],
+        **where: Unpack[AggregationPlace],
     ) -> None:
         """`nearest`: comes as near as it can where a level cannot be met, instead of refusing."""
         if variance is None and energy is None:
@@ -132,7 +127,7 @@ class ShiftMeanAlone(MatchMoments):
         *,
         variance: Level,
         calibration: TokenBatch,
-        **where: Unpack[AttentionPlace],
+        **where: Unpack[AggregationPlace],
     ) -> None:
         super().__init__(model, position, variance=variance, calibration=calibration, nearest=True, **where)
         self.name, self.factor = "shift_mean", factor
@@ -148,17 +143,14 @@ def match_moments(
     variance: Level | None = None,
     energy: Level | None = None,
     calibration: TokenBatch,
-    layers: int | Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    sequences: int | Sequence[int] | None = None,
-    before_norm: bool = False,
+    **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
     """The batch variance and the energy of the aggregation at `position`, each at its level; None leaves one to follow.
 
     A level is "untouched", or an intervention (or several): what the position has with those on and no others.
-    `before_norm`: on what enters the norm on the aggregation, in models that have one.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm: on what enters the norm on the
+    aggregation, in models that have one.
     """
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
     return MatchMoments(model, position, variance=variance, energy=energy, calibration=calibration, **where)
 
 
@@ -168,13 +160,12 @@ def match_variance(
     to: Level = UNTOUCHED,
     *,
     calibration: TokenBatch,
-    layers: int | Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    sequences: int | Sequence[int] | None = None,
-    before_norm: bool = False,
+    **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
-    """The batch variance of the aggregation at `position` brought to the level `to`; its mean is left alone."""
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
+    """The batch variance of the aggregation at `position` brought to the level `to`; its mean is left alone.
+
+    `where` is as for `match_moments`.
+    """
     return MatchMoments(model, position, variance=to, calibration=calibration, **where)
 
 
@@ -184,13 +175,12 @@ def match_energy(
     to: Level = UNTOUCHED,
     *,
     calibration: TokenBatch,
-    layers: int | Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None,
-    sequences: int | Sequence[int] | None = None,
-    before_norm: bool = False,
+    **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
-    """The energy of the aggregation at `position` brought to the level `to`; its variance is left alone."""
-    where: dict[str, Any] = dict(layers=layers, heads=heads, sequences=sequences, before_norm=before_norm)
+    """The energy of the aggregation at `position` brought to the level `to`; its variance is left alone.
+
+    `where` is as for `match_moments`.
+    """
     return MatchMoments(model, position, energy=to, calibration=calibration, **where)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from sinkscope.capture.replay import Replay
 from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit, KeptBatch, kept_batch
@@ -208,9 +207,17 @@ class Conditions:
             for of in (condition.variance, condition.energy)
         )
         # What cannot be met shows in the check.
-        where: dict[str, Any] = dict(calibration=self.calibration, layers=self.plan.mixed, nearest=True)
-        where["before_norm"] = condition.before_norm
-        return [*mixing, MatchMoments(self.loaded, condition.target, variance=variance, energy=energy, **where)]
+        matched = MatchMoments(
+            self.loaded,
+            condition.target,
+            variance=variance,
+            energy=energy,
+            calibration=self.calibration,
+            nearest=True,
+            layers=self.plan.mixed,
+            before_norm=condition.before_norm,
+        )
+        return [*mixing, matched]
 
     def level(self, mixing: str, target: int, before_norm: bool) -> Mapping[int, Moments]:
         if (key := (mixing, target, before_norm)) not in self._levels:
@@ -282,8 +289,15 @@ def _open_to_later(study: Conditions, c: Condition) -> Intervention:
 def _shift_mean(study: Conditions, c: Condition) -> Intervention:
     """With the variance of the untouched model in every layer: the mean alone is moved."""
     level = study.level(UNTOUCHED, c.target, c.before_norm)
-    where: dict[str, Any] = dict(calibration=study.calibration, layers=study.plan.layers, before_norm=c.before_norm)
-    return ShiftMeanAlone(study.loaded, c.target, c.factor or 1.0, variance=level, **where)
+    return ShiftMeanAlone(
+        study.loaded,
+        c.target,
+        c.factor or 1.0,
+        variance=level,
+        calibration=study.calibration,
+        layers=study.plan.layers,
+        before_norm=c.before_norm,
+    )
 
 
 def _transplant_dimensions(study: Conditions, target: int, dimensions: Sequence[int]) -> Intervention:
