@@ -186,12 +186,16 @@ class Findings:
         """Layers in which disparity is erased at the foremost position in focus."""
         return self.births[self.focus[0]][1] if self.focus else []
 
-    @cached_property
+    @property
     def massive_dimensions(self) -> list[int]:
         """Dimensions massive at the foremost position in focus in any layer, largest first."""
+        return self.massive_dimensions_at(self.focus[0]) if self.focus else []
+
+    def massive_dimensions_at(self, position: int) -> list[int]:
+        """The same of any position."""
         peak: dict[int, float] = {}
         for entry in self.massive:
-            if entry.position == self.focus[0]:
+            if entry.position == position:
                 peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
         return sorted(peak, key=lambda dimension: -peak[dimension])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sinkscope.capture.trace import trace
-from sinkscope.models.anatomy import Unit, UnitLike, anatomy_of, checked_units
+from sinkscope.models.anatomy import Unit, UnitLike, anatomy_of, as_unit, checked_units
 from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -33,4 +33,4 @@ def super_neurons(loaded: LoadedModel, batch: TokenBatch) -> tuple[Unit, ...]:
     if not found.sinks:
         return ()
     writing = [neuron for neuron in found.super_neurons if neuron.role == "writes"]
-    return tuple(dict.fromkeys(Unit(neuron.layer, neuron.expert, neuron.neuron) for neuron in writing))
+    return tuple(dict.fromkeys(map(as_unit, writing)))

@@ -11,7 +11,7 @@ from sinkscope.capture.findings import Findings
 from sinkscope.capture.movers import SuperNeuron
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
-from sinkscope.models.anatomy import Layer, Unit
+from sinkscope.models.anatomy import Layer, Unit, as_unit
 
 SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
@@ -92,10 +92,6 @@ def make_plan(findings: Findings) -> Plan:
         first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
     last_layer = first if first is not None else next(iter(sink_layers), 0)
     alive = _alive(births, erasures, recording.num_layers)
-    peak: dict[int, float] = {}
-    for entry in findings.massive:
-        if entry.position == sink:
-            peak[entry.dimension] = max(peak.get(entry.dimension, 0.0), entry.magnitude)
     here = [unit for unit in findings.super_neurons if unit.position == sink and unit.role == "writes"]
     sharp = [unit for unit in here if unit.contrast >= LEVEL_ELSEWHERE]
     sharp.sort(key=lambda unit: -unit.write_share)
@@ -110,8 +106,8 @@ def make_plan(findings: Findings) -> Plan:
         last_layer=max(0, last_layer),
         births=tuple(births),
         alive=tuple(alive or sink_layers or range(recording.num_layers)),
-        dimensions=tuple(sorted(peak, key=lambda dimension: -peak[dimension])[:MAX_DIMENSIONS]),
-        super_neurons=tuple(Unit(unit.layer, unit.expert, unit.neuron) for unit in chosen),
+        dimensions=tuple(findings.massive_dimensions_at(sink)[:MAX_DIMENSIONS]),
+        super_neurons=tuple(map(as_unit, chosen)),
         candidates=tuple(candidate_units(findings, sink)),
         sink_heads=tuple(
             (layer, head)
@@ -131,7 +127,7 @@ def candidate_units(findings: Findings, sink: int) -> list[Unit]:
     A dimension that is not massive yet, or no more, can still be what a head reads.
     """
     return [
-        Unit(unit.layer, unit.expert, unit.neuron)
+        as_unit(unit)
         for unit in findings.movers
         if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= LEVEL_ELSEWHERE)
     ]
