@@ -19,10 +19,10 @@ from torch import Tensor
 from sinkscope.arguments import CALIBRATION, check_audit, check_remedies
 from sinkscope.capture.recorder import Progress
 from sinkscope.interventions.neurons import matched_units
+from sinkscope.models import rotation
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.remedies.advice import check_plain, other_modules
 from sinkscope.remedies.damage import Prefix, losses, scheme_losses
@@ -82,23 +82,21 @@ def remedy(
     )
     calibration, held_out = (replace(batch, ids=ids) for ids in (batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]))
     check_plain(loaded.model, batch.ids)
-    units = super_neurons(loaded, calibration) if unplug else ()
-    treated = [Treated(name="original", model=loaded.model)]
-    if unplug:
-        treated += _unplugged(loaded, units, seed)
-    if rotate:
-        treated.append(Treated(name="rotate", model=_rotated(loaded.model, seed)))
     begin = work or (lambda what: lambda done, total: None)
+    units = super_neurons(loaded, calibration) if unplug else ()
+    # Before the searches, which take minutes: a model that cannot be rotated is refused at once.
+    rotated = [Treated(name="rotate", model=rotation.rotate(loaded.model, seed=seed))] if rotate else []
     found = sink_prefix(loaded, calibration, progress=begin("prefixes tried")) if prefix else None
-    if found is not None and found.ids:
-        treated.append(Treated(name="prefix", model=loaded.model, prefix=found))
-        other = other_prefix(loaded, found, seed=seed)
-        treated.append(Treated(name="random prefix", model=loaded.model, prefix=other, is_control=True))
     blamed = _blamed(loaded.model, calibration, seed, begin) if exempt else None
-    if blamed:
-        treated += _exempted(loaded.model, blamed, seed)
     rescaled = _rescaled(loaded.model, calibration, seed, begin) if scales else []
-    treated += rescaled
+    treated = [
+        Treated(name="original", model=loaded.model),
+        *_unplugged(loaded, units, seed),
+        *rotated,
+        *_prefixed(loaded, found, seed),
+        *_exempted(loaded.model, blamed or (), seed),
+        *rescaled,
+    ]
     acting = [each.name for each in treated[1:] if not each.is_control]
     if len(acting) + (scales and not rescaled) > 1:  # scales that do not help alone may help beside the others
         together = _together(
@@ -114,12 +112,12 @@ def remedy(
         )
         treated.append(together)
         found = together.prefix
+    last = [each for each in treated if not each.is_control][-1]
     needless = ["unplug: nothing to do, no super neuron writes a sink"] if unplug and not units else []
     if found is not None and not found.ids:
-        beside = " beside the others" if any(each.name == "prefix" for each in treated) else ""
+        beside = " beside the others" if "prefix" in acting else ""
         needless.append(f"prefix: nothing to do{beside}, {found.why_none}")
     needless += ["exempt: nothing to do, no module is predicted to do harm"] if exempt and not blamed else []
-    last = [each for each in treated if not each.is_control][-1]
     if scales and last.ranges is None:
         beside = " beside the others" if rescaled else ""
         needless.append(f"scales: nothing to do{beside}, those of the least squared error do as well")
@@ -152,11 +150,19 @@ def _unplugged(loaded: LoadedModel, units: tuple[Any, ...], seed: int) -> list[T
     ]
 
 
-def _rotated(model: Any, seed: int) -> Any:
-    return rotate(model, seed=seed)
+def _prefixed(loaded: LoadedModel, found: SinkPrefix | None, seed: int) -> list[Treated]:
+    if found is None or not found.ids:
+        return []
+    other = other_prefix(loaded, found, seed=seed)
+    return [
+        Treated(name="prefix", model=loaded.model, prefix=found),
+        Treated(name="random prefix", model=loaded.model, prefix=other, is_control=True),
+    ]
 
 
 def _exempted(model: Any, blamed: Sequence[str], seed: int) -> list[Treated]:
+    if not blamed:
+        return []
     others = other_modules(list(linear_layers(model)), blamed, seed=seed)
     return [
         Treated(name="exempt", model=model, exempted=blamed),
@@ -219,7 +225,7 @@ def _together(
     """All remedies in one model. Prefix and modules are those of the original, found again where the model is
     another."""
     model = unplug(loaded.model, units) if units else loaded.model
-    model = _rotated(model, seed) if rotate else model
+    model = rotation.rotate(model, seed=seed) if rotate else model
     if model is not loaded.model:
         if prefix is not None:
             step = begin("prefixes tried beside the other remedies")
