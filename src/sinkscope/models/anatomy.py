@@ -100,13 +100,13 @@ class Layer:
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
         """(expert or None, output vectors [E, F]) of every group of units, in the order in which units are numbered."""
         if self.down_projection is not None:
-            return [(None, _projection_weight(self.down_projection))]
+            return [(None, projection_weight(self.down_projection))]
         assert self.experts is not None
         weights = self.experts.down_proj.detach()
         oriented = weights.transpose(1, 2) if self.experts.is_transposed else weights
         groups: list[tuple[int | None, Tensor]] = [(expert, oriented[expert]) for expert in range(oriented.shape[0])]
         if self.shared_down_projection is not None:
-            groups.append((SHARED_EXPERT, _projection_weight(self.shared_down_projection)))
+            groups.append((SHARED_EXPERT, projection_weight(self.shared_down_projection)))
         return groups
 
     def group_weight(self, expert: int | None) -> Tensor:
@@ -160,7 +160,7 @@ class Layer:
 
     def output_projection_weight(self) -> Tensor:
         """[E, C] the weight of the output projection, which multiplies the value aggregation."""
-        return _projection_weight(self.output_projection)
+        return projection_weight(self.output_projection)
 
     @property
     def aggregation_norm(self) -> HeadRMSNorm | None:
@@ -377,7 +377,17 @@ def _is_plain(projection: AnyModule) -> bool:
     if getattr(projection, "acts_by_weight_alone", False):
         return True
     own = {name for name, _ in projection.named_parameters(recurse=False)}
-    return (isinstance(projection, nn.Linear) or type(projection).__name__ == "Conv1D") and own <= {"weight", "bias"}
+    return is_linear(projection) and own <= {"weight", "bias"}
+
+
+def is_linear(part: AnyModule) -> bool:
+    """Whether a module is a Linear or a Conv1D of GPT-2."""
+    return isinstance(part, nn.Linear) or is_transposed(part)
+
+
+def is_transposed(part: AnyModule) -> bool:
+    """Whether a module is a Conv1D, which keeps its weight as [in, out]."""
+    return type(part).__name__ == "Conv1D"
 
 
 def _adapted(index: int, module: AnyModule) -> InputError:
@@ -389,7 +399,7 @@ def _adapted(index: int, module: AnyModule) -> InputError:
     )
 
 
-def _projection_weight(projection: AnyModule) -> Tensor:
-    """[out, in] weight of a Linear, or of a Conv1D, which keeps it transposed."""
+def projection_weight(projection: AnyModule) -> Tensor:
+    """[out, in] weight of a Linear or a Conv1D."""
     weight = projection.weight.detach()
-    return weight.T if type(projection).__name__ == "Conv1D" else weight
+    return weight.T if is_transposed(projection) else weight

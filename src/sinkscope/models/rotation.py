@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import Anatomy, anatomy_of
+from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
 from sinkscope.models.loaded import Model, bare_model
 
 NUM_TRIED = 16
@@ -129,7 +129,7 @@ def _reading_weights(reader: Any) -> Iterator[tuple[Tensor, int]]:
     """(weight, the axis along which it reads the stream)."""
     if hasattr(reader, "gate_up_proj"):
         yield reader.gate_up_proj, 1 if reader.is_transposed else 2
-    elif type(reader).__name__ == "Conv1D":
+    elif is_transposed(reader):
         yield reader.weight, 0
     elif isinstance(getattr(reader, "weight", None), nn.Parameter) and reader.weight.ndim == 2:
         yield reader.weight, 1  # a Linear or a router
@@ -148,7 +148,7 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
                 continue
             if not isinstance(part.weight, nn.Parameter):
                 raise _refusal(f"a {type(part).__name__} that writes the stream")
-            yield part.weight, 1 if type(part).__name__ == "Conv1D" else 0
+            yield part.weight, 1 if is_transposed(part) else 0
             if part.bias is not None:
                 yield part.bias, 0
         if layer.experts is not None:

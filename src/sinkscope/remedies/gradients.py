@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.recorder import Progress, evaluation_mode
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.remedies.damage import Prefix
 from sinkscope.remedies.schemes import attend, linear_layers
@@ -36,8 +36,9 @@ def read_gradients(
     *,
     prefix: Prefix | None = None,
     seed: int = 0,
-) -> Iterator[int]:
-    """Reads one text after another, after a prefix if there is one, and yields its number."""
+    progress: Progress | None = None,
+) -> None:
+    """Reads one text after another, after a prefix if there is one."""
     generator = torch.Generator().manual_seed(seed)
     device = model.get_input_embeddings().weight.device
     for text in range(len(ids_NT)):
@@ -47,12 +48,8 @@ def read_gradients(
             drawn_T = torch.multinomial(logits_TV.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
             loss = nn.functional.cross_entropy(logits_TV, drawn_T.to(logits_TV.device), reduction="sum")
             torch.autograd.grad(loss, embedded.pop())
-        yield text
-
-
-def weight_of(layer: Any) -> Tensor:
-    """[O, E] in float32; Conv1D of GPT-2 holds it the other way round."""
-    return (layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight).float()
+        if progress is not None:
+            progress(text + 1, len(ids_NT))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.recorder import Progress
-from sinkscope.remedies.gradients import read_gradients, weight_of
+from sinkscope.models.anatomy import projection_weight
+from sinkscope.remedies.gradients import read_gradients
 from sinkscope.remedies.readings import Reading
 from sinkscope.remedies.schemes import (
     SCHEMES,
@@ -90,7 +91,7 @@ def predict(
 
     def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
         readings[name, "inputs"].add(x_BTE, is_sink[text : text + 1])
-        weight_OI = weight_of(layers[name])
+        weight_OI = projection_weight(layers[name]).float()
         g_BTE = g_BTO @ weight_OI
         for scheme in SCHEMES.values():
             if scheme.what == "activations":
@@ -115,7 +116,5 @@ def predict(
                 continue
             add(name, scheme, (g_BTHD * (other_BTHD - plain_BTHD)).sum((-1, -2)))
 
-    for text in read_gradients(model, ids_NT, on_linear, on_attention, seed=seed):
-        if progress is not None:
-            progress(text + 1, num_texts)
+    read_gradients(model, ids_NT, on_linear, on_attention, seed=seed, progress=progress)
     return Prediction(damages=dict(sums), readings=dict(readings))

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.sole_reader import in_this_thread, sole_reader
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import anatomy_of, is_linear, is_transposed, projection_weight
 from sinkscope.models.loading import bare_model
 
 GROUP = 128
@@ -121,11 +121,7 @@ SCHEMES: dict[str, Scheme] = {
 def linear_layers(model: Any) -> dict[str, Any]:
     """Every linear layer but the output head, by name; refuses a model that multiplies by other weights too."""
     head = model.get_output_embeddings()
-    layers = {
-        name: part
-        for name, part in model.named_modules()
-        if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D") and part is not head
-    }
+    layers = {name: part for name, part in model.named_modules() if is_linear(part) and part is not head}
     own = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
     experts = [layer.index for layer in anatomy_of(model).layers if layer.experts is not None]
     if own or experts or not layers:
@@ -295,16 +291,15 @@ def _rounded_inputs(
 @contextlib.contextmanager
 def _rounded_weights(scheme: Scheme, model: Any, chosen: list[str]) -> Iterator[None]:
     every = linear_layers(model)
-    before = [(every[name].weight, every[name].weight.data, type(every[name]).__name__ == "Conv1D") for name in chosen]
+    before = [(every[name], every[name].weight.data) for name in chosen]
     try:
-        for weight, values, is_transposed in before:
-            weight.data = (
-                rounded_weight(scheme, values.T).T.contiguous() if is_transposed else rounded_weight(scheme, values)
-            )
+        for layer, _ in before:
+            rounded = rounded_weight(scheme, projection_weight(layer))
+            layer.weight.data = rounded.T.contiguous() if is_transposed(layer) else rounded
         yield
     finally:
-        for weight, values, _ in before:
-            weight.data = values
+        for layer, values in before:
+            layer.weight.data = values
 
 
 def _other_attention(

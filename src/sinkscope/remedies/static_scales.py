@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.recorder import Progress
+from sinkscope.models.anatomy import projection_weight
 from sinkscope.models.loading import bare_model
 from sinkscope.remedies.damage import Prefix, losses, scheme_losses
-from sinkscope.remedies.gradients import read_gradients, weight_of
+from sinkscope.remedies.gradients import read_gradients
 from sinkscope.remedies.schemes import SCHEMES, entering_rows, linear_layers, rounded_input, without_kept
 
 STATIC = SCHEMES["activations-8-static"]
@@ -110,14 +111,12 @@ def least_damage_ranges(
     damages = {name: np.zeros(len(SHARES)) for name in largest}
 
     def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
-        g_BTE = g_BTO @ weight_of(layers[name])
+        g_BTE = g_BTO @ projection_weight(layers[name]).float()
         for number, share in enumerate(SHARES):
             noise_BTE = rounded_input(STATIC, x_BTE, share * largest[name]) - x_BTE
             damages[name][number] += float((g_BTE * noise_BTE).sum(-1).double().square().sum())
 
-    for text in read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed):
-        if progress is not None:
-            progress(text + 1, len(ids_NT))
+    read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed, progress=progress)
     return {name: largest[name] * SHARES[int(found.argmin())] for name, found in damages.items()}
 
 
