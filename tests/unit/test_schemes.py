@@ -257,7 +257,6 @@ def test_damage_by_hand():
     found = damage(losses_NT, plain_NT)
     assert (found.change, found.by_text) == (0.5, (1.0, 0.0))
     assert found.low == 0.0
-    assert not found.is_seen
     late = damage(losses_NT, plain_NT, replace(SCHEMES["window"], window=4))
     assert late.change == 1.0, "of tokens after the window has dropped keys"
 

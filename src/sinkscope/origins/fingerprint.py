@@ -204,18 +204,8 @@ def fingerprint(
             del drawn  # only one model is in memory at a time
     _check_widths([signatures[0], *null])
     signatures = _with_own_names(signatures)
-    compared = compare_all if matrix else compare_with_first
-    return compared(signatures, null, method)
-
-
-def compare_with_first(signatures: list[Signature], unrelated: list[Signature], method: Method) -> Fingerprint:
-    """The first model against each of the others."""
-    return _compare(signatures, [(0, other) for other in range(1, len(signatures))], unrelated, method)
-
-
-def compare_all(signatures: list[Signature], unrelated: list[Signature], method: Method) -> Fingerprint:
-    """Every pair of models."""
-    return _compare(signatures, list(itertools.combinations(range(len(signatures)), 2)), unrelated, method)
+    pairs = itertools.combinations(range(len(signatures)), 2)
+    return _compare(signatures, [pair for pair in pairs if matrix or pair[0] == 0], null, method)
 
 
 def _compare(

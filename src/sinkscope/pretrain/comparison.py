@@ -179,7 +179,7 @@ def compare_training(runs: Path | str | Sequence[Path | str]) -> TrainingCompari
     observables = [row for label, run in labelled for row in _observable_rows(label, run)]
     rows = {
         TRAINING_RUNS: run_rows,
-        LOSSES: [_keys(label, run) | _chosen(row, LOSSES) for label, run in labelled for row in run.evaluations],
+        LOSSES: [row | _keys(label, run) for label, run in labelled for row in run.evaluations],
         OBSERVABLES: observables,
         BIRTHS: [row for label, run in labelled for row in _birth_rows(label, run)],
         VARIANTS: _variant_rows(list(groups), run_rows, observables),
@@ -207,11 +207,6 @@ def reach(evaluations: Sequence[Row], target: float) -> Reach:
 
 def _keys(label: str, run: FinishedRun) -> Row:
     return {"variant": label, "seed": run.seed}
-
-
-def _chosen(row: Row, schema: Any) -> Row:
-    names = {column.name for column in schema.columns}
-    return {name: value for name, value in row.items() if name in names}
 
 
 def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:

@@ -37,11 +37,6 @@ class Damage:
     high: float
     by_text: tuple[float, ...]
 
-    @property
-    def is_seen(self) -> bool:
-        """Whether the interval leaves out no change at all."""
-        return self.low > 0 or self.high < 0
-
 
 def losses(
     model: Any,
