@@ -97,16 +97,6 @@ def alignment(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -
     )
 
 
-def renamed_z(
-    base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"], *, num_renamings: int, seed: int = 0
-) -> np.ndarray:
-    """z under random renamings of the suspect's dimensions, to check Student's t against."""
-    products_EE = (_centred(base_NE).T @ _centred(suspect_NE)).numpy()
-    random, places = np.random.default_rng(seed), np.arange(len(products_EE))
-    sums = [products_EE[places, random.permutation(places)].sum() for _ in range(num_renamings)]
-    return np.array(sums) / float(_spread(torch.from_numpy(products_EE)))
-
-
 def _centred(whitened_NE: Tensor) -> Tensor:
     return whitened_NE - whitened_NE.mean(1, keepdim=True)
 
