@@ -107,6 +107,7 @@ def test_a_run_can_be_replaced(sinkscope, tokens):
     refused = sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 3)
     assert refused.code == 2
     assert "training.steps 2 there, 3 now" in refused.err
+    assert sinkscope("report", "run").code == 0  # its page is the run's own, and goes with it
     assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--steps", 3, "--overwrite").code == 0
 
 

@@ -35,9 +35,9 @@ from sinkscope.user_paths import user_path
 
 WRITTEN_LATER = (
     *("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard/events.*"),
-    *("checkpoints/step-*", "snapshots/step-*", "model"),
+    *("checkpoints/step-*", "snapshots/step-*", "model", "report.html"),
 )
-"""What training adds to the run folder."""
+"""What training adds to the run folder, and the page that `sinkscope report` writes there."""
 
 
 def pretrain(
