@@ -227,6 +227,16 @@ def test_refuses_other_shapes(x, weight) -> None:
         head_rms_norm(torch.ones(x), torch.ones(weight))
 
 
+def test_module_refuses_heads_of_another_shape_and_numbers_that_make_no_norm() -> None:
+    norm = HeadRMSNorm(4, 16)
+    assert norm(torch.ones(2, 5, 4, 16)).shape == (2, 5, 64), "the control"
+    with pytest.raises(InputError, match=r"heads \[\.\.\., 4, 16\]"):
+        norm(torch.ones(2, 5, 3, 16))
+    for heads, size, initial_lambda in ((0, 16, 1.0), (4, 0, 1.0), (4, -1, 1.0), (4, 16, float("nan"))):
+        with pytest.raises(InputError, match=r"num_heads|head_size|initial_lambda"):
+            HeadRMSNorm(heads, size, initial_lambda=initial_lambda)
+
+
 def test_module_takes_any_leading_axes_and_saves_its_lambda() -> None:
     norm = HeadRMSNorm(3, 4, per_head=True, offset=True, initial_lambda=0.25)
     assert {name: tuple(value.shape) for name, value in norm.state_dict().items()} == dict(weight=(3, 4), offset=(3, 4))

@@ -6,15 +6,21 @@ of position 0 away. Axes: B sequences, T positions, H heads, D head size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from sinkscope.arguments import check_count
+from sinkscope.errors import InputError
 from sinkscope.kernels.head_rms_norm import EPS, Path, head_rms_norm
 
 
 class HeadRMSNorm(nn.Module):
     """o / RMS(o) * lambda per head; lambda is shared across heads unless `per_head`, and an offset may be added.
 
+    With `initial_lambda=1`, as in other norms, heads of a model at its random start write far more than the embeddings
+    hold: the presets of `sinkscope pretrain` begin at 0.25 (docs/variants.md).
     `path` forces the kernel ("triton") or plain torch ("torch"); `head_rms_norm_path` says which one "auto" takes.
     """
 
@@ -30,6 +36,14 @@ class HeadRMSNorm(nn.Module):
         path: Path = "auto",
     ) -> None:
         super().__init__()
+        check_count("num_heads", num_heads, 1)
+        check_count("head_size", head_size, 1)
+        if not math.isfinite(initial_lambda):
+            raise InputError(
+                expected="`initial_lambda` as a finite number",
+                found=f"`initial_lambda={initial_lambda}`",
+                next_step="Give 0.25, or 1 as in other norms",
+            )
         self.num_heads, self.head_size = num_heads, head_size
         self.initial_lambda, self.eps = initial_lambda, eps
         self.path: Path = path
@@ -39,6 +53,12 @@ class HeadRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H * D] from heads [..., H, D]."""
+        if x.shape[-2:] != (self.num_heads, self.head_size):
+            raise InputError(
+                expected=f"heads [..., {self.num_heads}, {self.head_size}]",
+                found=f"{list(x.shape)}",
+                next_step="Split the last axis into heads with .unflatten(-1, (num_heads, head_size))",
+            )
         x_BTHD = x if x.dim() == 4 else x.reshape(1, -1, *x.shape[-2:])
         y_BTC = head_rms_norm(x_BTHD, self.weight, self.offset, eps=self.eps, path=self.path)
         return y_BTC.view(*x.shape[:-2], -1)

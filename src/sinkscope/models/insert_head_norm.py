@@ -30,7 +30,8 @@ def insert_head_norm(
 ) -> list[HeadRMSNorm]:
     """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
 
-    `model` is changed in place; `remove_head_norm` undoes it exactly.
+    `model` is changed in place; `remove_head_norm` undoes it exactly. To train from a random start, give
+    `initial_lambda=0.25` (see HeadRMSNorm).
     """
     anatomy = anatomy_of(model)
     projections = [layer.output_projection for layer in anatomy.layers]
