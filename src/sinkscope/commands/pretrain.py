@@ -15,7 +15,7 @@ from sinkscope.commands.options import bound_memory_of, integers
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
-from sinkscope.processes import is_one_of_several
+from sinkscope.processes import is_one_of_several, number
 from sinkscope.runtime import check_placement
 from sinkscope.user_paths import user_path
 
@@ -124,7 +124,8 @@ def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  
         with processes(asked.parallel, asked.device) as group:
             pretrain(config, asked.out, group, **options, say=_say)
     except KeyboardInterrupt:
-        _say("sinkscope: interrupted; the same command goes on from the newest checkpoint")
+        if number("RANK") == 0:
+            _say("sinkscope: interrupted; the same command goes on from the newest checkpoint")
         sys.exit(130)
 
 
