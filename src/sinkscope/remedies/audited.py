@@ -16,7 +16,7 @@ from sinkscope.remedies.audit_schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS,
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES
 from sinkscope.remedies.damage import Damage
 from sinkscope.remedies.recipe import write_recipe
-from sinkscope.remedies.schemes import layers_of, scheme_in_words
+from sinkscope.remedies.schemes import SCHEMES, layers_of, scheme_in_words
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.statistics import rank_correlation
@@ -215,13 +215,15 @@ def _summary(audit: Audit) -> dict[str, Any]:
 
 def _story(audit: Audit) -> str:
     """What breaks, and the most useful thing to do."""
-    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in audit.broken[:3])
+    # Without sinks a window that keeps them is the window.
+    broken = [cell for cell in audit.broken if audit.has_sinks or not SCHEMES[cell.scheme].keeps_sinks]
+    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
     if not audit.broken:
         return f"{audit.loaded.name}: nothing needed, {audit.why_nothing}."
     if not audit.has_sinks:
         return (
             f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. What "
-            f"rounding costs by itself, in nats a token: {worst}."
+            f"costs most by itself, in nats a token: {worst}."
         )
     lines = [f"{audit.loaded.name}, in nats a token: {worst}."]
     seen: set[str] = set()
