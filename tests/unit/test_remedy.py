@@ -156,6 +156,12 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
 
 
+def test_the_card_of_a_decoder_of_our_own_says_what_to_import(remedied):
+    own = replace(remedied.loaded, model=sinkscope.load("reference:head_norm").model)
+    assert "`import sinkscope.pretrain.decoder`" in card(replace(remedied, loaded=own))
+    assert "import sinkscope" not in card(remedied), "the control: a Llama"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_calls_of_the_card_read_and_write_after_the_prefix(chain, remedied, tmp_path, dtype):
     """In other numbers than those of the file too; what is written is what greedy steps by hand give."""

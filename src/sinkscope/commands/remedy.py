@@ -34,8 +34,8 @@ class RemedyOptions:
 def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
     """Write a model that 8-bit activations harm less.
 
-    Its card gives the loss before and after. The folder loads in plain transformers. Remedies can be combined; each is
-    also measured alone, beside a control.
+    Its card gives the loss before and after, and how the folder is loaded in transformers. Remedies can be combined;
+    each is also measured alone, beside a control.
 
     Example: sinkscope remedy HuggingFaceTB/SmolLM2-135M --exempt --prefix --text book.txt --out smollm2-remedied
     """

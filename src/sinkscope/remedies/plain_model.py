@@ -1,4 +1,5 @@
-"""A model as a folder that loads in plain transformers, which is tried before the folder appears."""
+"""A model as a folder that transformers loads, which is tried before the folder appears. Decoders of sinkscope's own
+need its import first, as their card says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def write_plain(loaded: LoadedModel, folder: RunFolder) -> None:
 
 @torch.no_grad()
 def _check_plain(model: Any, folder: RunFolder) -> None:
-    """What was written must be the same function in plain transformers."""
+    """What was written must be the same function when transformers loads it."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(4)[None]

@@ -197,7 +197,7 @@ class Remedied(Result):
         }
 
     def write(self, folder: RunFolder) -> None:
-        """Writes a model that loads in plain transformers, its card, the summary and the table into an open folder."""
+        """Writes a model that transformers loads, its card, the summary and the table into an open folder."""
         write_plain(self.loaded, folder)
         if self.prefix is not None:
             self.prefix.save(folder.path / PREFIX_FILE)
@@ -232,6 +232,9 @@ def card(result: Remedied) -> str:
         lines.append(
             f"- Static scales of the inputs of linear layers, in `{SCALES_FILE}`{after}: x / scale is rounded."
         )
+    if type(result.loaded.model).__module__.startswith("sinkscope."):
+        lines += ["", "Its kind of attention is sinkscope's own: `import sinkscope.pretrain.decoder` before"]
+        lines += ["`from_pretrained`, or load it with `sinkscope.load`."]
     lines += ["", f"Loss in nats a token on {texts}. 8 bits are emulated,"]
     lines += ["with one scale for each tensor. Won back: of what they cost the original.", ""]
     heads = ["model", PLAIN, *(each for scheme in MEASURED for each in (scheme, "won back"))]
