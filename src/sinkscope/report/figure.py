@@ -129,6 +129,33 @@ def line(
     return trace
 
 
+def points(
+    x: Sequence | np.ndarray,
+    y: Sequence,
+    name: str,
+    look: int,
+    *,
+    low=None,
+    high=None,
+    marker: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Markers alone, in the n-th look, with the interval of `x` where there is one. Names must be safe for Plotly."""
+    colour, _, symbol = look_of(look)
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": rounded(x),
+        "y": list(y),
+        "name": name,
+        "marker": {"color": colour, "symbol": symbol, "size": 7, **(marker or {})},
+        **options,
+    }
+    if low is not None and high is not None:
+        trace["error_x"] = bounds(x, low, high, colour)
+    return trace
+
+
 def bounds(value: Sequence | np.ndarray, low: Sequence, high: Sequence, colour: str) -> dict[str, Any]:
     """Error bars from an interval's ends."""
     middle = floats(value)

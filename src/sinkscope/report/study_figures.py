@@ -12,12 +12,12 @@ from sinkscope.report.figure import (
     PATTERNS,
     Figure,
     axis,
-    bounds,
     categories,
     floats,
     level,
     levels,
     line,
+    points,
     rounded,
 )
 from sinkscope.report.rate_figures import condition_name, created, dose_response, moved, strongest_doses, targets
@@ -73,19 +73,9 @@ def _forest(run: Run) -> Figure | None:
     traces = []
     for look, (quantity, label) in enumerate(quantities.items()):
         own = [row for row in entries if row["quantity"] == quantity]
-        colour, _, symbol = LOOKS[look]
-        differences = [row["difference"] for row in own]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": rounded(differences),
-                "y": [plotted(condition_name(row)) for row in own],
-                "name": label,
-                "marker": {"color": colour, "symbol": symbol, "size": 7},
-                "error_x": bounds(differences, [row["low"] for row in own], [row["high"] for row in own], colour),
-            }
-        )
+        differences, low, high = ([row[name] for row in own] for name in ("difference", "low", "high"))
+        conditions = [plotted(condition_name(row)) for row in own]
+        traces.append(points(differences, conditions, label, look, low=low, high=high))
     return Figure(
         "forest",
         "Change of the sink rate under every intervention",
@@ -121,38 +111,17 @@ def _remaining(run: Run) -> Figure | None:
     sets = run.rows("random_sets")
     names = [REMOVALS[row["condition"]] for row in entries]
     # The interval is that of the difference, which reaches beyond all of the rate where rates differ by sequence.
-    shares = [
+    shares, low, high = (
         [max(0.0, row["before"] + row[part]) / row["before"] for row in entries]
         for part in ("difference", "low", "high")
-    ]
+    )
     random_name = f"{len(sets)} matched random sets"
-    random_colour, _, random_symbol = LOOKS[4]
-    colour, _, symbol = LOOKS[0]
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": rounded(shares[0]),
-            "y": names,
-            "name": "removal",
-            "marker": {"color": colour, "symbol": symbol, "size": 8},
-            "error_x": bounds(shares[0], shares[1], shares[2], colour),
-            "showlegend": False,
-        }
-    ]
+    traces = [points(shares, names, "removal", 0, low=low, high=high, marker={"size": 8}, showlegend=False)]
     if sets:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": rounded([row["remaining"] for row in sets]),
-                "y": [random_name] * len(sets),
-                "name": "one random set",
-                "marker": {"color": random_colour, "symbol": random_symbol, "size": 7, "opacity": 0.7},
-                "showlegend": False,
-            }
-        )
-    listed = list(zip(names, *shares, strict=True))
+        remaining = [row["remaining"] for row in sets]
+        faint = {"marker": {"opacity": 0.7}, "showlegend": False}
+        traces.append(points(remaining, [random_name] * len(sets), "one random set", 4, **faint))
+    listed = list(zip(names, shares, low, high, strict=True))
     return Figure(
         "remaining",
         "How much of the sink is left",

@@ -14,14 +14,13 @@ from sinkscope.report.figure import (
     Figure,
     axis,
     band,
-    bounds,
     categories,
     level,
     levels,
     line,
     log_axis,
     look_of,
-    rounded,
+    points,
 )
 from sinkscope.report.text import number, plotted
 from sinkscope.studies.judging import percent
@@ -71,26 +70,25 @@ def _ratios(comparison: TrainingComparison) -> Figure:
         rows = [row for row in rows if row["mean"] is not None]
         if not rows:
             continue
-        colour, _, symbol = look_of(look)
-        means = [row["mean"] for row in rows]
+        symbol = look_of(look)[2]
+        means, low, high = ([row[part] for row in rows] for part in ("mean", "low", "high"))
         table += [(row["variant"], name, ratio_text(row), row["low"], row["high"], row["num_seeds"]) for row in rows]
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": rounded(means),
-                "y": [plotted(row["variant"]) for row in rows],
-                "text": [ratio_text(row) for row in rows],
-                "hovertemplate": "%{y}: %{text}<extra></extra>",
+            points(
+                means,
+                [plotted(row["variant"]) for row in rows],
+                name,
+                look,
+                low=low,
+                high=high,
                 # A bound is drawn as an arrowhead that points to where the ratio may lie.
-                "marker": {
-                    "color": colour,
-                    "size": 10,
+                marker={
                     "symbol": [{">": "triangle-right", "<": "triangle-left"}.get(row["bound"], symbol) for row in rows],
+                    "size": 10,
                 },
-                "error_x": bounds(means, [row["low"] for row in rows], [row["high"] for row in rows], colour),
-            }
+                text=[ratio_text(row) for row in rows],
+                hovertemplate="%{y}: %{text}<extra></extra>",
+            )
         )
     return Figure(
         "ratios",
@@ -185,20 +183,20 @@ def _observable(comparison: TrainingComparison, quantity: str) -> Figure:
 def _series(
     comparison: TrainingComparison, rows: list[Row], x_name: str, y_name: str
 ) -> list[tuple[int, str, list[Row]]]:
-    """(look, variant, points) of each variant: mean, lowest and highest at the steps that all of its seeds have."""
+    """(look, variant, curve) of each variant: mean, lowest and highest at the steps that all of its seeds have."""
     series = []
     for look, variant in enumerate(comparison.variants):
         own = [row for row in rows if row["variant"] == variant]
         num_seeds = len({row["seed"] for row in own})
-        points = []
+        curve = []
         for step in sorted({row["step"] for row in own}):
             at_step = [row for row in own if row["step"] == step]
             if len(at_step) == num_seeds:
                 values = [row[y_name] for row in at_step]
                 x = fmean(row[x_name] for row in at_step)
-                points.append({"x": x, "y": fmean(values), "low": min(values), "high": max(values)})
-        if points:
-            series.append((look, variant, points))
+                curve.append({"x": x, "y": fmean(values), "low": min(values), "high": max(values)})
+        if curve:
+            series.append((look, variant, curve))
     return series
 
 
@@ -212,8 +210,8 @@ def _curves(
     **layout: Any,
 ) -> Figure:
     traces, table = [], []
-    for look, variant, points in series:
-        x, y, low, high = ([point[key] for point in points] for key in ("x", "y", "low", "high"))
+    for look, variant, curve in series:
+        x, y, low, high = ([point[key] for point in curve] for key in ("x", "y", "low", "high"))
         if low != high:
             traces.append(band(x, low, high, look))
         traces.append(line(x, y, variant, look))
@@ -233,7 +231,7 @@ def _births(comparison: TrainingComparison, batch: str) -> Figure:
     traces, table = [], []
     for look, variant in enumerate(comparison.variants):
         shift = SPREAD * ((look + 0.5) / len(comparison.variants) - 0.5)
-        points = []
+        births = []
         for index, link in enumerate(links):
             rows = comparison.rows("births", variant=variant, batch=batch, link=link)
             if not rows:
@@ -244,26 +242,22 @@ def _births(comparison: TrainingComparison, batch: str) -> Figure:
             low = min(born, default=never)
             high = never if len(born) < len(rows) else max(born)
             x = never if median is None else median
-            points.append({"x": x, "y": index + shift, "low": low, "high": high, "text": f"{link}: {count} seeds"})
+            births.append({"x": x, "y": index + shift, "low": low, "high": high, "text": f"{link}: {count} seeds"})
             table.append((variant, link, count, median))
-        colour, _, symbol = look_of(look)
-        x, low, high = ([point[key] for point in points] for key in ("x", "low", "high"))
+        symbol = look_of(look)[2]
+        x, y, low, high, text = ([birth[key] for birth in births] for key in ("x", "y", "low", "high", "text"))
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": plotted(variant),
-                "x": rounded(x),
-                "y": [point["y"] for point in points],
-                "text": [point["text"] for point in points],
-                "hovertemplate": "%{text}<extra></extra>",
-                "marker": {
-                    "color": colour,
-                    "size": 9,
-                    "symbol": [symbol + ("-open" if value == never else "") for value in x],
-                },
-                "error_x": bounds(x, low, high, colour),
-            }
+            points(
+                x,
+                y,
+                plotted(variant),
+                look,
+                low=low,
+                high=high,
+                marker={"symbol": [symbol + ("-open" if value == never else "") for value in x], "size": 9},
+                text=text,
+                hovertemplate="%{text}<extra></extra>",
+            )
         )
     return Figure(
         f"births-{batch}",
