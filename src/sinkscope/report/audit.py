@@ -49,11 +49,11 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
         f'<p class="answer">{isolated(summary["story"])}</p>',
         f'<h2 id="damage">What each scheme costs</h2>{_schemes(tables["damages"])}',
         f'<h2 id="advice">What to do</h2>{_advice(tables["remedies"], summary)}',
-        f'<div class="figures">{html.figure(remedies, html.OWN_FILES, wide=True)}</div>' if remedies else "",
+        f'<div class="figures">{html.figure(remedies, wide=True)}</div>' if remedies else "",
         f'<h2 id="where">Where it breaks</h2>{_blamed(tables["damages"])}<div class="figures">',
-        *(html.figure(figure, html.OWN_FILES, wide=True) for figure in maps),
+        *(html.figure(figure, wide=True) for figure in maps),
         f'</div><h2 id="prediction">Prediction against measurement</h2>'
-        f'<div class="figures">{html.figure(scatter, html.OWN_FILES, wide=True)}</div>',
+        f'<div class="figures">{html.figure(scatter, wide=True)}</div>',
         f'<h2 id="sinks">The tokens that carry the sinks</h2>{_sinks(tables["sink_tokens"], summary)}',
         f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(command)}</code></pre></main>',
     ]

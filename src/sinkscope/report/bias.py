@@ -45,18 +45,18 @@ def bias_section(run: Run) -> tuple[str, list[Figure]]:
     controls = [_effects(run, quantity) for quantity in EFFECTS] if run.rows("controls") else []
     persistence = [_persistence(run)] if run.rows("persistence") else []
     parts = ['<h2 id="preference">What it prefers</h2>', _numbers(run), _tokens(run)]
-    parts.append(_figures("contraction", "Where states contract", _contraction_text(run), contraction, run))
+    parts.append(_figures("contraction", "Where states contract", _contraction_text(run), contraction))
     if controls or _refused(run):
-        parts.append(_figures("controls", "What causes it", "Differences from the untouched model.", controls, run))
+        parts.append(_figures("controls", "What causes it", "Differences from the untouched model.", controls))
         parts.append(_refused(run))
     if persistence:
         text = "A correlation counts only where it is above that with the first weights of other seeds."
-        parts.append(_figures("persistence", "What training leaves of it", text, persistence, run))
+        parts.append(_figures("persistence", "What training leaves of it", text, persistence))
     return "".join(parts), [*contraction, *controls, *persistence]
 
 
-def _figures(id: str, title: str, text: str, figures: Sequence[Figure], run: Run) -> str:
-    drawn = "".join(html.figure(figure, run) for figure in figures)
+def _figures(id: str, title: str, text: str, figures: Sequence[Figure]) -> str:
+    drawn = "".join(html.figure(figure) for figure in figures)
     return f'<h2 id="{id}">{title}</h2><p class="caption">{escaped(text)}</p><div class="figures">{drawn}</div>'
 
 

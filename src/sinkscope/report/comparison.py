@@ -136,12 +136,12 @@ def write_training_page(
     comparison: TrainingComparison, destination: Path, beside: Sequence[Run] = (), *, overwrite: bool = False
 ) -> None:
     """Writes the page of training runs, with studies and traces below them, and their tables beside it."""
-    from sinkscope.report.training import TablesBeside, training_parts
+    from sinkscope.report.training import training_parts
 
     runs = [(_letter(index), run) for index, run in enumerate(beside)]
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
-        part = training_parts(comparison, TablesBeside(tables_path(destination).name), destination.parent)
+        part = training_parts(comparison, tables_path(destination))
         # Inside the block: a page that cannot be written leaves no tables either.
         _write(destination, _title(beside, len(comparison.runs)), runs, [*comparison.variants], *part)
 

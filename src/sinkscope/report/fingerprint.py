@@ -53,7 +53,7 @@ def write_fingerprint_page(result: Fingerprint, command: str, destination: Path)
         f"<p>{escaped(result.caveat)}</p>",
         f"<h2>Pairs</h2>{html.table(columns, rows)}",
         f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
-        f'<h2>Map</h2><div class="figures">{html.figure(figure, html.OWN_FILES, wide=True)}</div>',
+        f'<h2>Map</h2><div class="figures">{html.figure(figure, wide=True)}</div>',
         f"<h2>Method</h2><p>{escaped(METHOD[result.method])}</p><p><code>{isolated(command)}</code></p></main>",
     ]
     write_page(destination, title, "".join(body), [figure])

@@ -12,9 +12,9 @@ import importlib.util
 import os
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from sinkscope.errors import InputError
@@ -29,6 +29,8 @@ VERDICTS = {
     "undecided": ("?", "open"),
     "not applicable": (NO_VALUE, "none"),
 }
+FileName = Callable[[str], str]
+"""Names the file that holds a table, as seen from the page."""
 MAX_ROWS = 400
 """Rows of a table under a figure; the Parquet holds all of them."""
 
@@ -61,19 +63,9 @@ def header(title: str, circumstances: str) -> str:
     )
 
 
-class Files(Protocol):
-    """Something that knows in which file a table is: a run, or the folder beside a page."""
-
-    def file_name(self, table: str) -> str: ...
-
-
-class _OwnFiles:
-    def file_name(self, table: str) -> str:
-        return f"{table}.parquet"
-
-
-OWN_FILES = _OwnFiles()
-"""The files of the one run that a page is about."""
+def own_file(table: str) -> str:
+    """The file of a table in the folder of the one run that a page is about."""
+    return f"{table}.parquet"
 
 
 def verdict(word: str, *, with_word: bool = True) -> str:
@@ -161,12 +153,12 @@ def table(columns: Sequence[str], entries: Iterable[Sequence[Any]]) -> str:
     )
 
 
-def figure(drawn: Figure, run: Files | None, *, wide: bool = False, below: str = "") -> str:
-    """A figure with its caption, buttons, source and table; `run` is None if it shows several runs."""
+def figure(drawn: Figure, file_name: FileName | None = own_file, *, wide: bool = False, below: str = "") -> str:
+    """A figure with its caption, buttons, source and table; `file_name` is None if it shows several runs."""
     return (
         f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
         f'<h3>{isolated(drawn.title)}</h3><p class="caption">{escaped(drawn.caption)}</p></figcaption>'
-        f"{plot(drawn)}{below}{tools(drawn, run)}</figure>"
+        f"{plot(drawn)}{below}{tools(drawn, file_name)}</figure>"
     )
 
 
@@ -179,7 +171,7 @@ def plot(drawn: Figure) -> str:
     )
 
 
-def tools(drawn: Figure, run: Files | None) -> str:
+def tools(drawn: Figure, file_name: FileName | None = own_file) -> str:
     """Buttons, source and table under a figure."""
     listed = drawn.rows[:MAX_ROWS]
     total = max(len(drawn.rows), drawn.num_rows)
@@ -188,15 +180,14 @@ def tools(drawn: Figure, run: Files | None) -> str:
     return (
         f'<div class="tools"><button data-action="png" aria-label="Save {escaped(drawn.title)} as PNG">PNG</button>'
         f'<button data-action="reset" aria-label="Reset the zoom of {escaped(drawn.title)}">Reset zoom</button>'
-        f'<span class="source">{escaped(sources(drawn, run))}</span></div>{details}'
+        f'<span class="source">{escaped(sources(drawn, file_name))}</span></div>{details}'
     )
 
 
-def sources(drawn: Figure, run: Files | None) -> str:
+def sources(drawn: Figure, file_name: FileName | None) -> str:
     """The files that the figure comes from."""
-    if run is None:
-        return ", ".join(f"{name}.parquet" for name in drawn.sources) + " of each run"
-    return ", ".join(run.file_name(name) for name in drawn.sources)
+    names = ", ".join(map(file_name or own_file, drawn.sources))
+    return names if file_name else f"{names} of each run"
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:

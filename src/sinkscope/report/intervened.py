@@ -29,7 +29,7 @@ def write_intervened_page(result: Intervened, command: str, destination: Path) -
     if texts:
         means = {"token": [texts[position] for position in means["position"]], **means}
     listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
-    drawn = "".join(html.figure(figure, html.OWN_FILES) for figure in figures)
+    drawn = "".join(html.figure(figure) for figure in figures)
     body = [
         header(title, f"{many} of {recording.batch.length} tokens"),
         f'<main id="main"><div class="runs">{told}</div>',

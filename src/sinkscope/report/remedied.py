@@ -20,7 +20,7 @@ def write_remedied_page(result: Remedied, destination: Path) -> None:
     body = [
         header(title, held_out_in_words(*result.num_tokens, result.source)),
         f'<main id="main"><p class="answer">{isolated(result.story)}</p>',
-        *(html.figure(figure, html.OWN_FILES, wide=True) for figure in figures),
+        *(html.figure(figure, wide=True) for figure in figures),
         "</main>",
     ]
     write_page(destination, title, "".join(body), figures)

@@ -126,10 +126,6 @@ class Run:
         """The rows of a table whose columns named in `equal` have these values; none where there is no such table."""
         return rows_where(self.tables[table_name], **equal) if table_name in self.tables else []
 
-    def file_name(self, table: str) -> str:
-        """The file that holds a table."""
-        return f"{table}.parquet"
-
 
 def births_of(summary: Mapping) -> list[int]:
     """Layers where disparity is born; the embeddings do not count as a layer."""

@@ -114,7 +114,7 @@ def write_study_page(run: Run, destination: Path) -> None:
         _section(
             "maps",
             "Maps",
-            f"All layers. {run.file_name('positions')} and {run.file_name('heads')} hold every value.",
+            "All layers. positions.parquet and heads.parquet hold every value.",
             maps_drawn + curves,
             run,
         )
@@ -196,7 +196,7 @@ def _chain(run: Run, panels: Sequence[Figure]) -> str:
         cards.append(
             f'<article class="panel" id="{panel.id}"><h3>{index}. {escaped(panel.title)}</h3>'
             f'<p class="caption">{escaped(panel.caption)}</p>{html.plot(panel)}{evidence}'
-            f"{html.tools(panel, run)}</article>"
+            f"{html.tools(panel)}</article>"
         )
     for first, last, label, ids in ARROWS:
         claims = [html.evidence(run.claims[id]) for id in ids if id in run.claims]
@@ -217,7 +217,6 @@ def _section(id: str, title: str, text: str, figures: Sequence[Figure], run: Run
     drawn = [
         html.figure(
             figure,
-            run,
             wide=figure.id in WIDE,
             below=_tokens(run) if figure.id == "map-attention-received" else "",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,9 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class TablesBeside:
-    """The folder with the tables of a page, as its figures name it."""
-
-    folder: str
-
-    def file_name(self, table: str) -> str:
-        return f"{self.folder}/{table}.parquet"
-
-
-class _FilesOfARun:
-    """The logs of a run, which the tables of its page are made from."""
-
-    def file_name(self, table: str) -> str:
-        return "metrics.jsonl" if table == "losses" else "probes.jsonl"
-
-
 def write_training_run_page(comparison: TrainingComparison, destination: Path) -> None:
     """Writes the page of one training run, which stands alone in the comparison."""
-    (run,), files = comparison.runs, _FilesOfARun()
+    (run,) = comparison.runs
     courses, births = training_figures(comparison), birth_figures(comparison)
     title = f"Training of {run.name}"
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
@@ -54,8 +36,8 @@ def write_training_run_page(comparison: TrainingComparison, destination: Path) -
         html.header(title, circumstances),
         f'<main id="main"><p class="answer">{isolated(comparison.story)}</p>',
         f'<ul class="caption">{notes}</ul>' if notes else "",
-        _drawn(courses, files),
-        f"<h2>Birth of the links</h2>{_drawn(births, files)}{_births(comparison)}" if births else "",
+        _drawn(courses, _log_with),
+        f"<h2>Birth of the links</h2>{_drawn(births, _log_with)}{_births(comparison)}" if births else "",
         f'<h2 id="method">Method</h2>{_birth_rules()}<h3>Model</h3>{html.facts(run.config["model"].items())}',
         f"<h3>Training</h3>{html.facts(training.items())}<h3>Environment</h3>{html.facts(run.environment.items())}",
         "</main>",
@@ -63,24 +45,33 @@ def write_training_run_page(comparison: TrainingComparison, destination: Path) -
     html.write_page(destination, title, "".join(parts), courses + births)
 
 
-def training_parts(comparison: TrainingComparison, tables: TablesBeside, beside: Path) -> tuple[str, list[Figure]]:
-    """The HTML of the section of a page in the folder `beside`, and the figures that the page must draw."""
+def training_parts(comparison: TrainingComparison, tables: Path) -> tuple[str, list[Figure]]:
+    """The HTML of the section of a page beside the folder `tables`, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
+
+    def file_name(table: str) -> str:
+        return f"{tables.name}/{table}.parquet"
+
     notes = "".join(f"<li>{isolated(note)}</li>" for note in comparison.notes)
     parts = [
         f'<p class="answer">{isolated(comparison.story)}</p>',
         _variants(comparison),
         f'<ul class="caption">{notes}</ul>' if notes else "",
-        _drawn(courses, tables),
-        f"<h2>Birth of the links</h2>{_drawn(births, tables)}{_births(comparison)}" if births else "",
-        f"<h2>Runs</h2>{_runs(comparison, beside)}",
-        _method(comparison, tables),
+        _drawn(courses, file_name),
+        f"<h2>Birth of the links</h2>{_drawn(births, file_name)}{_births(comparison)}" if births else "",
+        f"<h2>Runs</h2>{_runs(comparison, tables.parent)}",
+        _method(comparison, tables.name),
     ]
     return "".join(parts), courses + births
 
 
-def _drawn(figures: list[Figure], tables: html.Files) -> str:
-    return f'<div class="figures">{"".join(html.figure(figure, tables) for figure in figures)}</div>'
+def _log_with(table: str) -> str:
+    """The log of a run from which this table of its page is made."""
+    return "metrics.jsonl" if table == "losses" else "probes.jsonl"
+
+
+def _drawn(figures: list[Figure], file_name: html.FileName) -> str:
+    return f'<div class="figures">{"".join(html.figure(figure, file_name) for figure in figures)}</div>'
 
 
 def _mean(row: Row) -> str:
@@ -185,7 +176,7 @@ def _runs(comparison: TrainingComparison, beside: Path) -> str:
     )
 
 
-def _method(comparison: TrainingComparison, tables: TablesBeside) -> str:
+def _method(comparison: TrainingComparison, tables_folder: str) -> str:
     return (
         "<h2>Method</h2><p>Runs that differ only in their seed are replicas of a variant. Validation losses are not "
         "smoothed; between two evaluations they are interpolated on a straight line in tokens. A run reaches "
@@ -193,7 +184,7 @@ def _method(comparison: TrainingComparison, tables: TablesBeside) -> str:
         "Ratios are taken seed by seed. Their mean is geometric; their interval is Student's t of the logarithms. "
         "Seconds include evaluation, probes and compilation. Sink rate, DomRatio and effective rank are means over "
         f"layers at the last probe of held-out text.</p>{_birth_rules()}"
-        f'<p class="caption">All tables: <code>{escaped(tables.folder)}/</code></p>'
+        f'<p class="caption">All tables: <code>{escaped(tables_folder)}/</code></p>'
     )
 
 
