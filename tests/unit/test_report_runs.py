@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -119,18 +120,18 @@ def test_refused_comparisons(study, tmp_path):
         ([study, tmp_path / "empty"], "neither summary.json nor a training run"),
     ):
         with pytest.raises(InputError, match=message):
-            compare(list(map(str, names)), page)
+            compare(list(map(str, names)), page, run_of=Path)
     page.write_text("mine")
     for overwrite, found in ((False, "one that exists"), (True, "another file")):
         with pytest.raises(InputError, match=found):
-            compare([str(study), str(other)], page, overwrite=overwrite)
+            compare([str(study), str(other)], page, overwrite=overwrite, run_of=Path)
     assert page.read_text() == "mine"
     with pytest.raises(InputError, match="a folder"):
-        compare([str(study), str(other)], tmp_path, overwrite=True)
+        compare([str(study), str(other)], tmp_path, overwrite=True, run_of=Path)
     with pytest.raises(InputError, match="Not a directory"):
-        compare([str(study), str(other)], page / "page.html")
+        compare([str(study), str(other)], page / "page.html", run_of=Path)
     with pytest.raises(InputError, match=r"page\.html"):
-        compare([str(study), str(other)], tmp_path / "page.txt")
+        compare([str(study), str(other)], tmp_path / "page.txt", run_of=Path)
     assert {path.name for path in tmp_path.iterdir()} == {"study", "other", "empty", "edited", "page.html"}
 
 

@@ -197,7 +197,7 @@ def study(folder: Path, page: Path) -> None:
 
 
 def comparison(folder: Path, page: Path) -> None:
-    compare([str(folder), str(folder.parent / "other")], page)
+    compare([str(folder), str(folder.parent / "other")], page, run_of=Path)
 
 
 def bias(folder: Path, page: Path) -> None:

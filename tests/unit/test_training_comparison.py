@@ -239,7 +239,7 @@ def test_runs_that_cannot_be_compared_are_refused_plainly(write, tmp_path, case)
     runs = [write(), write(**{"variant": "gate"} | options)]
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InputError, match=message):
-        compare(list(map(str, runs)), tmp_path / "page.html")
+        compare(list(map(str, runs)), tmp_path / "page.html", run_of=Path)
     assert sorted(tmp_path.iterdir()) == before, "nothing is written"
 
 
@@ -315,7 +315,7 @@ def test_other_refusals(write, tmp_path):
 def test_runs_without_probes_are_compared_by_their_losses(write, tmp_path):
     runs = [write(), write("gate", speed=1.25)]
     (runs[1] / "probes.jsonl").unlink()
-    text = compare(list(map(str, runs)), tmp_path / "page.html")
+    text = compare(list(map(str, runs)), tmp_path / "page.html", run_of=Path)
     assert "80 % of its tokens" in text
     assert "At the end" not in text
     assert "Without probes" in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -329,7 +329,7 @@ def test_forty_runs_of_ten_variants_make_one_page_with_tables(tmp_path):
     ]
     page = tmp_path / "page.html"
     write_page_of_run(runs[0], runs[0] / "report.html")
-    compare(list(map(str, runs)), page)
+    compare(list(map(str, runs)), page, run_of=Path)
     assert '<a href="0-0/report.html"><bdi>0-0</bdi></a>' in page.read_text()
     assert "0-1/report.html" not in page.read_text(), "a run without a page"
     tables = tmp_path / "page-tables"
@@ -339,8 +339,8 @@ def test_forty_runs_of_ten_variants_make_one_page_with_tables(tmp_path):
     for name, table in comparison.tables.items():
         assert read_table(tables / name) == table
     with pytest.raises(InputError, match="`overwrite=True`"):
-        compare(list(map(str, runs)), page)
-    compare(list(map(str, runs)), page, overwrite=True)
+        compare(list(map(str, runs)), page, run_of=Path)
+    compare(list(map(str, runs)), page, run_of=Path, overwrite=True)
 
 
 def test_a_page_that_cannot_be_written_leaves_no_tables(write, tmp_path, monkeypatch):
@@ -348,7 +348,7 @@ def test_a_page_that_cannot_be_written_leaves_no_tables(write, tmp_path, monkeyp
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"sinkscope\[report\]"):
-        compare(runs, tmp_path / "page.html")
+        compare(runs, tmp_path / "page.html", run_of=Path)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -34,19 +34,24 @@ LABELS = {"kind": "tokens", "count": "sequences", "weight_hash": "weights"}
 Labelled = Sequence[tuple[str, Run]]
 
 
-def compare(
-    runs: Sequence[str], out: Path, *, overwrite: bool = False, run_of: Callable[[str], Path] | None = None
-) -> str:
+def compare(runs: Sequence[str], out: Path, *, run_of: Callable[[str], Path], overwrite: bool = False) -> str:
     """Writes the page that compares runs, and returns their answers, one per line.
 
     A name that is no run folder is a model, for which `run_of` makes a run; a model that comes with the package counts
     as its training run too. The tables of training runs are written beside the page.
     """
     out = user_path(out)
-    references = [name for name in runs if is_reference(name)]
-    trained = [*references, *(name for name in runs if is_training_run(user_path(name)))]
-    num_read = len(runs) - len(trained) + len(references)
-    if len(runs) < 2 or num_read > MOST_RUNS:
+    _check(runs, out, overwrite)
+    folders = [reference_run(name) for name in runs if is_reference(name)]
+    folders += [user_path(name) if is_run(user_path(name)) else run_of(name) for name in runs]
+    return write_comparison_page(folders, out, overwrite=overwrite)
+
+
+def _check(runs: Sequence[str], out: Path, overwrite: bool) -> None:
+    """Refuses what cannot be compared or written before a model is studied, which takes minutes."""
+    training = [name for name in runs if is_training_run(user_path(name))]
+    lettered = [name for name in runs if name not in training]
+    if len(runs) < 2 or len(lettered) > MOST_RUNS:
         raise InputError(
             expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
             found=f"{len(runs)}",
@@ -59,8 +64,8 @@ def compare(
             found=f"{again[0]} twice",
             next_step="Leave one of them out, or give another",
         )
+    trained = [*(name for name in runs if is_reference(name)), *training]
     if len(trained) == 1:
-        # Refused before a model is studied, which takes minutes.
         raise InputError(
             expected=f"a second training run to compare {trained[0]} with",
             found=f"{', '.join(name for name in runs if name not in trained)}, which is no training run",
@@ -75,9 +80,6 @@ def compare(
         )
     if trained:
         check_output(tables_path(out), overwrite)
-    folders = [reference_run(name) for name in references]
-    folders += [user_path(name) if run_of is None or is_run(user_path(name)) else run_of(name) for name in runs]
-    return write_comparison_page(folders, out, overwrite=overwrite)
 
 
 def _told_apart(runs: Sequence[Run]) -> list[Run]:
@@ -111,8 +113,8 @@ def tables_path(page: Path) -> Path:
 
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
     """Writes one page with the runs in these folders side by side, and returns their answers, one per line."""
-    trained = [Path(folder) for folder in folders if is_training_run(Path(folder))]
-    read = [read_run(Path(folder)) for folder in folders if Path(folder) not in trained]
+    trained = [folder for folder in folders if is_training_run(folder)]
+    read = [read_run(folder) for folder in folders if folder not in trained]
     if biases := [run.path.name for run in read if run.kind == "bias"]:
         raise InputError(
             expected="studies, traces or training runs",
