@@ -6,7 +6,7 @@ that are drawn as maps are checked for their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from sinkscope.capture.trace_schemas import SEQUENCE_SINKS, TOKENS, TRACE_TABLES
 from sinkscope.errors import InputError
 from sinkscope.origins.bias_schemas import BIAS, BIAS_TABLES
 from sinkscope.results.run_folder import is_training_run
-from sinkscope.results.tables import read_table, rows_where
+from sinkscope.results.tables import Schema, read_table, rows_where
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, checked, read_json, read_yaml, refused
 from sinkscope.studies.study_schemas import CLAIMS, STUDY_TABLES
 
@@ -150,45 +150,16 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None) -> Run:
     """The study, trace or bias in a folder; anything else, or tables of another version, is refused. `columns`, by
     table: only these are read, since those of a long text fill gigabytes."""
-    if (trains := is_training_run(folder)) or not is_run(folder):
-        found = "no such folder" if not folder.is_dir() else "neither summary.json nor a training run"
-        raise InputError(
-            expected=f"a study or a trace in {folder}",
-            found="a training run" if trains else found,
-            next_step=f"Write its page with sinkscope report {folder}, or compare it: sinkscope compare {folder} OTHER"
-            if trains
-            else "Give a folder that sinkscope study, trace or pretrain wrote",
-        )
-    summary = read_json(folder / "summary.json", {"kind": Maybe(NAME)})
-    if (kind := summary.get("kind")) in ("fingerprint", "audit"):
-        raise InputError(
-            expected=f"a study or a trace in {folder}",
-            found=f"a run of sinkscope {kind}",
-            next_step=f"See its own page, {folder / 'report.html'}, which shows all of it",
-        )
-    if {"before", "after"} <= summary.keys():
-        raise InputError(
-            expected=f"a study or a trace in {folder}",
-            found="a run of sinkscope intervene",
-            next_step=f"See its own page, {folder / 'report.html'}, with before, after and control side by side",
-        )
-    kind = _kind(folder)
+    summary, kind = _summary(folder), _kind(folder)
     checked(summary, SUMMARY, folder / "summary.json")
     sizes = {"num_layers": summary["num_layers"], **{name: summary["tokens"][name] for name in ("length", "count")}}
     checked(summary, BIASED if kind == "bias" else TRACED, folder / "summary.json", sizes)
-    schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
-    if columns is not None:
-        schemas = [
-            replace(schema, columns=tuple(column for column in schema.columns if column.name in columns[schema.name]))
-            for schema in schemas
-            if schema.name in columns
-        ]
     ranges = {name: allowed.ends(sizes) for name, allowed in NUMBERED.items()}
     longest = sizes | {"length": max([sizes["length"], *(summary["tokens"].get("whole") or ())])}
     of_texts = {name: allowed.ends(longest) for name, allowed in NUMBERED.items()}
     tables = {
         schema.name: read_table(folder / schema.name, schema, of_texts if schema.name in OF_TEXTS else ranges)
-        for schema in schemas
+        for schema in _schemas(kind, columns)
         # A page can do without what each sequence's own tokens receive.
         if schema.name not in OF_TEXTS or _has_table(folder, schema.name)
     }
@@ -207,10 +178,49 @@ def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None)
     return run
 
 
+def _summary(folder: Path) -> dict[str, Any]:
+    """The summary of a study, trace or bias, not checked yet; every other run is refused."""
+    if (trains := is_training_run(folder)) or not is_run(folder):
+        found = "no such folder" if not folder.is_dir() else "neither summary.json nor a training run"
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found="a training run" if trains else found,
+            next_step=f"Write its page with sinkscope report {folder}, or compare it: sinkscope compare {folder} OTHER"
+            if trains
+            else "Give a folder that sinkscope study, trace or pretrain wrote",
+        )
+    summary = read_json(folder / "summary.json", {"kind": Maybe(NAME)})
+    if (command := summary.get("kind")) in ("fingerprint", "audit"):
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found=f"a run of sinkscope {command}",
+            next_step=f"See its own page, {folder / 'report.html'}, which shows all of it",
+        )
+    if {"before", "after"} <= summary.keys():
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found="a run of sinkscope intervene",
+            next_step=f"See its own page, {folder / 'report.html'}, with before, after and control side by side",
+        )
+    return summary
+
+
 def _kind(folder: Path) -> Kind:
     if _has_table(folder, BIAS.name):
         return "bias"
     return "study" if _has_table(folder, CLAIMS.name) else "trace"
+
+
+def _schemas(kind: Kind, columns: Mapping[str, Collection[str]] | None) -> Sequence[Schema]:
+    """The tables of a run of this kind that are read, each with the columns that are."""
+    schemas = BIAS_TABLES if kind == "bias" else TRACE_TABLES + (STUDY_TABLES if kind == "study" else ())
+    if columns is None:
+        return schemas
+    return [
+        replace(schema, columns=tuple(column for column in schema.columns if column.name in columns[schema.name]))
+        for schema in schemas
+        if schema.name in columns
+    ]
 
 
 def _has_table(folder: Path, name: str) -> bool:
