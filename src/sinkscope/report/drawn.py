@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.report.figure import LOOKS, Figure, floats
@@ -74,23 +74,28 @@ def _draw(axes: Axes, figure: Figure) -> None:
         is_vertical = shape.get("yref") == "paper"
         draw, value = (axes.axvline, shape["x0"]) if is_vertical else (axes.axhline, shape["y0"])
         draw(value, color="gray", linestyle=":", lw=1)
+    is_map = any(trace["type"] == "heatmap" for trace in figure.traces)  # which has set its own ticks
     for name, order in zip(("x", "y"), orders, strict=True):
-        if order and not any(trace["type"] == "heatmap" for trace in figure.traces):
-            names = [_plain(category) for category in order]
-            long = name == "x" and max(map(len, names)) > 8
-            look = {"rotation": 30, "ha": "right"} if long else {}
-            getattr(axes, f"set_{name}ticks")(range(len(names)), names, **look)
-        asked = figure.layout.get(f"{name}axis", {})
-        axes.set(**{f"{name}label": _plain(asked.get("title", {}).get("text", ""))})
-        if "ticktext" in asked:
-            getattr(axes, f"set_{name}ticks")(asked["tickvals"], [_plain(text) for text in asked["ticktext"]])
-        if "range" in asked:
-            axes.set(**{f"{name}lim": asked["range"]})
-        if asked.get("type") == "log":
-            axes.set(**{f"{name}scale": "log"})
-        if asked.get("autorange") == "reversed":
-            getattr(axes, f"invert_{name}axis")()
+        _axis(axes, name, figure.layout.get(f"{name}axis", {}), () if is_map else order)
     axes.tick_params(labelsize=8)
+
+
+def _axis(axes: Axes, name: str, asked: dict[str, Any], categories: Collection[str]) -> None:
+    """The axis x or y as the layout asks for it, with these names along it."""
+    if categories:
+        names = [_plain(category) for category in categories]
+        long = name == "x" and max(map(len, names)) > 8
+        look = {"rotation": 30, "ha": "right"} if long else {}
+        getattr(axes, f"set_{name}ticks")(range(len(names)), names, **look)
+    axes.set(**{f"{name}label": _plain(asked.get("title", {}).get("text", ""))})
+    if "ticktext" in asked:
+        getattr(axes, f"set_{name}ticks")(asked["tickvals"], [_plain(text) for text in asked["ticktext"]])
+    if "range" in asked:
+        axes.set(**{f"{name}lim": asked["range"]})
+    if asked.get("type") == "log":
+        axes.set(**{f"{name}scale": "log"})
+    if asked.get("autorange") == "reversed":
+        getattr(axes, f"invert_{name}axis")()
 
 
 def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> None:
