@@ -66,10 +66,6 @@ def audit_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> li
     return [*([remedies] if remedies else []), _scatter(tables["damages"], summary), *_maps(tables)]
 
 
-def _rows(table: Table, **equal: Any) -> list[dict[str, Any]]:
-    return rows_where(dict(table), **equal)
-
-
 def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, str]:
     return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
 
@@ -77,7 +73,7 @@ def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, st
 def _schemes(damages: Table) -> str:
     entries = [
         (scheme_in_words(row["scheme"]), *_measured(row), row["predicted"], row["control"])
-        for row in _rows(damages, level="model")
+        for row in rows_where(damages, level="model")
     ]
     return html.table(("scheme", "damage", "95 % interval", "predicted", "with 16 bits, or all keys"), entries)
 
@@ -88,7 +84,7 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
         f"<p>{escaped(name.capitalize())} is not possible here: {isolated(reason)}</p>"
         for name, reason in summary["refused"].items()
     )
-    rows = sorted(_rows(remedies), key=lambda row: (not row["holds"], -row["won"]))
+    rows = sorted(rows_where(remedies), key=lambda row: (not row["holds"], -row["won"]))
     nothing = ""
     if why := summary["why_nothing"]:
         short = "Nothing needed" if summary["nothing_needed"] else "Nothing helps" if rows else "Nothing to do"
@@ -121,7 +117,7 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
 
 def _remedies(remedies: Table) -> Figure | None:
     """What each remedy leaves of the damage of each scheme."""
-    rows = _rows(remedies)
+    rows = rows_where(remedies)
     if not rows:
         return None
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
@@ -157,7 +153,7 @@ def _remedies(remedies: Table) -> Figure | None:
 def _blamed(damages: Table) -> str:
     entries = [
         (row["place"], scheme_in_words(row["scheme"]), row["predicted"], *_measured(row))
-        for row in _rows(damages, level="module")
+        for row in rows_where(damages, level="module")
     ]
     table = html.table(("module", "scheme", "predicted", "damage", "95 % interval"), entries)
     return f"<p>The modules that the prediction blames, each measured alone:</p>{table}"
@@ -165,7 +161,7 @@ def _blamed(damages: Table) -> str:
 
 def _maps(tables: Mapping[str, Table]) -> list[Figure]:
     """The modules by predicted damage: of the worst scheme of activations and of weights, and of attention."""
-    predictions = _rows(tables["predictions"])
+    predictions = rows_where(tables["predictions"])
     totals = Counter[str]()
     for row in predictions:
         totals[row["scheme"]] += row["predicted"]
@@ -183,7 +179,9 @@ def _maps(tables: Mapping[str, Table]) -> list[Figure]:
     figures.append(
         _map("map-attention", "Predicted damage by layer: cache and window", rows, "predicted", "predictions")
     )
-    rows = [row | {"y": row["kind"] if row["what"] == "inputs" else row["what"]} for row in _rows(tables["readings"])]
+    rows = [
+        row | {"y": row["kind"] if row["what"] == "inputs" else row["what"]} for row in rows_where(tables["readings"])
+    ]
     title = "Largest token over the median token, in what each module reads"
     figures.append(_map("map-tokens", title, rows, "token_ratio", "readings"))
     return figures
@@ -213,7 +211,7 @@ def _map(id: str, title: str, rows: Sequence[Mapping[str, Any]], column: str, so
 
 def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
     """Every cell of a group of layers and a scheme."""
-    rows = _rows(damages, level="group")
+    rows = rows_where(damages, level="group")
     hidden = sum(row["measured"] <= 0 for row in rows)
     shown = [row for row in rows if row["measured"] > 0]
     traces = []
@@ -224,8 +222,10 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
         ends = {end: [row[f"measured_{end}"] for row in own] for end in ("low", "high")}
         x, y = ([row[name] for row in own] for name in ("predicted", "measured"))
         traces.append(line(x, y, what, look, **ends, **extra))
-    x = [row["predicted"] for row in shown]
-    traces.append(line([min(x), max(x)], [min(x), max(x)], "equal", 5, mode="lines") if x else {})
+    predicted, measured = ([row[name] for row in shown] for name in ("predicted", "measured"))
+    if shown:
+        diagonal = [min(predicted), max(predicted)]
+        traces.append(line(diagonal, diagonal, "equal", 5, mode="lines"))
     return Figure(
         "scatter",
         "Predicted and measured damage",
@@ -235,8 +235,8 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
         + f" {hidden} cells without measured damage are in the table alone."
         * (hidden > 0),
         ("damages",),
-        [trace for trace in traces if trace],
-        {"xaxis": log_axis("predicted", x), "yaxis": log_axis("measured", [row["measured"] for row in shown])},
+        traces,
+        {"xaxis": log_axis("predicted", predicted), "yaxis": log_axis("measured", measured)},
         ("layers", "scheme", "predicted", "measured", "95 % interval"),
         [(row["place"], row["scheme"], row["predicted"], *_measured(row)) for row in rows],
         height=420,
@@ -244,7 +244,7 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
 
 
 def _sinks(sinks: Table, summary: Mapping[str, Any]) -> str:
-    rows = _rows(sinks)
+    rows = rows_where(sinks)
     if not rows:
         return "<p>None.</p>"
     found = Counter((row["token"], row["token_text"]) for row in rows)

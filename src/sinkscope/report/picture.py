@@ -12,6 +12,7 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import SINK_THRESHOLD
+from sinkscope.report.figure import floats
 from sinkscope.report.run import before_the_sink, births_of, curve_layers
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     figure = drawing_class()(figsize=(20, 4.2), layout="constrained")
     panels = figure.subplots(1, 5)
     positions = {name: np.asarray(values) for name, values in tables["positions"].items()}
-    layers = {name: _floats(values) for name, values in tables["layers"].items()}
+    layers = {name: floats(values) for name, values in tables["layers"].items()}
     shown = min(NUM_POSITIONS_SHOWN, summary["tokens"]["length"])
     _variance(panels[0], positions, curve_layers(summary), shown)
     _writes(panels[1], positions, summary, shown)
@@ -69,12 +70,12 @@ def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
 
 
 def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, shown: int) -> np.ndarray:
-    return _floats(positions[name][positions["layer"] == layer][:shown])
+    return floats(positions[name][positions["layer"] == layer][:shown])
 
 
 def _variance(panel, positions, layers: list[int], shown: int) -> None:
     # One sequence has no variance across sequences: its energy is shown.
-    has_variance = np.isfinite(_floats(positions["value_variance"])).any()
+    has_variance = np.isfinite(floats(positions["value_variance"])).any()
     column = "value_variance" if has_variance else "second_moment"
     panel.set_title("Value variance by position" if has_variance else "Energy by position (one sequence)")
     for layer in layers:
@@ -103,7 +104,7 @@ def _output_vectors(panel, neurons, position: int) -> None:
     shown = [row for row, at in enumerate(neurons["position"]) if at == position][:6]
     places, names = np.arange(len(shown)), [f"{neurons['layer'][row]}:{neurons['neuron'][row]}" for row in shown]
     for shift, column, look in ((-0.2, "top_share", {"label": "super neuron"}), (0.2, "layer_top_share", LAYER_LOOK)):
-        panel.bar(places + shift, _floats([neurons[column][row] for row in shown]), 0.4, **look)
+        panel.bar(places + shift, floats([neurons[column][row] for row in shown]), 0.4, **look)
     panel.set_xticks(places, names, rotation=30)
     panel.set(xlabel="layer:neuron", ylim=(0, 1))
     if shown:
@@ -122,13 +123,9 @@ def _dom_ratio(panel, layers) -> None:
 
 def _attention(panel, positions, num_layers: int, shown: int) -> None:
     panel.set_title("Attention received, mean over heads")
-    received = _floats(positions["attention_received"]).reshape(num_layers, -1)[:, :shown]
+    received = floats(positions["attention_received"]).reshape(num_layers, -1)[:, :shown]
     image = panel.imshow(
         received, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(SINK_THRESHOLD, np.nanmax(received))
     )
     panel.set(xlabel="key position", ylabel="layer")
     panel.figure.colorbar(image, ax=panel)
-
-
-def _floats(values) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in values], dtype=float)

@@ -26,6 +26,8 @@ from sinkscope.studies.judging import percent
 NUM_POSITIONS_DRAWN = 64
 """Most positions in a curve."""
 NUM_UNITS_DRAWN = 6
+NUM_CURVES_DRAWN = 3
+"""Most layers, or super neurons, with a curve each in one panel."""
 PANEL_HEIGHT = 230
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
@@ -137,8 +139,9 @@ def _writes(run: Run) -> Figure:
         where, layers = "the layer before the first with the sink", [before_the_sink(run.summary)]
     else:
         where, layers = "the first layer", [0]
-    cut = _cut(3, len(layers), "such layers") + _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
-    layers = layers[:3]
+    cut = _cut(NUM_CURVES_DRAWN, len(layers), "such layers")
+    cut += _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
+    layers = layers[:NUM_CURVES_DRAWN]
     positions = range(values.shape[1])
     return Figure(
         "writes",
@@ -188,7 +191,7 @@ def _output_energy(run: Run) -> Figure:
     units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
     first = {unit_name(unit): place for place, unit in enumerate(shown_units(run, len(units))[0])}
     supers = sorted((unit for unit in units if unit[0] == "super"), key=lambda unit: first.get(unit[1], len(first)))
-    shown = supers[:3] + [unit for unit in units if unit[0] == "median"][:1]
+    shown = supers[:NUM_CURVES_DRAWN] + [unit for unit in units if unit[0] == "median"][:1]
     traces, listed = [], []
     for look, (kind, name) in enumerate(shown):
         # Super neurons of one layer share its median unit, which is then listed for each of them.
@@ -210,7 +213,7 @@ def _output_energy(run: Run) -> Figure:
         "output-vectors",
         "Down-projection energy",
         "Energy of each output dimension, largest first, of super neurons and of the median unit."
-        + _cut(3, len(supers), "super neurons"),
+        + _cut(NUM_CURVES_DRAWN, len(supers), "super neurons"),
         ("output_energy",),
         traces,
         {
