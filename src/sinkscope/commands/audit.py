@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +50,7 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
     path = output.path(source.model)
     from sinkscope.remedies.audit import audit
     from sinkscope.report import progress, terminal
+    from sinkscope.report.html import can_write_pages
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
@@ -61,7 +61,7 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)
-        if importlib.util.find_spec("plotly") is not None:
+        if can_write_pages():
             from sinkscope.report.audit import write_audit_page
 
             write_audit_page(result.tables, result.summary, command_text(), folder.path / "report.html")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -56,6 +55,7 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     path = output.path(source.model)
     from sinkscope.origins.initial_bias import bias
     from sinkscope.report import progress, terminal
+    from sinkscope.report.html import can_write_pages
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
@@ -68,7 +68,7 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.readings.model))
         result.write(folder)
-        if importlib.util.find_spec("plotly") is not None:
+        if can_write_pages():
             from sinkscope.report.run_page import write_page_of_run
 
             write_page_of_run(folder.path, folder.path / "report.html")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -64,6 +63,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     from sinkscope import __version__, processes
     from sinkscope.origins.fingerprint import fingerprint
     from sinkscope.report import progress, terminal
+    from sinkscope.report.html import can_write_pages
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
@@ -88,7 +88,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
         write_request(folder, asked)
         folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
         result.write(folder)
-        if importlib.util.find_spec("plotly") is not None:
+        if can_write_pages():
             from sinkscope.report.fingerprint import write_fingerprint_page
 
             write_fingerprint_page(result, command_text(), folder.path / "report.html")

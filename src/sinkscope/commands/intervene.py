@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,6 +59,7 @@ def intervene_command(
     requests(given, **asdict(asked))  # refuses what cannot be parsed before a model is loaded
     path = output.path(source.model)
     from sinkscope.report import progress, terminal
+    from sinkscope.report.html import can_write_pages
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.intervene import intervene
 
@@ -71,7 +71,7 @@ def intervene_command(
         attention = result.after.recording.attention_path
         folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
         result.write(folder)
-        if importlib.util.find_spec("plotly") is not None:
+        if can_write_pages():
             from sinkscope.report.intervened import write_intervened_page
 
             write_intervened_page(result, command_text(), folder.path / "report.html")

@@ -5,7 +5,6 @@ A run's folder is checked and locked before any work. Of several processes the f
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -121,11 +120,12 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
 
 def write_pictures(folder: RunFolder, trace: Trace) -> None:
     """Writes the picture and the page of a run whose tables are written, if matplotlib and plotly are installed."""
+    from sinkscope.report.html import can_write_pages
     from sinkscope.report.picture import can_draw
 
     if can_draw():
         trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
-    if importlib.util.find_spec("plotly") is not None:
+    if can_write_pages():
         from sinkscope.report.run_page import write_page_of_run
 
         write_page_of_run(folder.path, folder.path / "report.html")

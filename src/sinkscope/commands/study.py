@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -109,6 +108,7 @@ def _study(
     interrupted command can be given again unchanged."""
     from sinkscope import __version__, processes
     from sinkscope.report import progress, terminal
+    from sinkscope.report.html import can_write_pages
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.study import study
@@ -132,7 +132,7 @@ def _study(
             write_pictures(folder, result.trace)
         if not output.as_json:
             terminal.show_study(result, path)
-    if page is not None and importlib.util.find_spec("plotly") is not None:
+    if page is not None and can_write_pages():
         from sinkscope.report.comparison import write_comparison_page
 
         write_comparison_page(list(runs), page)

@@ -35,6 +35,11 @@ MAX_ROWS = 400
 """Rows of a table under a figure; the Parquet holds all of them."""
 
 
+def can_write_pages() -> bool:
+    """Whether plotly is installed, whose script every page carries."""
+    return importlib.util.find_spec("plotly") is not None
+
+
 def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
     """Writes the page as one file, whole or not at all. It can load nothing and run only its own script."""
     ids = [figure.id for figure in figures]
@@ -202,7 +207,7 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
 
 def _plotly() -> str:
     """The script that the plotly package carries; the package itself is not imported."""
-    if importlib.util.find_spec("plotly") is None:
+    if not can_write_pages():
         raise InputError(
             expected="plotly, to draw the report",
             found="no such package",
