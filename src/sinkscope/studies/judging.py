@@ -6,7 +6,7 @@ is content with the threshold itself. A claim holds when it clears every bar, do
 on the wrong side, and is undecided when an interval contains the threshold. A bar without a number (it rests on a
 condition that did not do what its name says) supports nothing: the others can refute the claim, and without that it is
 not applicable. Intervals are bootstrap intervals over sequences at the level that Holm's procedure over all applicable
-claims gives, so that all verdicts together are right with 95 % confidence.
+claims gives, so that chance in the choice of sequences makes any verdict wrong in at most about 5 % of studies.
 """
 
 from __future__ import annotations
