@@ -39,6 +39,8 @@ BASELINE, NORM, CONTROL = "softmax", "head_norm", "scale"
 CONSTANT = "_constant"
 SETTINGS = (CONSTANT, "_all_targets", "_muon")
 """Arms whose names end so are compared with the softmax arm of the same ending."""
+RULES = ("confirmed", "accelerates", "removes_the_sink", "halves_the_sink")
+"""What a plan's verdicts must say for the tables."""
 BOOKS = "books.json"
 SHARDS = "486fe5afc08e78e2664c406ff3d8f5b8f79f74fe3c7461636c2624b6ad037223"
 SAME_TEXT = {"f86d09ebd3dfb2a2eec8e9739461ac4b4f93ea697360795e7b9e4c9952614675": SHARDS}
@@ -124,6 +126,12 @@ def read_books(kept: Path) -> list[int]:
 
 def tables(results: list[dict[str, Any]], books: Sequence[int], rules: dict[str, Any]) -> list[str]:
     """All tables as lines of Markdown."""
+    if missing := [rule for rule in RULES if rule not in rules]:
+        raise InputError(
+            expected=f"the verdicts {', '.join(RULES)} in the plan",
+            found=f"no {', '.join(missing)}",
+            next_step="Leave --plan out: sink_experiment.yaml has them",
+        )
     arms: ByArm = {}
     for result in results:
         if not result["diverged"] and result["measures"] is not None:

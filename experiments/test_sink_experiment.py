@@ -173,6 +173,12 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
         sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2], PLAN["verdicts"])
 
 
+def test_a_plan_with_other_verdicts_is_refused():
+    other = read_plan(PROJECT / "experiments" / "large_batches.yaml")
+    with pytest.raises(InputError, match="found no confirmed, accelerates, removes_the_sink, halves_the_sink"):
+        sink_tables.tables([], [], other["verdicts"])
+
+
 def test_the_card_of_the_bundled_models_has_the_numbers_that_are_kept_of_them():
     kept = PROJECT / "docs" / "lab" / "results" / "trio"
     results, books = read_results(kept), sink_tables.read_books(kept)
