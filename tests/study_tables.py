@@ -30,8 +30,8 @@ VERDICT = (
     "(12.0%)."
 )
 COUNTS = (
-    "Beside sink, 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does not "
-    "hold: equalising_removes_sink; undecided: mediation_amplification_dimensions."
+    "Not counting sink, 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does "
+    "not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions."
 )
 
 
@@ -65,7 +65,7 @@ def write_study_folder(
             "minimal_set": [{"layer": 2, "expert": None, "neuron": 90}, {"layer": 2, "expert": None, "neuron": 7}]
             if sink
             else [],
-            "verdict": VERDICT if sink else "No sink to explain: position 0 is one for 1.0% of heads.",
+            "verdict": VERDICT if sink else "No sink to explain: position 0 is a sink for 1.0% of heads.",
             "counts": COUNTS if sink else "",
         }
         _write(folder, summary, TRACE_TABLES, tables, "study")

@@ -16,7 +16,8 @@ What there is to call:
     fingerprint(models)           which models began with the same weights
     train(data, out)              a training run: a small decoder from scratch, the chain measured meanwhile
     compare_training(runs)        training runs over variants and seeds, side by side; or one run alone
-    sink_tokens(model, ids)       which tokens of each text are sinks, as a mask; sink_neurons: without attention
+    sink_tokens(model, ids)       which tokens of each text are sinks, as a mask
+    sink_neurons(model, calibration)  a few neurons that recognise sinks without reading attention
     remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
     anatomy_of(model)             where a model keeps its modules
 

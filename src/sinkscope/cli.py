@@ -85,9 +85,9 @@ OUT_OF_MEMORY = InputError(
 
 
 NO_ROOM = InputError(
-    expected="room for what is printed",
-    found="the disk full that standard output goes to",
-    next_step="Free some space, or print elsewhere",
+    expected="room on the disk that standard output is written to",
+    found="none left",
+    next_step="Free some space, or print to another place",
 )
 
 

@@ -183,14 +183,14 @@ AFTER_LOADING = {
     ("trace", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
     ("trace", "MODEL", "--tokens", "repeat:97"): "token ids from 0 to 96",
     ("trace", "MODEL", "--tokens", "text:text.txt"): "found none with model",
-    ("trace", "ZEROS"): "special and unused ones only",
+    ("trace", "ZEROS"): "only special tokens, unused ones",
     ("trace", "LOUD", "--dtype", "float16"): "--dtype float32",
     ("study", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
     ("study", "LOUD", "--dtype", "float16"): "--dtype float32",
     ("intervene", "MODEL", "--mask-to-self", "3", "--layers", "9"): "layer",
     ("intervene", "MODEL", "--ablate", "0:9999"): "neuron",
     ("bias", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
-    ("bias", "ZEROS"): "special and unused ones only",
+    ("bias", "ZEROS"): "only special tokens, unused ones",
     ("bias", "MODEL", "--seeds", "2"): "Leave --seeds out",
     ("audit", "LOUD", "--dtype", "float16"): "--dtype float32",
     ("remedy", "SHORT", "--prefix", "--length", "128"): "Give --length 96",
@@ -250,6 +250,6 @@ def test_a_full_disk_behind_standard_output_is_told(command):
         result = subprocess.run(
             [sys.executable, "-m", "sinkscope", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert (result.returncode, "room for what is printed" in result.stderr) == (2, True)
+    assert (result.returncode, "room on the disk that standard output is written to" in result.stderr) == (2, True)
     assert "Traceback" not in result.stderr
     assert "Exception ignored" not in result.stderr

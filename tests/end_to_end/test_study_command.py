@@ -151,7 +151,7 @@ def test_a_model_without_a_sink_gets_an_honest_answer(sinkless_folder, sinkscope
     verdicts = {claim["id"]: claim["verdict"] for claim in summary["claims"]}
     assert verdicts == {**dict.fromkeys(CLAIMS, "not applicable"), "sink": "does not hold"}
     (sink,) = (claim for claim in summary["claims"] if claim["id"] == "sink")
-    assert f"is one for {sink['effect']:.1%} of heads" in summary["verdict"], "the position's rate as it was judged"
+    assert f"is a sink for {sink['effect']:.1%} of heads" in summary["verdict"], "the position's rate as it was judged"
     assert summary["minimal_set"] == []
     assert ran == []
     assert "No sink to explain" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

@@ -21,23 +21,32 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
         ({}, "undecided", "makes a token a sink;"),
         ({UNMIXING: NO}, "undecided.", "Neither"),
         ({UNMIXING: NO, "opening_removes_sink": "holds"}, "undecided; this one needs to see itself alone.", "Neither"),
-        (NEITHER, "whether this one needs them is undecided", "not in averaging"),
+        (NEITHER, "whether this sink needs either is undecided", "not in averaging"),
         ({**NEITHER, "opening_removes_sink": NO}, "not in averaging", "undecided"),
-        ({**NEITHER, "opening_removes_sink": "holds"}, "needs to see itself alone: averaging", "not in averaging"),
+        ({**NEITHER, "opening_removes_sink": "holds"}, "needs to see itself alone, so averaging", "not in averaging"),
         (
             {**NEITHER, "opening_removes_sink": NO, "equalising_removes_sink": "holds"},
-            "needs its variance: averaging",
+            "needs its variance (or the energy in it), so averaging",
             "not in averaging",
         ),
-        ({UNMIXING: NO, "variance_suffices": "holds"}, "seeing only itself does not", "may or may not"),
-        ({"variance_suffices": "holds"}, "seeing only itself may or may not", "does not"),
-        ({"amplification_creates_sink": "holds"}, "whether less than that does is undecided", "Only"),
+        ({UNMIXING: NO, "variance_suffices": "holds"}, "; seeing only itself makes none.", "undecided"),
+        ({"variance_suffices": "holds"}, "; whether seeing only itself makes one is undecided.", "none"),
+        (
+            {"amplification_creates_sink": "holds"},
+            "whether a smaller rise of the variance is enough is undecided",
+            "Only",
+        ),
         (
             {"amplification_creates_sink": "holds", UNMIXING: NO, "variance_suffices": NO},
             "Only amplified variance",
             "undecided",
         ),
-        ({UNMIXING: "holds"}, "may or may not be needed", "by its"),
+        ({UNMIXING: "holds"}, "it is undecided whether it needs its variance, and whether its value", "by its"),
+        (
+            {UNMIXING: "holds", "variance_is_what_matters": NO},
+            "its variance is not needed, and whether its value or its energy makes the sink is undecided.",
+            "by its",
+        ),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "variance_suffices": NO},
             "a mixed token with its variance becomes none",
@@ -89,11 +98,11 @@ def test_the_counts_leave_no_claim_out():
     """Control: a claim that is not applicable counts neither for the rest nor against it."""
     verdicts = {"lock": NO, "averaging_law": "undecided", "channel_sparsity_necessary": "not applicable"}
     assert _counted(lambda id: verdicts.get(id, "holds")) == (
-        "Beside sink, 5 of 7 links seen in the untouched model hold; does not hold: lock; undecided: averaging_law. "
-        "20 of 20 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
+        "Not counting sink, 5 of 7 links seen in the untouched model hold; does not hold: lock; undecided: "
+        "averaging_law. 20 of 20 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
     )
     assert _counted(lambda id: "holds" if id == "sink" else "not applicable") == (
-        "Beside sink, none of the links seen in the untouched model can be judged here. "
+        "Not counting sink, none of the links seen in the untouched model can be judged here. "
         "None of the claims on cause and effect can be judged here."
     )
 
@@ -115,7 +124,7 @@ def _counted(verdict_of) -> str:
             {"super_neurons_necessary": NO, "writers_necessary": "holds"},
             *(0, 6, "weaker (6%)"),
             "Without the 6 units that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) the sink is "
-            "weaker (6%); fewer of them may do.",
+            "weaker (6%); a smaller set may be enough.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": NO},

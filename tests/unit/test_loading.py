@@ -339,8 +339,8 @@ class TestRemoteCode:
 class TestGiven:
     def test_as_it_is(self):
         model = llama()
-        refused(model, "a model object alone", "model.to(...)", dtype="bfloat16")
-        refused(model, "a model object alone", device="cpu")
+        refused(model, "a model object without `dtype`, `device` and `device_map`", "model.to(...)", dtype="bfloat16")
+        refused(model, "a model object without `dtype`, `device` and `device_map`", device="cpu")
         refused(3, "a model name, a path, a model or None", "a int")
         assert load(model).name == "LlamaForCausalLM"
 

@@ -141,7 +141,7 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match="a seed from 0"):
         draw(find_configuration("tiny"), -1)
-    for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "read as it was saved")):
+    for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "loaded as it was saved")):
         with pytest.raises(InputError, match=refused):
             load(f"init:{run}", **options)
 

@@ -246,7 +246,7 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
     },
 }
 """Beside variance, which is the planted chain."""
-_BECOMES = "A token that sees exactly one key, whichever it is, becomes a sink"
+_BECOMES = "A token that sees one key alone, its own or another, becomes a sink"
 _STAYS = (
     "with the variance and the energy of a mixed token it stays one, and a mixed token with its variance becomes none."
 )

@@ -165,7 +165,7 @@ class TestRandom:
 
     def test_special_tokens_only(self):
         loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
-        refused(lambda: token_batch(loaded), "ordinary tokens", "special and unused ones only")
+        refused(lambda: token_batch(loaded), "ordinary tokens", "only special tokens, unused ones")
 
 
 class TestRepeat:

@@ -123,7 +123,7 @@ def _allowed(
         raise InputError(
             expected="at least one key that each edited query may see",
             found="a query whose every key is hidden",
-            next_step="Leave it itself, as mask_to_self does",
+            next_step="Let the query see at least its own key, as mask_to_self does",
         )
     return allowed_BHqS
 

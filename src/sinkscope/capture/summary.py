@@ -80,8 +80,8 @@ def story(findings: Findings) -> str:
     if math.isnan(rate):
         return _too_short(findings)
     if not sinks:
-        text = f"No sink{among}: the strongest key, position {position}, is one for {rate:.1%} of heads"
-        text += f" (a sink needs {100 * SINK_RATE:g} %)"
+        text = f"No sink{among}: at most {rate:.1%} of heads have a sink at one position ({position})"
+        text += f", and a sink needs {100 * SINK_RATE:g} %"
         if findings.massive_dimensions:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"

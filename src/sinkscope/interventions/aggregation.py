@@ -190,7 +190,7 @@ class AggregationEdit(Intervention):
 def no_variance(where: str) -> InputError:
     return InputError(
         expected=f"sequences that differ {where}",
-        found="no variance across sequences, which nothing can scale",
+        found="the same state in every sequence, so there is no variance to scale",
         next_step="Leave out the beginning-of-sequence token, or choose another position",
     )
 

@@ -93,8 +93,8 @@ def load(
     if isinstance(source, nn.Module):
         if (dtype, device, device_map) != ("auto", "auto", None):
             raise InputError(
-                expected="a model object alone",
-                found="one with `dtype`, `device` or `device_map`",
+                expected="a model object without `dtype`, `device` and `device_map`",
+                found="some of them",
                 next_step="Move the model with model.to(...) before you pass it",
             )
         if hasattr(source, "config"):

@@ -215,8 +215,8 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
     if not len(choices):
         raise InputError(
             expected="ordinary tokens in the vocabulary",
-            found="special and unused ones only",
-            next_step="Name a model that has some, each with an embedding of its own",
+            found="only special tokens, unused ones, and ones that share an embedding",
+            next_step="Choose another model, or give ids or a text",
         )
     generator = torch.Generator().manual_seed(seed)
     # Row by row: a row's numbers then never depend on how many rows follow.

@@ -69,7 +69,7 @@ def resolve(source: str | Path, *, dtype: str, device: str, device_map: Any, tok
         return None
     if device_map is not None:
         raise InputError(
-            expected="`device_map` beside a model that is read as it was saved",
+            expected="`device_map` only with a model that is loaded as it was saved",
             found=f"{source}, which is built here",
             next_step="Leave `device_map` out",
         )

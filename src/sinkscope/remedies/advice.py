@@ -82,7 +82,7 @@ class Setting:
         prefix = sink_prefix(loaded, TokenBatch(ids=self.calibration, kind="given", bos=self.bos))
         if not prefix.ids:
             raise InputError(
-                expected="tokens whose cache spares a text its own sinks, for a prefix",
+                expected="a prefix after which texts have no sinks of their own",
                 found=f"none: {prefix.why_none}",
                 next_step="Try another of the remedies",
             )

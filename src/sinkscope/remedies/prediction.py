@@ -1,4 +1,5 @@
-"""The damage of every scheme in every module, predicted from one forward and one backward pass over a few texts.
+"""The damage of every scheme in every module, predicted from one forward and one backward pass over a few texts,
+after a plain pass that finds the ranges of static scales.
 
 A scheme changes what module m hands on at token t by d_mt. That is known: the scheme is emulated on what the module
 reads, while the rest of the model stays as it was. Near a minimum of the loss the change is of second order: in the

@@ -216,8 +216,8 @@ def attend(
     """[B, T, H, D] attention written out, a tile of queries at a time, under a model's own rule and a mask of ours."""
     if rule.edits:
         raise InputError(
-            expected="a scheme without interventions on the mask",
-            found="both",
+            expected="no interventions on the mask beside this scheme",
+            found="some",
             next_step="Leave the interventions on the mask out",
         )
     num_batch, num_heads, length, _ = query_BHTD.shape

@@ -23,8 +23,9 @@ METHOD = (
     "texts. Schemes are emulated: symmetric, rounded to nearest, in every linear layer but the output head. The "
     "prediction is half the squared product of the noise that a scheme makes in a module's output with the gradient at "
     "it, on targets that the model draws itself, summed over tokens and modules: one forward and one backward pass "
-    "over other texts. A remedy is worth doing where the interval of what it wins back lies above zero, and "
-    "that of what it wins back beyond its control on the same texts too."
+    "over other texts, after a plain pass that finds the ranges of static scales. A remedy is worth doing where the "
+    "interval of what it wins back lies above zero, and that of what it wins back beyond its control on the same texts "
+    "too."
 )
 LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
 NUM_TOKENS = 20

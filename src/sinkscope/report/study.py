@@ -71,7 +71,10 @@ SECTIONS = {
         "What carries the effect",
         "If an effect passes through a mediator, it disappears while the mediator is held at its untouched values.",
     ),
-    "confounds": ("What else changes", "An intervention that changes everything explains nothing."),
+    "confounds": (
+        "What else changes",
+        "What each intervention changes besides the sink: entropy, mixing, norms and loss, after over before.",
+    ),
     "histograms": (
         "Super neurons before and after",
         "The first units and conditions are drawn; the table holds all of them.",

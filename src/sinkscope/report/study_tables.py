@@ -59,9 +59,9 @@ def factorial(run: Run) -> str:
 
 AS_NAMED = "as named"
 MARKED = (
-    "Marked in the last column is what did not do what its name says: it is off by more than 10 %, root mean square "
-    "over layers less what sampling adds, or in one layer beyond its 99 % interval. It supports nothing: a claim that "
-    "needs it is not applicable."
+    "The last column marks a condition that did not do what its name says: off by more than 10 % (root mean square "
+    "over layers, less what sampling adds), or in one layer with its whole 99 % interval. It supports nothing: a claim "
+    "that needs it is not applicable."
 )
 MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
 """Columns of the manipulation check, with their names on the page."""
@@ -90,7 +90,7 @@ def _other_ways(run: Run) -> str:
         "<details><summary>What the other conditions did to the aggregation</summary>"
         '<p class="caption">Variance and what follows it where each acts, over the untouched ones, geometric means '
         "over layers. Scaling, a random direction and another sequence's deviation are "
-        "other ways to raise the variance; the shift of the mean is to leave it alone. "
+        "other ways to raise the variance; the shift of the mean must leave the variance as it is. "
         f"{MARKED}</p>"
         f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
     )

@@ -34,11 +34,11 @@ def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -
 
 
 def counts(judgements: Sequence[Judgement]) -> str:
-    """How many claims hold beside the first, that there is a sink; which do not, and which are not applicable."""
+    """How many claims hold, the first (there is a sink) not counted; which do not, and which are not applicable."""
     sink, *others = judgements
     links = _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
     causal = _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
-    return f"Beside {sink.id}, {links} {causal[0].upper()}{causal[1:]}"
+    return f"Not counting {sink.id}, {links} {causal[0].upper()}{causal[1:]}"
 
 
 def cause(verdicts: Verdicts) -> str:
@@ -46,29 +46,34 @@ def cause(verdicts: Verdicts) -> str:
     if verdicts.hold("unmixing_creates_sink"):
         return _unmixed(verdicts)
     others_fail = verdicts.fail("unmixing_creates_sink") and verdicts.fail("variance_suffices")
-    rest = "does not" if verdicts.fail("unmixing_creates_sink") else "may or may not"
+    rest = "whether seeing only itself makes one is undecided"
+    if verdicts.fail("unmixing_creates_sink"):
+        rest = "seeing only itself makes none"
     if verdicts.hold("variance_suffices"):
-        return f"More variance makes a token a sink; seeing only itself {rest}."
+        return f"More variance makes a token a sink; {rest}."
     if verdicts.hold("energy_suffices"):
-        return f"More energy makes a token a sink, whatever it sees; seeing only itself {rest}."
+        return f"More energy makes a token a sink, whatever it sees; {rest}."
     if verdicts.hold("amplification_creates_sink"):
         if others_fail:
             return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
-        return "Amplified variance makes a token a sink; whether less than that does is undecided."
-    needs = {"opening_removes_sink": "to see itself alone", "equalising_removes_sink": "its variance"}
+        return "Amplified variance makes a token a sink; whether a smaller rise of the variance is enough is undecided."
+    needs = {
+        "opening_removes_sink": "to see itself alone",
+        "equalising_removes_sink": "its variance (or the energy in it)",  # equalising lowers both
+    }
     needed = " and ".join(words for claim, words in needs.items() if verdicts.hold(claim))
     if not others_fail:
         return f"What makes a token a sink is undecided{needed and f'; this one needs {needed}'}."
     neither = "Neither an unmixed value nor more variance makes another token a sink"
     if needed:
-        return f"{neither}, but this one needs {needed}: averaging is part of the cause, and not enough."
+        return f"{neither}, but this one needs {needed}, so averaging is part of the cause, but not all of it."
     if verdicts.fail("opening_removes_sink"):
         return f"{neither}: the cause lies in the token or its place, not in averaging."
-    return f"{neither}; whether this one needs them is undecided."
+    return f"{neither}; whether this sink needs either is undecided."
 
 
 def _unmixed(verdicts: Verdicts) -> str:
-    seen = "exactly one key, whichever it is," if verdicts.hold("any_single_key_creates_sink") else "only itself"
+    seen = "one key alone, its own or another," if verdicts.hold("any_single_key_creates_sink") else "only itself"
     text = f"A token that sees {seen} becomes a sink"
     if verdicts.hold("variance_is_what_matters"):
         enough = {True: "its variance is enough", False: "its variance alone is not enough"}
@@ -88,8 +93,10 @@ def _unmixed(verdicts: Verdicts) -> str:
         none = ["a token that sees one other key"] if only_own else []
         none += ["a mixed token with its variance"] if verdicts.fail("variance_suffices") else []
         return text + (f", and {' or '.join(none)} becomes none." if none else ".")
-    needed = "is not needed" if verdicts.fail("variance_is_what_matters") else "may or may not be needed"
-    return text + f"; its variance {needed}, and whether its value or its energy does it is undecided."
+    if verdicts.fail("variance_is_what_matters"):
+        return text + "; its variance is not needed, and whether its value or its energy makes the sink is undecided."
+    text += "; it is undecided whether it needs its variance"
+    return text + ", and whether its value or its energy makes the sink."
 
 
 def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
@@ -107,7 +114,7 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
         return f"{named.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
         most = f"the {len(found)} units that write most along its direction ({units})"
-        return f"Without {most} the sink {left}; fewer of them may do."
+        return f"Without {most} the sink {left}; a smaller set may be enough."
     return f"Whether {named} is not settled: {without}."
 
 

@@ -206,7 +206,8 @@ MIXING_CLAIMS = (
     Claim(
         id="any_single_key_creates_sink",
         link=CAUSAL,
-        statement="A token that sees exactly one other key becomes a sink, the one before or a far one: up by 5 points",
+        statement="A token that sees exactly one other key becomes a sink, be it the one before or a far one: up by 5 "
+        "points in both cases",
         bars=(UP, UP),
         numbers=_single_key,
         control_is="rise when it sees itself and the one before",

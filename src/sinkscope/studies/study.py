@@ -139,9 +139,10 @@ class Study(Result):
         sink = self.judgements[0]
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
-            fails = "which may or may not reach" if sink.verdict == "undecided" else "and a sink needs"
-            strongest = f"position {position}, the strongest in the sequences it was chosen on,"
-            return f"No sink to explain: {strongest} is one for {rate:.1%} of heads, {fails} {percent(SINK_RATE)}."
+            needs = f"the {percent(SINK_RATE)} that a sink needs"
+            beside = f"and the interval contains {needs}" if sink.verdict == "undecided" else f"below {needs}"
+            strongest = f"position {position} was the strongest in the choosing sequences"
+            return f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
         return answer(self.judgements, self.measured, self.went)
 
     @property
