@@ -1,7 +1,7 @@
 """Attention received per key, and row entropy and mixing, from q, k and each query's log-sum-exp; never the square.
 
 Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size, P chosen keys.
-With a_ts = exp(score_ts - lse_t), score = scaling * q.k or, soft-capped at c, c * tanh(scaling * q.k / c):
+With a_ts = exp(score_ts - lse_t) and score = scaling * q.k:
 
     received_sum_s = sum over t of a_ts     entropy_t = sum over s of a_ts * (lse_t - score_ts)
     mixing_t = sum over s of a_ts^2         weighted_mixing_t = sum over s of a_ts^2 * weight_s
@@ -23,17 +23,17 @@ from sinkscope.kernels.jit import HAS_TRITON, is_interpreted, jit
 if TYPE_CHECKING or HAS_TRITON:
     import triton.language as tl
 
-LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)  # scores reach the kernels in base-2 units: exp2 is one instruction, exp is not
 QUERIES_PER_STRIP = 512  # at T = 65,536 and 32 heads 4,096 programs read q: every multiprocessor has several at work
 
 
 class AttentionReductions(NamedTuple):
-    """What one pass over the attention map leaves, in float32; None where it was not asked for."""
+    """What one pass over the attention map leaves, in float32."""
 
     received_sum: Tensor  # [B, H, S]
-    entropy: Tensor | None  # [B, H, T], in nats
-    mixing: Tensor | None  # [B, H, T]
-    weighted_mixing: Tensor | None  # [B, H, T]
+    entropy: Tensor  # [B, H, T], in nats
+    mixing: Tensor  # [B, H, T]
+    weighted_mixing: Tensor | None  # [B, H, T]; None without key weights
 
 
 class Blocks(NamedTuple):
@@ -52,43 +52,41 @@ def attention_received(
     log_sum_exp_BHT: Tensor,
     *,
     scaling: float,
-    softcap: float | None = None,
     window: int | None = None,
     key_weights_BHS: Tensor | None = None,
-    rows: bool = True,
     _blocks: Blocks | None = None,
 ) -> AttentionReductions:
-    """Column sums of causal self attention and, unless `rows` is off, entropy and mixing of each query's row.
+    """Column sums of causal self attention, and entropy and mixing of each query's row.
 
     Column sums are deterministic. Row results are summed over key blocks with float32 atomics, so their last bits
     differ between runs. Differentiates nothing: the results carry no gradient.
     """
-    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, softcap, window)
-    if key_weights_BHS is not None and (not rows or key_weights_BHS.shape != (batch, num_heads, length)):
+    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, window)
+    if key_weights_BHS is not None and key_weights_BHS.shape != (batch, num_heads, length):
         raise InputError(
-            expected=f"key weights [{batch}, {num_heads}, {length}] (expand is free), together with rows=True",
-            found=f"shape {list(key_weights_BHS.shape)} and rows={rows}",
+            expected=f"key weights [{batch}, {num_heads}, {length}] (expand is free)",
+            found=f"shape {list(key_weights_BHS.shape)}",
             next_step="Expand the weights to batch and heads",
         )
     received_BHS = query_BHTD.new_empty(batch, num_heads, length, dtype=torch.float32)
-    num_rows = (3 if key_weights_BHS is not None else 2) if rows else 0
+    num_rows = 2 if key_weights_BHS is None else 3
     rows_NBHT = query_BHTD.new_zeros(num_rows, batch, num_heads, length, dtype=torch.float32)
-    results = AttentionReductions(received_BHS, *rows_NBHT.unbind(), *[None] * (3 - num_rows))
+    weighted_BHT = None if key_weights_BHS is None else rows_NBHT[2]
+    results = AttentionReductions(received_BHS, rows_NBHT[0], rows_NBHT[1], weighted_BHT)
     if received_BHS.numel() == 0:
         return results
     blocks = _blocks or _blocks_for(head_size, query_BHTD.element_size(), weighted=key_weights_BHS is not None)
     num_key_blocks = -(-length // blocks.block_s)
     # Where there is nothing to read or write, any pointer will do; zero strides keep it one compiled kernel.
-    weights = received_BHS if key_weights_BHS is None else key_weights_BHS
+    weights, weighted = (received_BHS if x is None else x for x in (key_weights_BHS, weighted_BHT))
     weight_strides = (0, 0, 0) if key_weights_BHS is None else key_weights_BHS.stride()
-    entropy, mixing, weighted = (received_BHS if row is None else row for row in results[1:])
     with torch.cuda.device_of(query_BHTD):
         _received_kernel[(num_key_blocks * batch * num_heads,)](
-            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, received_BHS, entropy, mixing, weighted,
+            query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), weights, *results[:3], weighted,
             *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], *weight_strides, num_heads,
             num_heads // key_BKSD.shape[1], length, min(window or length, length), num_key_blocks,
-            *_scales(scaling, softcap),
-            head_size, _padded(head_size), blocks.block_t, blocks.block_s, softcap is not None, rows,
+            scaling * LOG2_E,
+            head_size, _padded(head_size), blocks.block_t, blocks.block_s,
             key_weights_BHS is not None, is_interpreted(_received_kernel),
             num_warps=blocks.num_warps, num_stages=blocks.num_stages, maxnreg=blocks.max_registers,
         )  # fmt: skip
@@ -102,14 +100,13 @@ def received_by_keys(
     positions_P: Tensor,
     *,
     scaling: float,
-    softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Column sums [B, H, P] of the chosen keys alone: one read of q. A position outside [0, S) gives nan.
 
     Out-of-range positions are answered with nan because looking at them on the host would wait for the device.
     """
-    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, softcap, window)
+    batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, window)
     if positions_P.dtype != torch.int64 or positions_P.dim() != 1 or positions_P.device != query_BHTD.device:
         raise InputError(
             expected=f"positions as a one-dimensional int64 tensor on {query_BHTD.device}",
@@ -128,8 +125,8 @@ def received_by_keys(
         _by_keys_kernel[(num_strips * batch * num_heads, -(-num_keys // block_p))](
             query_BHTD, key_BKSD, log_sum_exp_BHT.contiguous(), positions_P.contiguous(), partial_BHPN,
             *query_BHTD.stride()[:3], *key_BKSD.stride()[:3], num_heads, num_heads // key_BKSD.shape[1], length,
-            min(window or length, length), num_keys, num_strips, *_scales(scaling, softcap),
-            head_size, _padded(head_size), 64 if wide else 128, block_p, QUERIES_PER_STRIP, softcap is not None,
+            min(window or length, length), num_keys, num_strips, scaling * LOG2_E,
+            head_size, _padded(head_size), 64 if wide else 128, block_p, QUERIES_PER_STRIP,
             is_interpreted(_by_keys_kernel),
             num_warps=4, num_stages=2 if wide else 3,
         )  # fmt: skip
@@ -142,7 +139,6 @@ def attention_received_plain(
     log_sum_exp_BHT: Tensor,
     *,
     scaling: float,
-    softcap: float | None = None,
     window: int | None = None,
     key_weights_BHS: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -150,8 +146,6 @@ def attention_received_plain(
     """The definition: the same reductions from the whole square, in `dtype`. For tests and short sequences."""
     key_BHSD = key_BKSD.to(dtype).repeat_interleave(query_BHTD.shape[1] // key_BKSD.shape[1], dim=1)
     score_BHTS = query_BHTD.to(dtype) @ key_BHSD.mT * scaling
-    if softcap is not None:
-        score_BHTS = softcap * torch.tanh(score_BHTS / softcap)
     position = torch.arange(query_BHTD.shape[2], device=query_BHTD.device)
     distance_TS = position[:, None] - position
     visible_TS = (distance_TS >= 0) & (distance_TS < (len(position) if window is None else window))
@@ -172,7 +166,7 @@ def reason_not_to_run(query: Tensor) -> str | None:
     return None
 
 
-def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, window: int | None) -> torch.Size:
+def _check(query: Tensor, key: Tensor, lse: Tensor, window: int | None) -> torch.Size:
     """The shape of the query, after every property that the kernels rely on was found to hold."""
     reason = reason_not_to_run(query)
     if reason is not None:
@@ -205,11 +199,11 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, softcap: float | None, windo
             next_step="Call .contiguous() on them",
         )
     max_head_size = 1024 // query.element_size()  # what shared memory holds
-    if query.shape[3] > max_head_size or (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+    if query.shape[3] > max_head_size or (window is not None and window < 1):
         raise InputError(
-            expected=f"a head size of at most {max_head_size}, a window of at least 1 and a positive softcap, or None",
-            found=f"head size {query.shape[3]}, window={window}, softcap={softcap}",
-            next_step="Pass None where the model has no window or softcap, and a wider head to the tiled torch path",
+            expected=f"a head size of at most {max_head_size}, and a window of at least 1 or None",
+            found=f"head size {query.shape[3]}, window={window}",
+            next_step="Pass None where the model has no window, and a wider head to the tiled torch path",
         )
     return query.shape
 
@@ -243,25 +237,6 @@ def _blocks_for(head_size: int, element_size: int, *, weighted: bool) -> Blocks:
     return Blocks(128, 128, 8, 2, None) if padded <= 256 else Blocks(64, 64, 4, 2, None)
 
 
-def _scales(scaling: float, softcap: float | None) -> tuple[float, float]:
-    """Factors that take q.k to the score in base-2 units, so that the kernels call exp2, one instruction, and not exp.
-
-    Soft-capped, the first one takes q.k to the exponent of tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)).
-    """
-    if softcap is None:
-        return scaling * LOG2_E, 0.0
-    return 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
-
-
-@_once_for_all_sizes
-def _log2_attention(product, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr):
-    """log2 of the attention, from q.k. The hardware's tanh has 11 good bits, too few at a cap of 50."""
-    if SOFTCAP:
-        product = cap_log2 - 2 * cap_log2 / (1 + tl.math.exp2(product * scale_log2))
-        return product - lse_log2[:, None]
-    return product * scale_log2 - lse_log2[:, None]
-
-
 @_once_for_all_sizes
 def _product(query_TD, key_DS, INTERPRETED: tl.constexpr):
     if INTERPRETED:  # Triton's interpreter multiplies bfloat16 as if its bits were integers
@@ -276,9 +251,9 @@ def _product(query_TD, key_DS, INTERPRETED: tl.constexpr):
 def _received_kernel(
     query, key, lse, weights, received, entropy, mixing, weighted,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_wb, stride_wh, stride_ws,
-    num_heads, group_size, length, window, num_key_blocks, scale_log2, cap_log2,
+    num_heads, group_size, length, window, num_key_blocks, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    WEIGHTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One program: the column sums of BLOCK_S keys of one head, over the queries from the diagonal on.
 
@@ -332,7 +307,7 @@ def _received_kernel(
                 query_TD = tl.load(tile, mask=(t[:, None] < length) & (d[None, :] < D), other=0.0)
                 lse_T = tl.load(lse + t, mask=t < length, other=0.0)
             product_TS = _product(query_TD, key_DS, INTERPRETED)
-            log_TS = _log2_attention(product_TS, lse_T * 1.4426950408889634, scale_log2, cap_log2, SOFTCAP)
+            log_TS = product_TS * scale_log2 - (lse_T * 1.4426950408889634)[:, None]
             if stretch != 1:
                 # A finite stand-in for minus infinity: a * log a below must come out as zero, not nan.
                 distance = t[:, None] - s[None, :]
@@ -342,16 +317,15 @@ def _received_kernel(
             # Rows 8 apart lie in one thread, in the layout that tensor cores leave: adding those pairs halves the
             # registers of the column sums, and every other addition along the queries waits until the end.
             sums += tl.sum(tl.reshape(a_TS, [BLOCK_T // 16, 2, 8, BLOCK_S]), 1)
-            if ROWS:
-                # One relaxed add per row and tile: nothing reads the buffers before the kernel ends.
-                square_TS = a_TS * a_TS
-                entropy_T = tl.sum(a_TS * log_TS, 1) * -0.6931471805599453
-                tl.atomic_add(entropy + t, entropy_T, mask=t < length, sem="relaxed")
-                tl.atomic_add(mixing + t, tl.sum(square_TS, 1), mask=t < length, sem="relaxed")
-                if WEIGHTS:
-                    weight_S = tl.load(weights, mask=key_exists, other=0.0).to(tl.float32)
-                    weighted_T = tl.sum(square_TS * weight_S[None, :], 1)
-                    tl.atomic_add(weighted + t, weighted_T, mask=t < length, sem="relaxed")
+            # One relaxed add per row and tile: nothing reads the buffers before the kernel ends.
+            square_TS = a_TS * a_TS
+            entropy_T = tl.sum(a_TS * log_TS, 1) * -0.6931471805599453
+            tl.atomic_add(entropy + t, entropy_T, mask=t < length, sem="relaxed")
+            tl.atomic_add(mixing + t, tl.sum(square_TS, 1), mask=t < length, sem="relaxed")
+            if WEIGHTS:
+                weight_S = tl.load(weights, mask=key_exists, other=0.0).to(tl.float32)
+                weighted_T = tl.sum(square_TS * weight_S[None, :], 1)
+                tl.atomic_add(weighted + t, weighted_T, mask=t < length, sem="relaxed")
     tl.store(received + bh * length + s, tl.sum(tl.sum(sums, 0), 0), mask=key_exists)
 
 
@@ -359,9 +333,9 @@ def _received_kernel(
 def _by_keys_kernel(
     query, key, lse, positions, partial,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks,
-    num_heads, group_size, length, window, num_keys, num_strips, scale_log2, cap_log2,
+    num_heads, group_size, length, window, num_keys, num_strips, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
-    STRIP: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    STRIP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One program: what BLOCK_P chosen keys receive from one strip of one head's queries."""
     strip = tl.program_id(0) % num_strips
@@ -386,7 +360,7 @@ def _by_keys_kernel(
         query_TD = tl.load(tile, mask=(t[:, None] < length) & (d[None, :] < D), other=0.0)
         lse_T = tl.load(lse + bh * length + t, mask=t < length, other=0.0)
         product_TP = _product(query_TD, key_DP, INTERPRETED)
-        log_TP = _log2_attention(product_TP, lse_T * 1.4426950408889634, scale_log2, cap_log2, SOFTCAP)
+        log_TP = product_TP * scale_log2 - (lse_T * 1.4426950408889634)[:, None]
         distance = t[:, None] - s[None, :]
         visible = (distance >= 0) & (distance < window) & (t[:, None] < length)
         sums_TP += tl.math.exp2(tl.where(visible, log_TP, -1e30))
