@@ -41,19 +41,12 @@ def tiled_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> AttentionReading:
     """Attention and its readings, in float32, or in float64 for float64 inputs."""
-    num_batch, num_heads, num_queries, _ = query_BHTD.shape
-    num_kv_heads = key_BKSD.shape[1]
-    num_groups = num_heads // num_kv_heads
+    num_queries, num_kv_heads = query_BHTD.shape[2], key_BKSD.shape[1]
+    num_groups = query_BHTD.shape[1] // num_kv_heads
     kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
     query_NGTD = query_BHTD.to(**kind).unflatten(1, (num_kv_heads, num_groups)).flatten(0, 1)
     key_NSD, value_NSD = (x.to(**kind).flatten(0, 1) for x in (key_BKSD, value_BKSD))
     num_pairs = key_NSD.shape[0]
-    weights_NS = None
-    if request.key_weights is not None:
-        weights_NS = request.key_weights.to(**kind).expand(num_kv_heads, num_queries).repeat(num_batch, 1)
-    sinks_NG = None
-    if rule.sink_logits is not None:
-        sinks_NG = rule.sink_logits.to(**kind).view(1, num_kv_heads, num_groups).repeat(num_batch, 1, 1).flatten(0, 1)
 
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
     # Long rows: fewer queries per tile.
@@ -64,15 +57,7 @@ def tiled_attention(
     # Positions first in memory, as the model wants them of a single sequence.
     output_TNGD = value_BKSD.new_empty(num_queries, num_pairs, num_groups, value_NSD.shape[-1])
     output_NGTD = output_TNGD.permute(1, 2, 0, 3)
-    rows = Rows(
-        rule=rule,
-        request=request,
-        query_NGTD=query_NGTD,
-        sinks_NG=sinks_NG,
-        weights_NS=weights_NS,
-        queries_per_tile=queries_per_tile,
-    )
-    reader = TileReader(rows)
+    reader = TileReader(rule, request, query_NGTD, num_kv_heads, queries_per_tile)
     for start in range(0, num_queries, queries_per_tile):
         stop = min(start + queries_per_tile, num_queries)
         low = 0 if rule.window is None else max(0, start - rule.window + 1)
@@ -89,20 +74,7 @@ def tiled_attention(
             weights, inverse = reader.read(tile, scores)
             aggregation = torch.bmm(weights.flatten(1, 2), value_NSD[pairs, low:stop]).view(*shape[:3], -1)
             torch.mul(aggregation, inverse.unsqueeze(-1), out=output_NGTD[tile.rows])
-
-    def by_head(x_NG: Tensor) -> Tensor:
-        return x_NG.view(num_batch, num_heads, *x_NG.shape[2:])
-
-    readings, every_key = reader.readings(), request.keys is None
-    return AttentionReading(
-        output=by_head(output_NGTD).transpose(1, 2),
-        received=by_head(readings.received),
-        by_distance=by_head(readings.by_distance),
-        entropy=by_head(readings.entropy) if every_key else None,
-        mixing=by_head(readings.mixing) if every_key else None,
-        weighted_mixing=by_head(readings.weighted_mixing) if every_key and weights_NS is not None else None,
-        own=by_head(readings.own) if request.own else None,
-    )
+    return reader.reading(output_NGTD)
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -124,72 +96,41 @@ class Tile:
         return self.pairs, slice(None), slice(self.start, self.stop)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """All rows that tiles are cut from, and what is wanted of them."""
-
-    rule: AttentionRule
-    request: ReadingRequest
-    query_NGTD: Tensor
-    """In the dtype and on the device of all that is computed."""
-    sinks_NG: Tensor | None
-    weights_NS: Tensor | None
-    queries_per_tile: int
-
-    @property
-    def queries_n(self) -> Tensor:
-        return sampled_queries(self.query_NGTD.shape[2], self.query_NGTD.device)
-
-    @property
-    def distances_R(self) -> Tensor:
-        return distance_tensor(self.request.distances, self.query_NGTD.device)
-
-    def received(self) -> Tensor:
-        """[N, G, S] or, of chosen keys, [N, G, P] zeros."""
-        *heads, num_queries, _ = self.query_NGTD.shape
-        keys_P = self.request.keys
-        return self.query_NGTD.new_zeros(*heads, num_queries if keys_P is None else len(keys_P))
-
-
-@dataclass(frozen=True)
-class TileReadings:
-    """Sums over queries and numbers of rows, as AttentionReading has them."""
-
-    received: Tensor
-    by_distance: Tensor
-    entropy: Tensor
-    mixing: Tensor
-    weighted_mixing: Tensor
-    own: Tensor
-
-
 class TileReader:
     """Turns one tile's scores into weights and reduces them.
 
     Tiles leave sums of each row; what follows from them is worked out for all rows together.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        *heads, num_queries, _ = rows.query_NGTD.shape
-        rule, like = rows.rule, rows.query_NGTD
-        self.received_NGS = rows.received()
+    def __init__(
+        self, rule: AttentionRule, request: ReadingRequest, query_NGTD: Tensor, num_kv_heads: int, queries_per_tile: int
+    ) -> None:
+        self.rule, self.request, self.queries_per_tile = rule, request, queries_per_tile
+        like, (num_pairs, num_groups, num_queries, _) = query_NGTD, query_NGTD.shape
+        num_batch = num_pairs // num_kv_heads
+        self.shape_BH = num_batch, num_kv_heads * num_groups
+        self.sinks_NG = self.weights_NS = None
+        if rule.sink_logits is not None:
+            self.sinks_NG = rule.sink_logits.to(like).view(num_kv_heads, num_groups).repeat(num_batch, 1)
+        if request.key_weights is not None:
+            self.weights_NS = request.key_weights.to(like).expand(num_kv_heads, num_queries).repeat(num_batch, 1)
+        num_keys = num_queries if request.keys is None else len(request.keys)
+        self.received_NGS = like.new_zeros(num_pairs, num_groups, num_keys)
         self.largest_NGT, self.total_NGT, self.dots_NGT, self.norm_NGT, self.weighted_NGT, self.own_NGT = (
-            like.new_empty(6, *heads, num_queries)
+            like.new_empty(6, num_pairs, num_groups, num_queries)
         )
         softmax = rule.sink_logits is None and rule.sigmoid_bias is None
         self.whole_NGT = self.total_NGT if softmax else torch.ones_like(self.total_NGT)
-        self.weights_NGnR = like.new_empty(*heads, len(rows.queries_n), len(rows.request.distances))
-        self.places = _places_by_distance(
-            num_queries, rows.queries_per_tile, rule.window, rows.request.distances, like.device
-        )
-        self.seen_nn = like.new_ones(rows.queries_per_tile, rows.queries_per_tile).tril_()
-        self.future_nn = like.new_full((rows.queries_per_tile, rows.queries_per_tile), HIDDEN).triu_(1)
+        self.queries_n = sampled_queries(num_queries, like.device)
+        self.weights_NGnR = like.new_empty(num_pairs, num_groups, len(self.queries_n), len(request.distances))
+        self.places = _places_by_distance(num_queries, queries_per_tile, rule.window, request.distances, like.device)
+        self.seen_nn = like.new_ones(queries_per_tile, queries_per_tile).tril_()
+        self.future_nn = like.new_full((queries_per_tile, queries_per_tile), HIDDEN).triu_(1)
         self.buffer = like.new_empty(0)
 
     def read(self, tile: Tile, scores_NGnS: Tensor) -> tuple[Tensor, Tensor]:
         """([N, G, n, S] weights, 0 where a query does not see a key; [N, G, n] what they are to be multiplied by)."""
-        rule, sinks_NG, keys_P = self.rows.rule, self.rows.sinks_NG, self.rows.request.keys
+        rule, sinks_NG, keys_P = self.rule, self.sinks_NG, self.request.keys
         here, pairs, low, stop, scores = tile.rows, tile.pairs, tile.low, tile.stop, scores_NGnS
         if self.buffer.numel() < scores.numel():
             self.buffer = scores.new_empty(scores.numel())
@@ -215,7 +156,7 @@ class TileReader:
             torch.add(total, torch.exp(sinks_NG[pairs, :, None] - largest), out=whole)
         inverse = whole.reciprocal()
         self._keep_distances(tile, weights)
-        if self.rows.request.own:
+        if self.request.own:
             self.own_NGT[here] = weights[..., tile.start - low :].diagonal(dim1=-2, dim2=-1) * inverse
         if keys_P is not None:
             self.received_NGS[pairs] += _at_keys(weights, inverse, keys_P, low, stop)
@@ -223,33 +164,40 @@ class TileReader:
         self.received_NGS[pairs, :, low:stop] += torch.matmul(inverse.unsqueeze(-2), weights).squeeze(-2)
         torch.sum(scores.mul_(weights), -1, out=self.dots_NGT[here])
         torch.linalg.vector_norm(weights, dim=-1, out=self.norm_NGT[here])
-        if self.rows.weights_NS is not None:
+        if self.weights_NS is not None:
             squares = torch.mul(weights, weights, out=scores).flatten(1, 2)
-            weighted = torch.matmul(squares, self.rows.weights_NS[pairs, low:stop, None]).view(scores.shape[:3])
+            weighted = torch.matmul(squares, self.weights_NS[pairs, low:stop, None]).view(scores.shape[:3])
             torch.mul(weighted, inverse.square(), out=self.weighted_NGT[here])
         return weights, inverse
 
     def _keep_distances(self, tile: Tile, weights_NGnS: Tensor) -> None:
-        sampled, places_nR = self.places[tile.start // self.rows.queries_per_tile]
+        sampled, places_nR = self.places[tile.start // self.queries_per_tile]
         if places_nR.numel() > 0:
             # Selecting is four times faster from two dimensions.
             chosen = weights_NGnS.view(-1, weights_NGnS[0, 0].numel()).index_select(1, places_nR.flatten())
             self.weights_NGnR[tile.pairs, :, sampled] = chosen.view(*weights_NGnS.shape[:2], *places_nR.shape)
 
-    def readings(self) -> TileReadings:
-        """What all tiles gave."""
-        rows, whole_NGT = self.rows, self.whole_NGT
-        weights_NGnR = self.weights_NGnR.div_(whole_NGT.index_select(2, rows.queries_n).unsqueeze(-1))
-        has_key_nR = rows.queries_n[:, None] >= rows.distances_R
-        seen_nR = has_key_nR if rows.rule.window is None else has_key_nR & (rows.distances_R < rows.rule.window)
-        return TileReadings(
-            received=self.received_NGS,
-            by_distance=torch.where(seen_nR, weights_NGnR, 0).sum(2) / has_key_nR.sum(0),
+    def reading(self, output_NGTD: Tensor) -> AttentionReading:
+        """What all tiles gave, beside the aggregation that their weights made."""
+        window, whole_NGT = self.rule.window, self.whole_NGT
+        distances_R = distance_tensor(self.request.distances, whole_NGT.device)
+        weights_NGnR = self.weights_NGnR.div_(whole_NGT.index_select(2, self.queries_n).unsqueeze(-1))
+        has_key_nR = self.queries_n[:, None] >= distances_R
+        seen_nR = has_key_nR if window is None else has_key_nR & (distances_R < window)
+        every_key = self.request.keys is None
+
+        def by_head(x_NG: Tensor) -> Tensor:
+            return x_NG.view(*self.shape_BH, *x_NG.shape[2:])
+
+        return AttentionReading(
+            output=by_head(output_NGTD).transpose(1, 2),
+            received=by_head(self.received_NGS),
+            by_distance=by_head(torch.where(seen_nR, weights_NGnR, 0).sum(2) / has_key_nR.sum(0)),
             # -sum a log a with log a = score - largest - log whole; a row may add up to less than 1 (learned sinks).
-            entropy=(self.total_NGT * whole_NGT.log() - self.dots_NGT) / whole_NGT,
-            mixing=(self.norm_NGT / whole_NGT).square(),
-            weighted_mixing=self.weighted_NGT,
-            own=self.own_NGT,
+            entropy=by_head((self.total_NGT * whole_NGT.log() - self.dots_NGT) / whole_NGT) if every_key else None,
+            mixing=by_head((self.norm_NGT / whole_NGT).square()) if every_key else None,
+            weighted_mixing=by_head(self.weighted_NGT) if every_key and self.weights_NS is not None else None,
+            own=by_head(self.own_NGT) if self.request.own else None,
         )
 
 
