@@ -54,6 +54,18 @@ class AttentionRule:
     sigmoid_bias: float | None = None
     """If given, a weight is sigmoid(score + bias), whatever the other keys; there is no softmax."""
 
+    def weights(self, scores_BHTS: Tensor, seen: Tensor) -> Tensor:
+        """[B, H, T, S] the weights that scaled products of queries and keys become where a query sees the key."""
+        if self.softcap is not None:
+            scores_BHTS = (scores_BHTS / self.softcap).tanh() * self.softcap
+        scores_BHTS = scores_BHTS.masked_fill(~seen, -torch.inf)
+        if self.sigmoid_bias is not None:
+            return (scores_BHTS + self.sigmoid_bias).sigmoid()
+        if self.sink_logits is None:
+            return scores_BHTS.softmax(-1)
+        sinks_BHT1 = self.sink_logits.to(scores_BHTS)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+        return torch.cat([scores_BHTS, sinks_BHT1], -1).softmax(-1)[..., :-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingRequest:

@@ -46,11 +46,12 @@ def with_edited_rows(
         for name in ("entropy", "mixing", "weighted_mixing", "own")
     }
     for queries_q in torch.tensor(rows, device=device).split(max(1, TILE_ELEMENTS // (num_batch * num_heads * length))):
-        scores_BHqS = _scores(query_BHTD[:, :, queries_q], key_BKSD, rule)
+        query_BHqD = query_BHTD[:, :, queries_q].to(torch.promote_types(query_BHTD.dtype, torch.float32))
+        scores_BHqS = _by_head(query_BHqD, key_BKSD.mT) * rule.scaling
         regular_qS = _seen(queries_q, length, rule.window)
         allowed_BHqS = _allowed(regular_qS, queries_q, rule.edits, num_batch, num_heads)
-        before_BHqS = _weights(scores_BHqS, regular_qS, rule)
-        after_BHqS = _weights(scores_BHqS, allowed_BHqS, rule)
+        before_BHqS = rule.weights(scores_BHqS, regular_qS)
+        after_BHqS = rule.weights(scores_BHqS, allowed_BHqS)
         change_BHqS = after_BHqS - before_BHqS
         output_BHqD = _by_head(after_BHqS, value_BKSD)
         output_BTHD[:, queries_q] = output_BHqD.transpose(1, 2).to(output_BTHD.dtype)
@@ -87,12 +88,6 @@ def _check(edits: tuple[RowEdit, ...], num_batch: int, num_heads: int, length: i
             )
 
 
-def _scores(query_BHqD: Tensor, key_BKSD: Tensor, rule: AttentionRule) -> Tensor:
-    kind = torch.promote_types(query_BHqD.dtype, torch.float32)
-    scores = _by_head(query_BHqD.to(kind), key_BKSD.mT) * rule.scaling
-    return scores if rule.softcap is None else (scores / rule.softcap).tanh() * rule.softcap
-
-
 def _by_head(rows_BHqX: Tensor, right_BKXY: Tensor) -> Tensor:
     """[B, H, q, Y] rows of each head times what its key-value head has, which is not repeated for the heads that share
     it: all their rows are multiplied at once."""
@@ -126,16 +121,6 @@ def _allowed(
             next_step="Let the query see at least its own key, as mask_to_self does",
         )
     return allowed_BHqS
-
-
-def _weights(scores_BHqS: Tensor, seen: Tensor, rule: AttentionRule) -> Tensor:
-    scores = scores_BHqS.masked_fill(~seen, float("-inf"))
-    if rule.sigmoid_bias is not None:
-        return (scores + rule.sigmoid_bias).sigmoid()
-    if rule.sink_logits is None:
-        return scores.softmax(-1)
-    sinks = rule.sink_logits.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def _change_by_distance(change_BHqS: Tensor, queries_q: Tensor, length: int, distances: tuple[int, ...]) -> Tensor:

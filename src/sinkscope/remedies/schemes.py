@@ -232,16 +232,7 @@ def attend(
         if visible is not None:
             seen = seen & visible(queries)[:, None]
         scores_BHTS = (query_BHTD[:, :, queries] @ key_BHSD.transpose(2, 3)).float() * rule.scaling
-        if rule.softcap is not None:
-            scores_BHTS = (scores_BHTS / rule.softcap).tanh() * rule.softcap
-        scores_BHTS = scores_BHTS.masked_fill(~seen, -torch.inf)
-        if rule.sigmoid_bias is not None:
-            weights_BHTS = (scores_BHTS + rule.sigmoid_bias).sigmoid()
-        elif rule.sink_logits is not None:
-            sinks_BHT1 = rule.sink_logits.float()[:, None, None].expand(*scores_BHTS.shape[:3], 1)
-            weights_BHTS = torch.cat([scores_BHTS, sinks_BHT1], -1).softmax(-1)[..., :-1]
-        else:
-            weights_BHTS = scores_BHTS.softmax(-1)
+        weights_BHTS = rule.weights(scores_BHTS, seen)
         outputs.append(weights_BHTS.to(value_BHSD.dtype) @ value_BHSD)
     return torch.cat(outputs, 2).transpose(1, 2)
 
