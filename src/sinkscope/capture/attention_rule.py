@@ -6,7 +6,7 @@ chosen keys, R distances.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -77,10 +77,6 @@ class ReadingRequest:
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
     own: bool = False
-
-    def weighing(self, key_weights_KS: Tensor) -> ReadingRequest:
-        """The same with the mixing weighted too."""
-        return replace(self, key_weights=key_weights_KS)
 
 
 @lru_cache(maxsize=64)

@@ -47,9 +47,8 @@ class Passing:
     """(sequences, positions)."""
     request: ReadingRequest
     weigh_mixing: bool = False
-    """Whether the averaging law is asked for, which weighs squared attention by the variance of each key's value."""
-    several: bool = True
-    """Whether the whole batch, of which this may be a chunk, has several sequences."""
+    """Whether the averaging law is asked for, of several sequences in all: squared attention is weighed by the variance
+    of each key's value."""
     known: Known | None = None
     attention_path: str = ""
     received_T: Tensor | None = None

@@ -73,8 +73,7 @@ class Recorder:
                 distances=distances(shape[1]) if "distances" in asked else (),
                 own="own weights" in asked,
             ),
-            weigh_mixing="averaging law" in asked,
-            several=self.several,
+            weigh_mixing=self.several and "averaging law" in asked,
             known=self.known,
         )
         left: dict[str, dict[int, Any]] = defaultdict(dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,10 +126,10 @@ class _Listening:
                 stray = min(wanted.keys() - self.attended, default=layer)
                 raise RuntimeError(f"layer {stray} attends outside the module named for it: {blame(passing.anatomy)}")
             self.attended.add(layer)
-            if passing.weigh_mixing and passing.several and Tap.ATTENTION in taps:
-                request = request.weighing(
-                    value_variance(value) if passing.known is None else passing.known.value_variance_LKS[layer]
-                )
+            if passing.weigh_mixing and Tap.ATTENTION in taps:
+                known = passing.known
+                weights_KS = value_variance(value) if known is None else known.value_variance_LKS[layer]
+                request = replace(request, key_weights=weights_KS)
             reading, passing.attention_path = read_attention(query, key, value, rule, request)
             if Tap.ATTENTION in taps:
                 call = self._call(layer)
