@@ -23,7 +23,7 @@ from sinkscope.capture.merges import Merge, Own, Rows
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
 from sinkscope.capture.sole_reader import in_this_thread
-from sinkscope.capture.taps import entering, leaving
+from sinkscope.capture.taps import besides, entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units
@@ -218,11 +218,9 @@ class Replay:
 
     def _keep_call(self, layer: int):
         def hook(module, args, kwargs) -> None:
-            hidden = entering(args, kwargs)
-            rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            self._calls[layer] = (args[1:], rest)
+            self._calls[layer] = besides(args, kwargs)
             if layer in self.restarts:
-                self._entering[layer] = hidden
+                self._entering[layer] = entering(args, kwargs)
 
         return hook
 

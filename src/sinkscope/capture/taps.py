@@ -111,7 +111,7 @@ class _Listening:
         def hook(module, args, kwargs) -> None:
             call = self._call(layer)
             call.state = entering(args, kwargs)
-            call.arguments = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            call.arguments = besides(args, kwargs)
             if Tap.ATTENTION_IN in taps:
                 self.on_tap(Tap.ATTENTION_IN, call)
             call.let_go("direction", *([] if Tap.ATTENTION in taps else ["state"]))
@@ -208,6 +208,11 @@ def between_parts(layer: Layer, stack: contextlib.ExitStack, found: Callable[[Te
 def entering(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The hidden states of a block's or attention's call, which come first or by name."""
     return args[0] if args else kwargs["hidden_states"]
+
+
+def besides(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The other arguments of such a call."""
+    return args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def leaving(output: Any) -> Tensor:

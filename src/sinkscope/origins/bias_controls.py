@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.recorder import evaluation_mode, input_device
-from sinkscope.capture.taps import between_parts, entering, leaving
+from sinkscope.capture.taps import besides, between_parts, entering, leaving
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import Anatomy, AnyModule, Layer, anatomy_of
@@ -57,9 +57,9 @@ def _odd_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Exit
             raise _refused(anatomy, "a feed-forward that can be run by itself", "one written out inside the block")
 
     def hook(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        others, named = besides(args, kwargs)
         # forward, not the call: this hook must not run again inside.
-        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        mirrored = module.forward(-entering(args, kwargs), *args[1:], **rest)
+        mirrored = module.forward(-entering(args, kwargs), *others, **named)
         return _with_first(output, (leaving(output) - leaving(mirrored)) / 2)
 
     for layer in anatomy.layers:
