@@ -83,6 +83,15 @@ def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():
         sinkscope.trace(tiny_model("llama"), IDS, observables=[*CHAIN, impostor])
 
 
+def test_a_column_without_a_meaning_is_refused():
+    with pytest.raises(sinkscope.InputError, match="none for residual_norm"):
+        sinkscope.trace(tiny_model("llama"), IDS, observables=[replace(RESIDUAL_NORM, meaning="")])
+    silent = replace(RESIDUAL_NORM, axes="", meaning="")
+    found = sinkscope.trace(tiny_model("llama"), IDS, observables=["dom_ratio", silent])
+    assert "residual_norm" in found.recording, "what fills no table needs none"
+    assert "residual_norm" not in found.tables["positions"]
+
+
 def test_every_observable_says_what_it_means_and_has_a_name_of_its_own():
     assert len({observable.name for observable in CHAIN}) == len(CHAIN)
     assert all(len(observable.meaning) > 10 for observable in CHAIN)

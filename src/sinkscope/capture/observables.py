@@ -25,6 +25,10 @@ DIRECTION_SEQUENCES = 16
 bound what chunks must keep until they meet: at most 16 x 28 states a layer, however long the text and the batch."""
 
 
+TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
+"""Which table an observable fills: by layer and position, by layer and head, or by layer."""
+
+
 class Tap(Enum):
     """Where in a layer an observable listens. The comments say what a LayerCall holds by then."""
 
@@ -49,10 +53,10 @@ class Observable:
     """From a layer's call (`LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
     nothing."""
     merge: Merge
-    axes: str
-    """Axes of the result; LT (layer and position), LH (layer and head) and L (layer) fill a table."""
-    meaning: str
-    """The sentence that documents the column."""
+    axes: str = ""
+    """Axes of the result; those of TABLE_OF_AXES fill a table."""
+    meaning: str = ""
+    """The sentence that documents the column; a column must have one."""
     column: str = ""
     nullable: bool = False
     """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
@@ -154,7 +158,6 @@ LOCK = Observable(
     tap=Tap.ATTENTION,
     reduce=lambda call: call.lock_rows,
     merge=Own(),
-    axes="",
     meaning="The rows that the lock is worked out from",
 )
 SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
@@ -400,5 +403,11 @@ def resolved(observables: Iterable[Observable | str] | None) -> tuple[Observable
                 expected="observables with names of their own",
                 found=f"two named {record.name}",
                 next_step="Give yours another name",
+            )
+        if record.axes in TABLE_OF_AXES and not record.meaning:
+            raise InputError(
+                expected=f"a meaning for each column of the table `{TABLE_OF_AXES[record.axes]}`",
+                found=f"none for {record.name}",
+                next_step="Write what it is, in a sentence, as its `meaning`",
             )
     return tuple(chosen.values())

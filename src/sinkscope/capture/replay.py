@@ -114,9 +114,7 @@ def _observables(
     def by_sequence(
         name: str, tap: Tap, reduce, merge: Merge, layers: Collection[int] = layers, **others: Any
     ) -> Observable:
-        return Observable(
-            name=name, tap=tap, reduce=reduce, merge=merge, axes="LB", meaning=name, layers=layers, **others
-        )
+        return Observable(name=name, tap=tap, reduce=reduce, merge=merge, layers=layers, **others)
 
     return [
         *(by_sequence(name, tap, reduce, Rows()) for name, (tap, reduce) in BY_SEQUENCE.items()),
@@ -151,9 +149,7 @@ def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
         return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
     layers = {layer for layer, _ in units}
-    return Observable(
-        name="units", tap=Tap.UNITS, reduce=reduce, merge=Own(), axes="LB", meaning="units", layers=layers
-    )
+    return Observable(name="units", tap=Tap.UNITS, reduce=reduce, merge=Own(), layers=layers)
 
 
 def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:

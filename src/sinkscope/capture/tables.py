@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.capture.findings import Findings
 from sinkscope.capture.merges import Largest
-from sinkscope.capture.observables import Observable
+from sinkscope.capture.observables import TABLE_OF_AXES, Observable
 from sinkscope.capture.recorder import Recording
 from sinkscope.capture.sequences import Sequences
 from sinkscope.capture.trace_schemas import (
@@ -23,7 +23,6 @@ from sinkscope.capture.trace_schemas import (
     POSITIONS,
     SEQUENCE_SINKS,
     SINKS,
-    TABLE_OF_AXES,
     TOKENS,
     columns,
 )

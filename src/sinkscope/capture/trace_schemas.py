@@ -6,15 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from sinkscope.capture.merges import Largest
-from sinkscope.capture.observables import CHAIN, Observable
+from sinkscope.capture.observables import CHAIN, TABLE_OF_AXES, Observable
 from sinkscope.results.tables import Column, Schema
 
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _POSITION = Column("position", "int", "Position in the sequence, counted from 0")
 _EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
-
-TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
-"""Which table an observable fills."""
 
 
 def columns(observable: Observable) -> list[Column]:

@@ -109,9 +109,7 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
             seen[Unit(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
         return torch.zeros(1)
 
-    listening = Observable(
-        name="candidates", tap=Tap.UNITS, reduce=keep_candidates, merge=Rows(), axes="L", meaning="Kept in `seen`"
-    )
+    listening = Observable(name="candidates", tap=Tap.UNITS, reduce=keep_candidates, merge=Rows())
     record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
     return _chosen(seen, mask_BT)
 

@@ -157,7 +157,7 @@ def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, .
 
 
 def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
-    return Observable(name=name, tap=tap, reduce=reduce, merge=Mean(), axes="L", meaning=name)
+    return Observable(name=name, tap=tap, reduce=reduce, merge=Mean())
 
 
 def _top_direction(states_BE: Tensor) -> Tensor:

@@ -101,9 +101,7 @@ def read_evidence(
 
 def _observables(plan: Plan) -> list[Observable]:
     def by_sequence(name: str, tap: Tap, reduce, layers, **others: Any) -> Observable:
-        return Observable(
-            name=name, tap=tap, reduce=reduce, merge=Rows(), axes="LBT", meaning=name, layers=layers, **others
-        )
+        return Observable(name=name, tap=tap, reduce=reduce, merge=Rows(), layers=layers, **others)
 
     return [
         by_sequence("squared_deviation", Tap.AGGREGATION, squared_deviation, plan.layers),
@@ -115,8 +113,6 @@ def _observables(plan: Plan) -> list[Observable]:
             tap=Tap.ATTENTION,
             reduce=lambda call: _lock_rows(call, [plan.sink, *plan.targets[:1]]),
             merge=Own(),
-            axes="",
-            meaning="lock",
             layers={layer for layer, _ in plan.sink_heads},
         ),
         by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),

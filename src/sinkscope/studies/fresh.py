@@ -62,8 +62,6 @@ def _shortened(config: Any, num_layers: int) -> Any:
 
 def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     anatomy, name = anatomy_of(model), "squared_deviation"
-    observable = Observable(
-        name=name, tap=Tap.AGGREGATION, reduce=squared_deviation, merge=Rows(), axes="LBT", meaning=name, layers=layers
-    )
+    observable = Observable(name=name, tap=Tap.AGGREGATION, reduce=squared_deviation, merge=Rows(), layers=layers)
     found = Recorder(anatomy, [observable]).read(model, ids_BT)
     return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])
