@@ -17,6 +17,7 @@ LAYERS = {
     "arguments": 0,
     "user_paths": 0,
     "processes": 0,
+    "progress": 0,
     "memory": 0,
     "statistics": 0,
     "results": 0,

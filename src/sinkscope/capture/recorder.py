@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,10 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.progress import Progress
 
 CHUNK_TOKENS = 1 << 17
 """Tokens in one forward pass: as many as one long context, so memory is what the longest text would need."""
-
-Progress = Callable[[int, int], None]
-"""Called with (forward passes done, forward passes in all)."""
 
 
 class Recorder:

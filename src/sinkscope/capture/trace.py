@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import EFFECTIVE_RANK, Observable, resolved
-from sinkscope.capture.recorder import CHUNK_TOKENS, Progress, Recording, evaluation_mode, record
+from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, evaluation_mode, record
 from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.capture.summary import hidden_sinks, story, trace_summary
 from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
@@ -18,6 +18,7 @@ from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.models.token_batches import token_batch
+from sinkscope.progress import Progress
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
@@ -37,6 +37,7 @@ from sinkscope.origins.signature import (
     sign,
 )
 from sinkscope.pretrain.model_specs import INITIAL, draw
+from sinkscope.progress import Work
 from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
 from sinkscope.statistics import false_discovery_rates
@@ -53,9 +54,6 @@ an initialisation can still lie below it."""
 FRESH = 4
 FRESH_SEED = 1_847_362_915
 """Seed of the first fresh initialisation: one that nobody gives, and below 2^32, where torch's generator wraps."""
-
-Work = Callable[[str], Callable[[int, int], None]]
-"""Called with the name of a model; returns a function to report (sequences done, sequences in all) to."""
 
 
 @dataclass(frozen=True, kw_only=True)

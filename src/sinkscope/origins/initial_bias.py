@@ -7,7 +7,7 @@ it is, with intervals over sequences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +34,12 @@ from sinkscope.origins.bias_schemas import BIAS_TABLES
 from sinkscope.origins.bias_summary import bias_summary
 from sinkscope.origins.bias_tables import bias_tables
 from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration
+from sinkscope.progress import Progress
 from sinkscope.results.result import Result
 from sinkscope.user_paths import user_path
 
 NUM_SEEDS = 8
 CALIBRATION_SEQUENCES = 64
-Progress = Callable[[int, int], None]
-"""Called with (readings done, readings in all)."""
 
 
 @dataclass(frozen=True, repr=False)

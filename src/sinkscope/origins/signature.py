@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +32,7 @@ from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.pretrain.model_specs import Configuration
+from sinkscope.progress import Progress
 from sinkscope.results.atomic import whole_file
 from sinkscope.results.parts import Parts
 from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
@@ -59,8 +59,6 @@ RECORD = {
     "config": Maybe({"model_type": NAME}),
 }
 """What a file holds beside the states."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

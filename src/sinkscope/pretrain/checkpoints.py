@@ -17,7 +17,7 @@ A softmax model whose heads do not divide its width is written as a Decoder too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.optimisers import CapturableMuon
 from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
 from sinkscope.pretrain.tokens import file_sha256
+from sinkscope.progress import Say
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
 from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json, refused
 
@@ -99,7 +100,7 @@ def save_checkpoint(
         remove_run(old)
 
 
-def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Callable[[str], None]) -> Path | None:
+def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Say) -> Path | None:
     """The newest undamaged checkpoint, None if there is none yet; says which newer ones are damaged."""
     found = _checkpoints(run)
     for path in found:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import SEPARATOR, TokenizeConfig, documents
 from sinkscope.pretrain.tokens import SPLITS, ShardWriter, Split, TokenShards, open_shards
+from sinkscope.progress import Say
 from sinkscope.results.run_folder import run_folder
 from sinkscope.user_paths import user_path
 
@@ -32,7 +33,6 @@ MOST_HELD_OUT = 2
 """Times the share asked for: no more than this is held out."""
 MOST_CHARACTERS_PER_TOKEN = 32
 """With a bound on tokens, no more text than this a token is looked at for what to hold out."""
-Progress = Callable[[str], None]
 
 
 def counted(number: int) -> str:
@@ -40,7 +40,7 @@ def counted(number: int) -> str:
     return f"{number:,}" if number < 10**6 else f"{number / 1e6:,.1f} M"
 
 
-def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Progress) -> TokenShards:
+def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Say) -> TokenShards:
     """The shards written to `out`, with the tokenizer and a manifest of hashes; `out` appears whole or not at all."""
     config.check()
     out = user_path(out)

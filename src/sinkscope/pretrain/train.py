@@ -26,7 +26,8 @@ from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.runs import decoder_config_of_run, saved_configuration, shards_of_run
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
-from sinkscope.pretrain.training_run import Say, TrainingRun
+from sinkscope.pretrain.training_run import TrainingRun
+from sinkscope.progress import Say
 from sinkscope.results.atomic import DISK_FULL, explained, locked
 from sinkscope.results.run_folder import is_training_run, run_folder
 from sinkscope.results.validated import read_json

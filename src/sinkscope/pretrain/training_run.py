@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,11 @@ from sinkscope.pretrain.probes import probe, random_batch, text_batch
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, matrix_rate
 from sinkscope.pretrain.tokenize import load_tokenizer
 from sinkscope.pretrain.tokens import TokenShards, TokenStream
+from sinkscope.progress import Say
 from sinkscope.results.run_folder import RunFolder, run_folder
 
 PROGRESS_S = 5.0
 """Seconds between lines of progress."""
-
-Say = Callable[[str], None]
 
 
 class TrainingRun:

@@ -16,12 +16,12 @@ import numpy as np
 from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION, check_audit
-from sinkscope.capture.recorder import Progress
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.progress import Progress
 from sinkscope.remedies.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
 from sinkscope.remedies.audited import Audit, Cell
 from sinkscope.remedies.by_torchao import TORCHAO_SCHEMES, torchao_damages

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.recorder import Progress, evaluation_mode
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.progress import Progress
 from sinkscope.remedies.damage import Prefix
 from sinkscope.remedies.schemes import attend, linear_layers
 

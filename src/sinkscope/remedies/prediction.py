@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from sinkscope.capture.attention_rule import AttentionRule
-from sinkscope.capture.recorder import Progress
 from sinkscope.models.anatomy import projection_weight
+from sinkscope.progress import Progress
 from sinkscope.remedies.gradients import read_gradients
 from sinkscope.remedies.readings import Reading
 from sinkscope.remedies.schemes import (

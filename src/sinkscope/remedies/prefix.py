@@ -22,12 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkscope.arguments import AUDIT_LENGTH
-from sinkscope.capture.recorder import Progress, evaluation_mode
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.models.token_batches import context_length, token_batch
+from sinkscope.progress import Progress
 from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.sink_neurons import SinkNeurons
 from sinkscope.remedies.sink_tokens import neuron_sinks, sink_neurons

@@ -8,7 +8,7 @@ Axes: N texts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION, check_audit, check_remedies
-from sinkscope.capture.recorder import Progress
 from sinkscope.interventions.neurons import matched_units
 from sinkscope.models import rotation
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.progress import Work
 from sinkscope.remedies.advice import check_plain, other_modules
 from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.prediction import predict
@@ -33,9 +33,6 @@ from sinkscope.remedies.schemes import SCHEMES, linear_layers
 from sinkscope.remedies.static_scales import STATIC, Ranges, better_ranges, least_error_ranges
 from sinkscope.remedies.texts import texts_to_measure
 from sinkscope.remedies.unplug import super_neurons, unplug
-
-Work = Callable[[str], Progress]
-"""Given what is to be done, returns what is called as it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkscope.capture.recorder import Progress
 from sinkscope.models.anatomy import projection_weight
 from sinkscope.models.loading import bare_model
+from sinkscope.progress import Progress
 from sinkscope.remedies.damage import Prefix, losses, scheme_losses
 from sinkscope.remedies.gradients import read_gradients
 from sinkscope.remedies.schemes import SCHEMES, entering_rows, linear_layers, rounded_input, without_kept

@@ -6,7 +6,7 @@ calibration set the means; the judging set decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
+from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
@@ -54,8 +55,6 @@ from sinkscope.studies.tables import study_tables
 NUM_CHOOSING = 32
 NO_SINK = "there is no sink to explain"
 UNPLANNED = "the sequences that plan interventions show no sink"
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
