@@ -94,7 +94,7 @@ def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray
 
 def kendall_tau(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Kendall's tau-b of two samples of equal length, along the last axis; NaN where one of them is constant."""
-    from scipy.stats import kendalltau  # imported here: a machine that only traces long texts need not have it
+    from scipy.stats import kendalltau  # imported here: it takes a second, and intervals do without
 
     # One call for all rows: most of what a call takes is its own preparation. The stubs do not know the axis.
     found: Any = kendalltau(x, y, axis=-1)  # pyright: ignore[reportCallIssue]
@@ -206,7 +206,8 @@ def student_t_tail(t: float, freedom: int) -> float:
 
 def _student_t(z: float, freedom: int) -> float:
     """A quantile of Student's t from the normal's: exact at 1 and 2 degrees, above them by its expansion in
-    1 / freedom, at the ends of a 95 % interval within 0.2 %. Every trace needs it, and a trace does without scipy."""
+    1 / freedom, at the ends of a 95 % interval within 0.2 %. scipy's is exact, but would change intervals that were
+    reported: of four samples by 0.1 %, of sixteen in the seventh digit."""
     if freedom <= 2:
         tail = NormalDist().cdf(-z)
         return 1 / math.tan(math.pi * tail) if freedom == 1 else (1 - 2 * tail) / math.sqrt(2 * tail * (1 - tail))

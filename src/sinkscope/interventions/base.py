@@ -56,7 +56,7 @@ class Place:
     """Where an intervention acts, and on what of it."""
 
     on: str
-    """mask, aggregation, neurons or dimensions."""
+    """mask, aggregation, aggregation before its norm, neurons, output vectors or residual stream."""
     layers: tuple[int, ...]
     positions: Indices = None
     heads: Indices = None

@@ -158,7 +158,7 @@ class DecoderBody(nn.Module):
 
 
 class Decoder(PreTrainedModel, GenerationMixin):
-    """The causal language model. Training uses embed, blocks, final_norm and lm_head_weight one by one."""
+    """The causal language model. Training takes hidden_states and lm_head_weight, and compiles the blocks."""
 
     config: DecoderConfig
     config_class = DecoderConfig
