@@ -65,6 +65,13 @@ def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
         assert view["received"]["now"] != pytest.approx(untouched.tolist(), rel=1e-3), "control: it acts"
 
 
+def test_position_0_can_be_masked_to_itself_by_the_lines_too(page):
+    view, typed = page.view(edits=[["mask_to_self", "0"]]).json(), {}
+    exec(view["python"], typed)
+    assert view["received"]["now"] == pytest.approx(view["received"]["before"], rel=1e-3), "it sees itself alone anyway"
+    assert view["story"] == typed["found"].story
+
+
 def test_the_lines_say_whether_a_bos_token_comes_first(model):
     with_bos = LiveModel(model.loaded, "given", bos=True)
     typed = {"given": model.loaded}

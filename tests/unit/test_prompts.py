@@ -65,6 +65,24 @@ def test_what_is_no_text_of_two_tokens_is_refused(model):
         sinkscope.trace(model.model, LONG)
 
 
+def test_bytes_that_are_no_text_are_refused(model):
+    with pytest.raises(sinkscope.InputError, match="UTF-8"):
+        sinkscope.trace(model, "caf\udce9 au lait is good")
+
+
+def test_a_key_with_too_few_later_queries_has_no_sink_rate(model, tmp_path):
+    found = sinkscope.intervene(model, {"mask_to_self": ["3", "25"]}, prompt=LONG)
+    means = found.tables["means"]
+    rows = zip(means["quantity"], means["position"], means["after"], strict=True)
+    rates = {position: rate for quantity, position, rate in rows if quantity == "sink_rate"}
+    assert found.after.recording.batch.length - 16 <= 25
+    assert rates[25] != rates[25]
+    assert rates[3] == rates[3], "the control"
+    for texts, is_judged in (([LONG, "The cat"], False), ([LONG], True)):
+        page = sinkscope.trace(model, texts).report(tmp_path / "page.html", overwrite=True).read_text(encoding="utf-8")
+        assert ("Sink rate by head" in page) == is_judged
+
+
 def test_texts_of_unequal_length_have_no_common_mask(model):
     assert sinkscope.sink_tokens(model, LONG).positions() == [0]
     with pytest.raises(sinkscope.InputError, match="one length"):

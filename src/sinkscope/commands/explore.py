@@ -96,5 +96,11 @@ def _opened(source: ModelOptions, bos: bool | None) -> Source:
         return FinishedTrace(folder)
     given = {field.name for field in fields(source) if getattr(source, field.name) != field.default} - {"model"}
     loaded = source.load()
+    if loaded.tokenizer is None:
+        raise InputError(
+            expected="a model with a tokenizer, to read what is typed",
+            found=f"{loaded.name} without one",
+            next_step="Save its tokenizer beside it, or write a trace and open that: sinkscope explore RUN",
+        )
     options = "".join(f", {name}={value!r}" for name, value in asdict(source).items() if name in given)
     return LiveModel(loaded, f"sinkscope.load({source.model or loaded.name!r}{options})", bos=bos)

@@ -16,6 +16,7 @@ import numpy as np
 from sinkscope.capture.findings import NEEDED
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.report.run import read_run
 from sinkscope.report.text import token_text, visible
 
@@ -66,13 +67,12 @@ def of_trace(trace: Trace) -> Reading:
     """The reading of one text."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
-    sink_rate_T = recording.sink_rate.double().numpy()
     return Reading(
         story=trace.story,
         strongest=findings.strongest[0],
         tokens=[trace.token_text(token) for token in recording.batch.ids[0].tolist()],
         received_T=received_LHT.mean((0, 1)),
-        sink_rate_T=sink_rate_T,
+        sink_rate_T=_where_judged(recording.sink_rate.double().numpy()),
         by_position={
             "attention_received": received_LHT.mean(1),
             **{name: recording[name].double().numpy() for name in QUANTITIES if name != "attention_received"},
@@ -115,12 +115,17 @@ def of_run(folder: Path) -> Reading:
         strongest=run.strongest,
         tokens=tokens if run.summary["tokens"]["count"] == 1 else None,
         received_T=by_position["attention_received"].mean(0),
-        sink_rate_T=by_position.pop("sink_rate").mean(0),
+        sink_rate_T=_where_judged(by_position.pop("sink_rate").mean(0)),
         by_position=by_position,
         heads=heads,
         units=_from_the_first(run.rows("neurons")),
         dimensions=_strongest_layers(run.rows("dimensions")),
     )
+
+
+def _where_judged(rate_T: np.ndarray) -> np.ndarray:
+    """A key with too few later queries has no sink rate."""
+    return np.where(np.arange(len(rate_T)) < len(rate_T) - LATER_QUERIES, rate_T, np.nan)
 
 
 def _from_the_first(units: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -32,6 +32,7 @@ from sinkscope.interventions.base import (
     active,
     all_layers,
     as_indices,
+    one_index,
     together,
     unless_suspended,
 )
@@ -70,6 +71,7 @@ class AggregationEdit(Intervention):
     ) -> None:
         """`before_norm`: acts on what enters the norm on the aggregation, in models that have one. Otherwise on what
         enters the output projection, which every model has."""
+        position = one_index(position)
         self.name, self.factor, self.position, self.needs = formula, factor, position, (position,)
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")

@@ -9,6 +9,7 @@ with the others on, whichever was entered first.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -264,7 +265,24 @@ def as_indices(chosen: int | Sequence[int] | None) -> Indices:
     """One index, several, or None for all, as a tuple."""
     if chosen is None:
         return None
-    return (chosen,) if isinstance(chosen, int) else tuple(dict.fromkeys(int(index) for index in chosen))
+    several: list[Any] = list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, str) else [chosen]
+    if wrong := [index for index in several if isinstance(index, bool) or not hasattr(index, "__index__")]:
+        raise InputError(
+            expected="a whole number, or several", found=repr(wrong[0]), next_step="Count from 0, as in 10 or [10, 12]"
+        )
+    return tuple(dict.fromkeys(map(operator.index, several)))
+
+
+def one_index(position: int) -> int:
+    """The position of an intervention that acts on one alone."""
+    chosen = as_indices(position) or ()
+    if len(chosen) != 1:
+        raise InputError(
+            expected="one position",
+            found=repr(position),
+            next_step="Open an intervention for each: they act together",
+        )
+    return chosen[0]
 
 
 def all_layers(model: Model, layers: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -114,7 +114,8 @@ def _mask_to_self(setting, values, where):
 
 
 def _mask_but_self(setting, values, where):
-    return _mask("block")(setting, [(position, position) for (position,) in values], where)
+    # Position 0 sees itself alone: the mask does nothing there, and without itself it would see no key.
+    return _mask("block")(setting, [(position, position) for (position,) in values if position], where)
 
 
 def _mask(mode: Any) -> Make:

@@ -13,7 +13,7 @@ from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError
-from sinkscope.interventions.base import AttentionPlace, Intervention, Model, Place, all_layers, as_indices
+from sinkscope.interventions.base import AttentionPlace, Intervention, Model, Place, all_layers, as_indices, one_index
 
 
 class MaskEdit(Intervention):
@@ -60,6 +60,7 @@ class MaskEdit(Intervention):
 
 def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> MaskEdit:
     """The token at `position` may attend only to itself; `where` takes layers, heads and sequences."""
+    position = one_index(position)  # of several, each would see the others too
     return MaskEdit(model, "mask_to_self", position, "only", position, **where)
 
 

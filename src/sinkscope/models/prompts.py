@@ -45,6 +45,12 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
     first = [bos_id(loaded)] if bos else []
     whole: list[Tensor] = []
     for text in texts:
+        if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
+            raise InputError(
+                expected="text in UTF-8",
+                found=f"other bytes in {text[:40]!r}",
+                next_step="Save or paste it as UTF-8, or give the text to `tokens` as a file",
+            )
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[assignment]
         whole.append(torch.tensor([*first, *ids], dtype=torch.int64))
         if len(whole[-1]) < 2:

@@ -25,6 +25,7 @@ NUM_CELLS_LISTED = 20
 
 def maps(run: Run) -> list[Figure]:
     """Layer x position and layer x head maps."""
+    is_judged = run.strongest < run.summary["tokens"]["length"] - LATER_QUERIES
     by_position = [
         _position_map(run, "attention_received", "Attention received", "mean over heads and sequences"),
         _position_map(run, "dom_ratio", "DomRatio", "max |h| / mean |h| of the residual that leaves the layer", True),
@@ -33,15 +34,15 @@ def maps(run: Run) -> list[Figure]:
     ]
     return [
         *(with_tokens(run, drawn) for drawn in by_position),
-        head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate"),
+        *([head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate")] if is_judged else []),
         head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
         *_locks(run),
     ]
 
 
 def _variance_map(run: Run) -> Figure:
-    if run.summary["tokens"]["count"] == 1:
-        caption = "second moment of the value aggregation; one sequence has no variance across sequences"
+    if not any(run.tables["positions"]["value_variance"]):  # one sequence, or tokens that are the same in all
+        caption = "second moment of the value aggregation; there is no variance across sequences"
         return _position_map(run, "second_moment", "Energy", caption, True)
     caption = "across sequences, mean over channels; blank where zero"
     return _position_map(run, "value_variance", "Value variance", caption, True)

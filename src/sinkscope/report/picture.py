@@ -74,10 +74,10 @@ def _layer_rows(positions: Mapping[str, np.ndarray], layer: int, name: str, show
 
 
 def _variance(panel, positions, layers: list[int], shown: int) -> None:
-    # One sequence has no variance across sequences: its energy is shown.
-    has_variance = np.isfinite(floats(positions["value_variance"])).any()
+    # One sequence, or tokens that are the same in all, have no variance across sequences: their energy is shown.
+    has_variance = bool((floats(positions["value_variance"]) > 0).any())
     column = "value_variance" if has_variance else "second_moment"
-    panel.set_title("Value variance by position" if has_variance else "Energy by position (one sequence)")
+    panel.set_title("Value variance by position" if has_variance else "Energy by position (no variance)")
     for layer in layers:
         line = panel.plot(_layer_rows(positions, layer, column, shown), marker=".", ms=3, label=f"layer {layer}")
         if has_variance:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, percent
+from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, percent, some_of
 from sinkscope.studies.measured import Measured
 
 SHOWN_UNITS = 4
@@ -104,9 +104,7 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
     found = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
         return "No set of units was found that carries it."
-    units = ", ".join(map(str, found[:SHOWN_UNITS]))
-    if (more := len(found) - SHOWN_UNITS) > 0:
-        units += f" and {more} more"
+    units = some_of(found, SHOWN_UNITS)
     named = f"unit {units} writes it" if len(found) == 1 else f"units {units} write it"
     left = f"falls below the {percent(SINK_RATE)} of a sink" if went == "gone" else f"is {went}"
     without = f"without {'it' if len(found) == 1 else 'them'} the sink {left}"

@@ -38,6 +38,7 @@ from sinkscope.studies.judging import (
     percent,
     second_over_first,
     side_of,
+    some_of,
 )
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
@@ -99,7 +100,7 @@ def _left_without(study: Measured, removal: str, units: Sequence[Unit], *notes: 
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
-    listed = f"{len(units)} units: {', '.join(map(str, units[:8]))}"
+    listed = f"{len(units)} units: {some_of(units)}"
     return Numbers(
         by_bar=[study.left_B2(Condition(removal, sink)), np.stack([before_B, *random_sets], 1)],
         **_beside(worst, study.controls.sets_level, "sets", listed, *notes),
@@ -183,7 +184,7 @@ def _mediation(cause: str, factor: float | None, held: str) -> Callable[[Measure
         level = study.controls.units_level if held == SUPER_NEURONS else study.controls.dimensions_level
         what = "units" if held == SUPER_NEURONS else "dimensions"
         gone = float(1 - random_B.mean() / total_B.mean())
-        note = f"total effect {total_B.mean():+.1%}, direct {direct_B.mean():+.1%}"
+        note = f"total effect {100 * total_B.mean():+.1f} points, direct {100 * direct_B.mean():+.1f}"
         return Numbers(by_bar=[np.stack([total_B, random_B, direct_B], 1)], **_beside(gone, level, what, note))
 
     return numbers

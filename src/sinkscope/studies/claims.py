@@ -26,6 +26,7 @@ from sinkscope.studies.judging import (
     Numbers,
     percent,
     second_over_first,
+    some_of,
 )
 from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.plan import SINK_HEAD_RATE
@@ -89,7 +90,7 @@ def _super_neurons(study: Measured) -> Found:
     return Numbers(
         by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
-        note=f"units {', '.join(map(str, study.plan.birth_units[:8]))}",
+        note=f"units {some_of(study.plan.birth_units)}",
     )
 
 

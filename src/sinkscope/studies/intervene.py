@@ -18,6 +18,7 @@ from sinkscope.interventions.base import together
 from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.requests import Request
 from sinkscope.interventions.requests import requests as read_requests
+from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
@@ -61,10 +62,11 @@ class Intervened(Result):
 
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
-        """[L, T] by name, of each arm."""
+        """[L, T] by name, of each arm; no sink rate of a key with too few later queries to be one."""
+        length = self.before.recording.batch.length
         return [
             {
-                "sink_rate": recording["head_sink_rate"].mean(1),
+                "sink_rate": recording["head_sink_rate"].mean(1).where(eligible_positions(length), float("nan")),
                 "received": recording["received"].mean(1),
                 **recording.by_position,
             }

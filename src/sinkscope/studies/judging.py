@@ -52,6 +52,12 @@ def percent(share: float) -> str:
     return f"{100 * share:g} %"
 
 
+def some_of(units: Sequence[Any], shown: int = 8) -> str:
+    """The first of some units, and how many more there are."""
+    more = f" and {len(units) - shown} more" if len(units) > shown else ""
+    return ", ".join(map(str, units[:shown])) + more
+
+
 def the_mean(means: np.ndarray) -> np.ndarray:
     return means
 

@@ -126,7 +126,9 @@ def _single_key(study: Measured) -> Found:
         return Empty(NO_TARGET)
     seen = {"the key before": SEE_PREVIOUS, "a far one": SEE_FAR}
     risen = {key: unless_marked(partial(study.rise_B, mixing)) for key, mixing in seen.items()}
-    said = (f"{key} {risen_B.mean():+.1%}" for key, risen_B in risen.items() if not isinstance(risen_B, Empty))
+    said = (
+        f"{key} {100 * risen_B.mean():+.1f} points" for key, risen_B in risen.items() if not isinstance(risen_B, Empty)
+    )
     control = control_unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
     return Numbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
 
@@ -164,8 +166,8 @@ def _other_ways(study: Measured) -> str:
         risen = control_unless_marked(lambda name=name: float(study.rise_B(name, DOSE).mean()))
         times = study.times_the_variance(name, DOSE)
         if risen is not None and times > 1:
-            points = round(risen, 2) + 0.0  # no -0
-            said.append(f"{way} ({times:.2g}x) {points:+.0%}, {'for' if risen >= RISE else 'against'} it")
+            points = round(100 * risen) + 0.0  # no -0
+            said.append(f"{way} ({times:.2g}x) {points:+.0f} points, {'for' if risen >= RISE else 'against'} it")
     return f"other ways to more variance: {'; '.join(said) or 'none'}"
 
 
