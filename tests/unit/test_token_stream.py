@@ -215,6 +215,33 @@ def test_no_more_than_twice_the_share_is_held_out(tmp_path):
     assert 0 < shards.num_tokens("validation") <= 0.8 * 500
 
 
+@pytest.mark.parametrize("validation", [False, True])
+def test_the_bound_on_tokens_is_kept_and_something_is_held_out(tmp_path, monkeypatch, validation):
+    """Whatever a batch holds; the control without the bound has more of both."""
+    path = tmp_path / "text.txt"
+    path.write_text("<|endoftext|>".join(f"{number} words of a text\n" * 200 for number in range(40)))
+    given = dict(data=(str(path),), validation=(str(path),) * validation, vocab_size=300, validation_share=0.01)
+
+    monkeypatch.setattr(tokenize_module, "BATCH_CHARACTERS", 10**4)  # held out is what lies many batches further on
+
+    def counts(name, **changes):
+        shards = tokenize(TokenizeConfig(**given, **changes), tmp_path / name, progress=silent)
+        return {split: shards.num_tokens(split) for split in ("train", "validation")}
+
+    whole, bounded = counts("whole"), counts("bounded", max_tokens=3000)
+    assert bounded["train"] == 3000 < whole["train"]
+    if validation:
+        assert bounded["validation"] >= 40 * 200, "all that was given, however few training tokens are wanted"
+    else:
+        assert 30 <= bounded["validation"] <= 60 < whole["validation"]
+
+
+def test_a_bound_on_tokens_that_leaves_nothing_to_hold_out_is_named(text_file, tmp_path):
+    config = TokenizeConfig(data=(str(text_file),), vocab_size=300, validation_share=0.01, max_tokens=40)
+    with pytest.raises(InputError, match="Raise `max_tokens`, or give"):
+        tokenize(config, tmp_path / "tokens", progress=silent)
+
+
 def test_validation_can_be_given(text_file, tmp_path):
     (tmp_path / "held.txt").write_text("held out")
     config = TokenizeConfig(data=(str(text_file),), validation=(str(tmp_path / "held.txt"),), vocab_size=300)

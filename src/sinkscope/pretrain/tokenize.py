@@ -32,7 +32,8 @@ BATCH_CHARACTERS = 1 << 22
 MOST_HELD_OUT = 2
 """Times the share asked for: no more than this is held out."""
 MOST_CHARACTERS_PER_TOKEN = 32
-"""With a bound on tokens, no more text than this a token is looked at for what to hold out."""
+"""With a bound on tokens, no more text than this a token is read: for the BPE, to choose what to hold out, and to find
+it again."""
 
 
 def counted(number: int) -> str:
@@ -58,25 +59,32 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
                 next_step="Choose another `tokenizer`, or leave it out to train one",
             )
         writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
-        # What is held out was drawn from more text than `max_tokens` lets in.
-        most = sys.maxsize
-        if config.max_tokens is not None and not config.validation:
-            most = int(MOST_HELD_OUT * config.validation_share * config.max_tokens)
-        for batch in _batches(_split_documents(config)):
+        most = dict.fromkeys(SPLITS, sys.maxsize)
+        enough = dict(most)
+        if config.max_tokens is not None:
+            most["train"] = enough["train"] = config.max_tokens
+            enough["validation"] = 0  # all that was given lies before the training text
+            if not config.validation:
+                # What is held out was drawn from more text than `max_tokens` lets in.
+                enough["validation"] = int(config.validation_share * config.max_tokens)
+                most["validation"] = int(MOST_HELD_OUT * config.validation_share * config.max_tokens)
+        wanted = (pair for pair in _split_documents(config) if writer.num_tokens[pair[0]] < most[pair[0]])
+        for batch in _batches(wanted):
             texts = [text for _, text in batch]
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
             for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
-                room = None if split == "train" else max(0, most - writer.num_tokens[split])
-                writer.add(split, [*ids, end][:room])  # type: ignore[list-item]
+                if room := max(0, most[split] - writer.num_tokens[split]):
+                    writer.add(split, [*ids, end][:room])  # type: ignore[list-item]
             progress(f"{counted(writer.num_tokens['train'])} training tokens")
-            if config.max_tokens is not None and writer.num_tokens["train"] >= config.max_tokens:
+            if all(writer.num_tokens[split] >= enough[split] for split in SPLITS):
                 break
         for split in SPLITS:
             if not writer.num_tokens[split]:
                 raise InputError(
                     expected=f"at least one {split} document",
                     found="none",
-                    next_step="Give more `data`, or other text as `validation`",
+                    next_step=f"{'Give more `data`' if most[split] else 'Raise `max_tokens`'}, "
+                    "or give other text as `validation`",
                 )
         tokenizer.save_pretrained(folder.path)
         folder.write_yaml("config.yaml", config)
@@ -118,13 +126,13 @@ def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
     if config.validation:
         for text in documents(config.validation):
             yield "validation", text
-        for text in documents(config.data):
+        for text in _texts(config):
             yield "train", text
         return
     total, held_out = _chosen(config)
     # The last document waits: of it something is held out if nothing else was.
     waiting: str | None = None
-    for text in documents(config.data):
+    for text in _texts(config):
         if _draw(text) in held_out:
             yield "validation", text
             continue
@@ -155,18 +163,26 @@ def _chosen(config: TokenizeConfig) -> tuple[int, set[int]]:
     A document is drawn by its text alone, and left to training where it would take the held-out text over the bound.
     """
     total, sizes = 0, Counter[int]()
-    for text in documents(config.data):
+    for text in _texts(config):
         total += len(text)
         if (draw := _draw(text)) < config.validation_share * 2**64:
             sizes[draw] += len(text)
-        if config.max_tokens is not None and total > MOST_CHARACTERS_PER_TOKEN * config.max_tokens:
-            break
     held_out, size = set(), 0
     for draw in sorted(sizes):
         if size + sizes[draw] <= MOST_HELD_OUT * config.validation_share * total:
             held_out.add(draw)
             size += sizes[draw]
     return total, held_out
+
+
+def _texts(config: TokenizeConfig) -> Iterator[str]:
+    """The documents of `data`, as far as they are read."""
+    left = sys.maxsize if config.max_tokens is None else MOST_CHARACTERS_PER_TOKEN * config.max_tokens
+    for text in documents(config.data):
+        yield text
+        left -= len(text)
+        if left < 0:
+            return
 
 
 def _draw(text: str) -> int:
