@@ -385,6 +385,31 @@ def test_another_configuration_is_refused_and_named(train, whole, tmp_path):
         train(learning_rate=0.02)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda text: text + "foo: 1\n", "an unknown key 'foo'"),
+        (lambda text: text.replace("vocab_size: 280\n", ""), "no key 'vocab_size'"),
+        (lambda text: "", "None, not an object"),
+        (lambda text: "][", "did not find expected"),
+        (lambda text: None, "none"),
+    ],
+)
+def test_a_spoiled_configuration_is_named_while_the_checkpoints_are_whole(train, stopped, whole, spoil, found):
+    config = stopped / "config.yaml"
+    text = config.read_text()
+    config.unlink()
+    if (spoiled := spoil(text)) is not None:
+        config.write_text(spoiled)
+    with pytest.raises(
+        InputError, match=f"the config.yaml that the run in .* began with; found .*{found}.*Put it back"
+    ):
+        train()
+    config.write_text(text)
+    train()
+    assert_same_run(whole, stopped)
+
+
 def test_a_run_of_another_command_is_not_gone_on_with(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("command: sinkscope trace\n")

@@ -12,7 +12,7 @@ import typer
 
 from sinkscope.arguments import TRACKERS, VARIANTS, check_choice
 from sinkscope.commands.options import bound_memory_of, integers
-from sinkscope.pretrain.config import TrainingConfig
+from sinkscope.pretrain.config import TrainingConfig, is_begun
 from sinkscope.pretrain.presets import resolve
 from sinkscope.pretrain.text_sources import DATA, VALIDATION, TokenizeConfig, check_sources
 from sinkscope.processes import is_one_of_several, number
@@ -103,11 +103,11 @@ def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  
     if asked.snapshots is not None:
         changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
     from sinkscope.pretrain.tokens import is_shards
-    from sinkscope.results.run_folder import check_output, is_training_run
+    from sinkscope.results.run_folder import check_output
 
     if not is_shards(asked.data):
         check_sources(asked.data)
-    if not is_training_run(user_path(asked.out)):
+    if not is_begun(user_path(asked.out), overwrite=asked.overwrite):
         check_output(asked.out, asked.overwrite)
     config = resolve(
         asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes

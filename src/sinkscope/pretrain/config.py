@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import reprlib
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
-from sinkscope.results.validated import LARGEST_FLOAT
+from sinkscope.results.validated import LARGEST_FLOAT, read_yaml
 
 LARGEST_COUNT = 1 << 31
 OPTIMISERS = ("adamw", "muon")
@@ -159,6 +160,26 @@ class PretrainConfig:
 
 
 KEYS_OF_A_RUN = {field.name for field in fields(PretrainConfig)}
+
+
+def is_begun(run: Path, *, overwrite: bool) -> bool:
+    """Whether the folder holds a training run that can go on, by its config.yaml.
+
+    One with checkpoints and another config.yaml is refused, unless it is to be overwritten: the file can be put back.
+    """
+    try:
+        found = read_yaml(run / "config.yaml", {"model": {}, "training": {}})
+        wrong = [f"an unknown key {reprlib.repr(key)}" for key in found if key not in KEYS_OF_A_RUN]
+        wrong += [f"no key {key!r}" for key in sorted(KEYS_OF_A_RUN - found.keys())]
+    except InputError as error:
+        wrong = [error.found if (run / "config.yaml").exists() else "none"]
+    if wrong and not overwrite and any((run / "checkpoints").glob("step-*")):
+        raise InputError(
+            expected=f"the config.yaml that the run in {run} began with",
+            found=wrong[0],
+            next_step="Put it back: the checkpoints are whole",
+        )
+    return not wrong
 
 
 def _check_count(config: TrainingConfig, name: str, least: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, TrainingOptions
+from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, is_begun
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -29,7 +29,7 @@ from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shard
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
 from sinkscope.results.atomic import DISK_FULL, explained, locked
-from sinkscope.results.run_folder import is_training_run, run_folder
+from sinkscope.results.run_folder import run_folder
 from sinkscope.results.validated import read_json
 from sinkscope.runtime import environment
 from sinkscope.user_paths import user_path
@@ -112,7 +112,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
 
     Texts are tokenized into it once. What cannot be trained is refused before the folder appears.
     """
-    if is_training_run(out) and not overwrite:
+    if is_begun(out, overwrite=overwrite) and not overwrite:
         if differences := _differences(saved_configuration(out), config.plain()):
             raise InputError(
                 expected=f"the configuration that the run in {out} began with",
