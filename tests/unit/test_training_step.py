@@ -283,6 +283,15 @@ def test_a_run_configuration_with_a_mistake_is_refused(entry, value, found, tmp_
         resolve(str(path), data=["x"], training={})
 
 
+def test_a_yaml_file_with_a_mistake_says_where_and_is_to_be_corrected(tmp_path):
+    path = tmp_path / "mine.yaml"
+    with pytest.raises(InputError, match=r"found no such file. Correct it, or give another `config`\."):
+        resolve(str(path), data=["x"], training={})
+    path.write_text("training:\n  steps: 3\npreset: [tiny\n")
+    with pytest.raises(InputError, match=r"found line 4, column 1: .*\. Correct it, or give another `config`\."):
+        resolve(str(path), data=["x"], training={})
+
+
 def test_a_seed_for_the_weights_alone(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("model: {seed: 3}\n")

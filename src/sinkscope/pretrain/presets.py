@@ -206,7 +206,11 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
-    found = read_yaml(path, Maybe(RECIPE)) or {}
+    try:
+        found = read_yaml(path, Maybe(RECIPE)) or {}
+    except InputError as error:
+        next_step = "Correct it, or give another `config`"
+        raise InputError(expected=error.expected, found=error.found, next_step=next_step) from error
     value = {name: entry for name, entry in found.items() if entry is not None}
     unknown = sorted(value.keys() - {"preset", "model", "training"})
     if unknown and value.keys() != KEYS_OF_A_RUN:

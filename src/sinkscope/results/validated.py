@@ -258,6 +258,8 @@ def _wrong(where: str, expected: str, found: Any) -> ValueError:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return TOO_DEEP
+    if (mark := getattr(error, "problem_mark", None)) is not None:  # of YAML
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None)}"
     return str(error) or type(error).__name__
 
 
