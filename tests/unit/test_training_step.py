@@ -292,6 +292,14 @@ def test_a_yaml_file_with_a_mistake_says_where_and_is_to_be_corrected(tmp_path):
         resolve(str(path), data=["x"], training={})
 
 
+@pytest.mark.parametrize("text", ["", "{}", "# preset: 30m", "preset:"])
+def test_a_yaml_file_without_an_entry_trains_nothing(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"found none in mine\.yaml"):
+        resolve(str(path), data=["x"], training={})
+
+
 def test_a_seed_for_the_weights_alone(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("model: {seed: 3}\n")

@@ -212,6 +212,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         next_step = "Correct it, or give another `config`"
         raise InputError(expected=error.expected, found=error.found, next_step=next_step) from error
     value = {name: entry for name, entry in found.items() if entry is not None}
+    if not value:
+        raise InputError(
+            expected="the keys preset, model and training, or some of them",
+            found=f"none in {path.name}",
+            next_step="Write what to change there, or give a preset as `config`",
+        )
     unknown = sorted(value.keys() - {"preset", "model", "training"})
     if unknown and value.keys() != KEYS_OF_A_RUN:
         raise InputError(
