@@ -283,6 +283,24 @@ def test_a_run_configuration_with_a_mistake_is_refused(entry, value, found, tmp_
         resolve(str(path), data=["x"], training={})
 
 
+@pytest.mark.parametrize(
+    ("key", "next_step"),
+    [("variant", "Write attention_variant"), ("num_layers", "Write num_hidden_layers"), ("colour", "Leave it out")],
+)
+def test_an_unknown_key_of_the_model_is_told_its_nearest(tmp_path, key, next_step):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"model: {{{key}: head_norm}}")
+    with pytest.raises(InputError, match=f"a key of the model: .* found '{key}'. {next_step}"):
+        resolve(str(path), data=["x"], training={})
+
+
+def test_both_variants_are_chosen_in_yaml(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {feed_forward_variant: bounded_swiglu, attention_variant: gate}")
+    chosen = {"feed_forward_variant": "bounded_swiglu", "attention_variant": "gate"}
+    assert chosen.items() <= resolve(str(path), data=["x"], training={}).model.items()
+
+
 def test_a_yaml_file_with_a_mistake_says_where_and_is_to_be_corrected(tmp_path):
     path = tmp_path / "mine.yaml"
     with pytest.raises(InputError, match=r"found no such file. Correct it, or give another `config`\."):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,12 +161,8 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     from sinkscope.pretrain.decoder_config import DecoderConfig
 
     known = DecoderConfig.__annotations__.keys()
-    if unknown := fields.keys() - known:
-        raise InputError(
-            expected=f"fields of a model: {', '.join(known)}",
-            found=", ".join(sorted(map(str, unknown))),
-            next_step="Remove them from the configuration",
-        )
+    if unknown := sorted(map(str, fields.keys() - known)):
+        raise _unknown(unknown[0], known, "of the model")
     try:
         return DecoderConfig(**fields)
     except TypeError as error:
@@ -183,12 +179,7 @@ def changed(base: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     optional = {field.name for field in fields(base) if "None" in str(field.type)}
     for key, value in changes.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            raise InputError(
-                expected=f"a key of the training configuration: {', '.join(known)}",
-                found=reprlib.repr(key),
-                next_step=f"Write {near[0]}" if near else "Leave it out",
-            )
+            raise _unknown(key, known, "of the training configuration")
         if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
                 expected=f"`{key}` like {known[key]!r}",
@@ -239,6 +230,17 @@ def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
     if "vocab_size" in file:  # config.yaml of a run: it is complete, so the preset adds nothing
         model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)
     return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training)
+
+
+def _unknown(key: str, known: Iterable[str], where: str) -> InputError:
+    """The error for a key that is none of those known."""
+    # As the option and the parameter are called; by letters alone variant_options is nearer.
+    near = ["attention_variant"] if key == "variant" else difflib.get_close_matches(str(key), known, 1)
+    return InputError(
+        expected=f"a key {where}: {', '.join(known)}",
+        found=reprlib.repr(key),
+        next_step=f"Write {near[0]}" if near else "Leave it out",
+    )
 
 
 def _as_float(value: Any) -> Any:
