@@ -1,14 +1,16 @@
 """A probe's numbers against plain definitions in float64, and that probing leaves no trace in the model."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import effective_rank
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.pretrain.probes import QUANTITIES, probe, random_batch
+from sinkscope.pretrain.probes import QUANTITIES, SinkProbe, probe, random_batch
 
 LENGTH, NUM_SEQUENCES = 20, 6
 
@@ -118,6 +120,25 @@ def test_control_another_batch_has_other_numbers(model, batch):
     _, _, expected = expected_layers(model, batch.ids.flip(0).roll(1, dims=1))
     found = probe(model, batch)
     assert found.layers["dom_ratio"] != pytest.approx(expected["dom_ratio"], rel=1e-4)
+
+
+def test_no_rate_is_told_where_no_key_can_be_judged(model, batch):
+    """17 tokens, of which one key has 16 later queries, are the control."""
+    for length, is_judged in ((16, False), (17, True)):
+        result = probe(model, batch.ids[:, :length])
+        rates = [result.whole["sink_rate"], *result.layers["sink_rate"]]
+        assert [rate is not None for rate in rates] == [is_judged] * len(rates)
+        assert None not in result.layers["attention"]
+
+
+def test_a_sink_probe_takes_no_sequences_in_which_nothing_can_be_judged(batch):
+    with pytest.raises(InputError, match=r"more than 16 tokens to probe; found 16\. Raise `length`"):
+        SinkProbe(print, length=16)
+    short = replace(batch, ids=batch.ids[:, :16])
+    with pytest.raises(InputError, match=r"found 16\. Give longer sequences as `batch`"):
+        SinkProbe(print, batch=short)
+    SinkProbe(print, length=17)
+    SinkProbe(print, batch=batch)
 
 
 def test_a_probe_leaves_the_model_as_it_was(model, batch):

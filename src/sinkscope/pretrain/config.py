@@ -90,9 +90,9 @@ class TrainingConfig:
                 raise _wrong(f"`{name}` as one of {', '.join(choices)}", repr(getattr(self, name)))
         if self.micro_batch_size is not None:
             _check_count(self, "micro_batch_size", 1)
-        length = min(self.probe_length, self.sequence_length)
-        if self.probe_every and length <= LATER_QUERIES:
-            raise _wrong(f"more than {LATER_QUERIES} tokens to probe, or `probe_every=0`", length)
+        if self.probe_every:
+            length = min(self.probe_length, self.sequence_length)
+            check_probe_length(length, next_step=f"{WHERE_TO_CORRECT}, or give `probe_every=0`")
         if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
             raise _wrong(f"`snapshots` at steps from 0 to {self.steps}", outside[0])
 
@@ -180,6 +180,12 @@ def is_begun(run: Path, *, overwrite: bool) -> bool:
             next_step="Put it back: the checkpoints are whole",
         )
     return not wrong
+
+
+def check_probe_length(length: int, *, next_step: str) -> None:
+    """Refuses sequences in which no key has the later queries that it takes to be judged."""
+    if length <= LATER_QUERIES:
+        raise InputError(expected=f"more than {LATER_QUERIES} tokens to probe", found=str(length), next_step=next_step)
 
 
 def _check_count(config: TrainingConfig, name: str, least: int) -> None:

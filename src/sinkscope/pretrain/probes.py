@@ -28,11 +28,13 @@ from sinkscope.capture.findings import Findings
 from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
+from sinkscope.pretrain.config import check_probe_length
 from sinkscope.pretrain.metrics import JsonLines, read_rows
 
 QUANTITIES = {
@@ -121,10 +123,12 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
     write_LT = recording["largest_write"]
     others = torch.arange(write_LT.shape[1]) != position
     key = int((recording.keys == position).nonzero()[0])
+    rate_L = recording["head_sink_rate"][:, :, key].float().mean(1)
+    is_judged = bool(eligible_positions(recording.batch.length)[position])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
         "top_share": _top_shares(findings, recording["largest_write_unit"][:, position]),
-        "sink_rate": recording["head_sink_rate"][:, :, key].float().mean(1),
+        "sink_rate": rate_L if is_judged else torch.full_like(rate_L, math.nan),
         "attention": recording["received"][:, :, key].mean(1),
         "positive_queries": _at_lock(findings, position),
     }
@@ -183,6 +187,10 @@ class SinkProbe(TrainerCallback):
     ) -> None:
         if every < 1:
             raise InputError(expected="at least 1 step between probes", found=str(every), next_step="Raise `every`")
+        if batch is None:
+            check_probe_length(length, next_step="Raise `length`")
+        else:
+            check_probe_length(batch.length, next_step="Give longer sequences as `batch`")
         self.log = log
         self.every = every
         self.batch = batch
