@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import reprlib
 from pathlib import Path
+from typing import Any
 
 from sinkscope.errors import InputError
+
+
+def check_path(name: str, value: Any, *, expected: str = "a path") -> str | Path:
+    """The value itself; refused where it is neither text nor a Path. `name` is the parameter's."""
+    if not isinstance(value, str | Path):
+        raise InputError(
+            expected=f"{expected} as `{name}`, text or a Path",
+            found=reprlib.repr(value),
+            next_step=f"Give another `{name}`",
+        )
+    return value
 
 
 def user_path(path: str | Path) -> Path:

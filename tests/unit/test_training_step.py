@@ -10,12 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import step as loss_module
+from sinkscope.pretrain import train as train_module
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import CapturableMuon, build_optimisers, learning_rate, set_learning_rate
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import TRAINING_PRESETS, changed, decoder_config, preset, resolve
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
+from sinkscope.pretrain.train import train
 
 TINY = TRAINING_PRESETS["tiny"]
 ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))
@@ -299,6 +301,34 @@ def test_both_variants_are_chosen_in_yaml(tmp_path):
     path.write_text("model: {feed_forward_variant: bounded_swiglu, attention_variant: gate}")
     chosen = {"feed_forward_variant": "bounded_swiglu", "attention_variant": "gate"}
     assert chosen.items() <= resolve(str(path), data=["x"], training={}).model.items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": 5}, "a path, or a list of them, as `data`, text or a Path; found 5"),
+        ({"data": ["text.txt", None]}, "as `data`, text or a Path; found None"),
+        ({"validation": 5}, "as `validation`, text or a Path; found 5"),
+        ({"out": None}, "a path as `out`, text or a Path; found None"),
+        ({"config": {"preset": "tiny"}}, r"a preset \(tiny, .*\) or a YAML file as `config`, .* found {'preset'"),
+    ],
+)
+def test_train_refuses_other_types(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        train(**{"data": "text.txt", "out": tmp_path / "run"} | changes)
+    assert not any(tmp_path.iterdir())
+
+
+def test_train_takes_paths(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_module, "pretrain", lambda config, out, group, **options: asked.append((config, out)))
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: {steps: 7}")
+    for data, validation in ((path, path), (str(path), [str(path)]), ([path], (path,))):
+        assert train(data, tmp_path / "run", config=path, validation=validation, device="cpu") == tmp_path / "run"
+        config, out = asked.pop()
+        assert (config.data, config.validation, out) == ([str(path)], [str(path)], tmp_path / "run")
+        assert config.training.steps == 7
 
 
 def test_a_yaml_file_with_a_mistake_says_where_and_is_to_be_corrected(tmp_path):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import KEYS_OF_A_RUN, WHERE_TO_CORRECT, PretrainConfig, TrainingConfig
 from sinkscope.results.validated import NAME, Int, Maybe, read_yaml, shortened
-from sinkscope.user_paths import user_path
+from sinkscope.user_paths import check_path, user_path
 
 if TYPE_CHECKING:
     from sinkscope.pretrain.decoder_config import DecoderConfig
@@ -117,7 +117,7 @@ TRAINING_PRESETS: dict[str, TrainingConfig] = {
 
 
 def resolve(
-    config: str,
+    config: str | Path,
     *,
     variant: str | None = None,
     data: Sequence[str],
@@ -219,8 +219,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return value
 
 
-def _recipe(config: str) -> tuple[dict[str, Any], int, TrainingConfig]:
+def _recipe(config: str | Path) -> tuple[dict[str, Any], int, TrainingConfig]:
     """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
+    config = str(check_path("config", config, expected=f"a preset ({', '.join(PRESETS)}) or a YAML file"))
     is_file = config.endswith((".yaml", ".yml"))
     file: dict[str, Any] = read_recipe(user_path(config)) if is_file else {"preset": config}
     name = file.get("preset", DEFAULT_PRESET)

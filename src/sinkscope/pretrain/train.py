@@ -32,7 +32,7 @@ from sinkscope.results.atomic import DISK_FULL, explained, locked
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.validated import read_json
 from sinkscope.runtime import environment
-from sinkscope.user_paths import user_path
+from sinkscope.user_paths import check_path, user_path
 
 WRITTEN_LATER = (
     *("metrics.jsonl", "probes.jsonl", "metrics.parquet", "probes.parquet", "summary.json", "tensorboard/events.*"),
@@ -82,8 +82,8 @@ def train(
     out: Path | str,
     *,
     variant: str | None = None,
-    config: str = "tiny",
-    validation: Sequence[Path | str] = (),
+    config: str | Path = "tiny",
+    validation: Path | str | Sequence[Path | str] = (),
     device: str = "auto",
     overwrite: bool = False,
     say: Say | None = None,
@@ -97,14 +97,18 @@ def train(
     `training` changes its entries, such as `steps=100`. `say` is called with each line of progress. A run that was
     stopped goes on.
     """
-    sources = [data] if isinstance(data, str | Path) else data
-    resolved = resolve(
-        config, variant=variant, data=[*map(str, sources)], validation=[*map(str, validation)], training=training
-    )
-    out = user_path(out)
+    texts = {name: _sources(name, given) for name, given in (("data", data), ("validation", validation))}
+    out = user_path(check_path("out", out))
+    resolved = resolve(config, variant=variant, **texts, training=training)
     with processes("auto", device) as group:
         pretrain(resolved, out, group, overwrite=overwrite, say=say or (lambda text: None))
     return out
+
+
+def _sources(name: str, given: Any) -> list[str]:
+    """Paths as text, given as one or as several."""
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return [str(check_path(name, source, expected="a path, or a list of them,")) for source in several]
 
 
 def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
