@@ -118,13 +118,18 @@ def _counted(verdict_of) -> str:
         (
             {"super_neurons_necessary": "holds"},
             *(1, 0, "gone"),
-            "Unit 3:0 writes it: without it the sink falls below the 5 % of a sink.",
+            "Unit 3:0 writes it: without it 14% of the sink is left.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": "holds"},
             *(0, 6, "weaker (6%)"),
-            "Without the 6 units that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) the sink is "
-            "weaker (6%); a smaller set may be enough.",
+            "Without the 6 units that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of the sink "
+            "is left; a smaller set may be enough.",
+        ),
+        (
+            {"super_neurons_necessary": "holds"},
+            *(1, 0, "shifted to position 7 (31.0%)"),
+            "Unit 3:0 writes it: without it the sink is shifted to position 7 (31.0%).",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": NO},
@@ -134,11 +139,13 @@ def _counted(verdict_of) -> str:
         (
             {"super_neurons_necessary": NO, "writers_necessary": "undecided"},
             *(0, 2, "gone"),
-            "Whether units 3:0, 3:1 write it is not settled: without them the sink falls below the 5 % of a sink.",
+            "Whether units 3:0, 3:1 write it is not settled: without them 22% of the sink is left.",
         ),
     ],
 )
 def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writers, went, said):
     units = tuple(Unit(3, None, neuron) for neuron in range(8))
     study: Any = SimpleNamespace(minimal=units[:minimal], writers=units[:writers])
+    left = {"ablate_minimal_set": 0.14, "ablate_writers": 0.22}
+    study.plan, study.left_by = SimpleNamespace(sink=0), lambda removal, position: left[removal]
     assert _writers(Verdicts(verdicts), study, went) == said

@@ -66,7 +66,7 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     others = dict.fromkeys((*RIVALS, "channel_sparsity_necessary"), FAILS) | {"writers_necessary": EMPTY}
     assert verdicts == dict.fromkeys(CLAIMS, HOLDS) | others
     ((layer, neuron),) = facts.super_neurons
-    unit = f"Unit {layer}:{neuron} writes it: without it the sink falls below the 5 % of a sink."
+    unit = f"Unit {layer}:{neuron} writes it: without it 0% of the sink is left."
     assert told_of(found) == f"{SAID['variance']} {unit}"
     assert found.minimal_set == tuple(Unit(layer, None, neuron) for layer, neuron in facts.super_neurons)
     assert found.went == "gone"

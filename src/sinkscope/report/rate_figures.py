@@ -90,10 +90,11 @@ def moved(run: Run) -> Figure | None:
 
 
 def dose_curve(run: Run, condition: str, target: int) -> list[dict[str, Any]]:
-    """Rows of `rates` at the target by factor; the untouched rate is added at factor 1 where that changes nothing."""
+    """Rows of `rates` at the target by factor. Several doses begin with the untouched rate, at factor 1, where that
+    changes nothing; one dose alone is a point, not a line."""
     at_target = run.rows("rates", condition=condition, target=target, position=target)
     dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
-    if dosed and condition in IDENTITIES and dosed[0]["factor"] > 1:
+    if len(dosed) > 1 and condition in IDENTITIES and dosed[0]["factor"] > 1:
         dosed = [row | {"factor": 1.0} for row in run.rows("rates", condition="untouched", position=target)] + dosed
     return dosed
 

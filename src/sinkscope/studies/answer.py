@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, percent, some_of
+from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, some_of
 from sinkscope.studies.measured import Measured
 
 SHOWN_UNITS = 4
@@ -100,19 +99,20 @@ def _unmixed(verdicts: Verdicts) -> str:
 
 
 def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
-    """The units that write the sink."""
+    """The units that write the sink, and what is left of it without them."""
     found = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
         return "No set of units was found that carries it."
     units = some_of(found, SHOWN_UNITS)
     named = f"unit {units} writes it" if len(found) == 1 else f"units {units} write it"
-    left = f"falls below the {percent(SINK_RATE)} of a sink" if went == "gone" else f"is {went}"
-    without = f"without {'it' if len(found) == 1 else 'them'} the sink {left}"
+    share = study.left_by("ablate_minimal_set" if study.minimal else "ablate_writers", study.plan.sink)
+    left = f"the sink is {went}" if went.startswith("shifted") else f"{share:.0%} of the sink is left"
+    without = f"without {'it' if len(found) == 1 else 'them'} {left}"
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
         most = f"the {len(found)} units that write most along its direction ({units})"
-        return f"Without {most} the sink {left}; a smaller set may be enough."
+        return f"Without {most} {left}; a smaller set may be enough."
     return f"Whether {named} is not settled: {without}."
 
 
