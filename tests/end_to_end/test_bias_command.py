@@ -230,5 +230,5 @@ def test_weights_that_are_all_zero_are_refused(sinkscope, trained, tmp_path):
     model.save_pretrained(tmp_path / "zero")
     result = sinkscope("bias", tmp_path / "zero", *FEW, "--controls", "none", "--out", "run")
     assert result.code == 2
-    assert "unused ones only" in result.err
+    assert "found only special tokens, unused ones" in result.err
     assert not (tmp_path / "run").exists()

@@ -297,10 +297,10 @@ def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number
 def test_other_ways_to_more_variance_speak_for_or_against_it():
     """One that raises none, and one that is marked, say nothing."""
     rises = {"scale_norm": 0.3, "random_direction": 0.01}
-    both = "variance: the aggregation scaled (30x) +30%, for it; a random direction (30x) +1%, against it"
+    both = "variance: the aggregation scaled (30x) +30 points, for it; a random direction (30x) +1 points, against it"
     assert judged_with(rises, None)["variance_suffices"].note.endswith(both)
     assert judged_with(rises, "scale_norm")["variance_suffices"].note.endswith(
-        "variance: a random direction (30x) +1%, against it"
+        "variance: a random direction (30x) +1 points, against it"
     )
 
 

@@ -268,7 +268,7 @@ def test_says_which_paths_run():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"hidden_sizes": 4}, "found hidden_sizes"),
+        ({"hidden_sizes": 4}, "found 'hidden_sizes'. Write hidden_size"),
         ({"hidden_size": 0}, "a whole number from 1 to 16777216 for hidden_size; found 0"),
         ({"hidden_size": "64"}, "found '64'"),
         ({"num_hidden_layers": True}, "found True"),

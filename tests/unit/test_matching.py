@@ -157,7 +157,7 @@ def test_no_variance_cannot_be_scaled(model, batch):
     ids[:, POSITION] = 7
     same = sinkscope.TokenBatch(**{**vars(batch), "ids": ids})
     match = match_variance(model, POSITION, calibration=same, layers=[0])
-    with pytest.raises(InputError, match="no variance across sequences"), mask_to_self(model, POSITION), match:
+    with pytest.raises(InputError, match="no variance to scale"), mask_to_self(model, POSITION), match:
         pass
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from sinkscope.interventions.matching import UNTOUCHED
-from sinkscope.statistics import kendall_tau
 from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
     DOSE,
@@ -87,9 +86,12 @@ def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
         conditions = study.at_targets("amplify_variance", factor, before_norm=before_norm)
         study.supports(*conditions)
         rates.append([study.outcomes[c].later_BS[:, c.target] for c in conditions])
-    rates_KBF = np.moveaxis(np.array(rates), 0, -1)
-    tau_KB = kendall_tau(np.broadcast_to(np.arange(rates_KBF.shape[-1]), rates_KBF.shape), rates_KBF)
-    return np.nan_to_num(tau_KB).mean(0)
+    rates_FKB = np.array(rates)
+    first, second = np.triu_indices(len(rates_FKB), 1)
+    signs = np.sign(rates_FKB[second] - rates_FKB[first])
+    moved = np.square(signs).sum(0)
+    # Written out: opposite trends add up to exactly 0, the threshold, which another rounding would miss on one side.
+    return (signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))).mean(0)
 
 
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
