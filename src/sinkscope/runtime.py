@@ -36,6 +36,14 @@ def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
             found=reprlib.repr(device),
             next_step="Give one of them as `device`",
         )
+    if isinstance(device_map, str) and not re.fullmatch(
+        r"auto|balanced|balanced_low_0|sequential|cpu|cuda(:[0-9]{1,3})?", device_map
+    ):
+        raise InputError(
+            expected="a device map: auto, balanced, balanced_low_0, sequential or a device",
+            found=reprlib.repr(device_map),
+            next_step="Give one of them as `device_map`, or from Python a dictionary",
+        )
     if device_map is not None and device != "auto":
         raise InputError(expected="either `device` or `device_map`", found="both", next_step="Leave one of the two out")
 

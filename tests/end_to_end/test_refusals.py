@@ -55,6 +55,7 @@ WITHOUT_TORCH = {
     ("trace", "--dtype", "int3"): "bfloat16",
     ("trace", "--device", "gpu"): "cuda:N",
     ("trace", "--device", f"cuda:{DIGITS}"): "cuda:N",
+    ("trace", "--device-map", "bogus"): "--device-map, or from Python",
     ("trace", "--device", "cpu", "--device-map", "auto"): "either --device or --device-map",
     ("trace", "--out", "taken"): "remove it yourself",
     ("trace", "--json", "--length", "1"): "--length of at least 2",

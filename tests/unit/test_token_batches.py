@@ -407,6 +407,7 @@ class TestGiven:
             (torch.zeros(2, 3, 4, dtype=torch.long), ["[sequences, positions]", "[2, 3, 4]"]),
             (torch.zeros(0, 3, dtype=torch.long), ["[0, 3]"]),
             ([5], ["at least 2 positions", "[1, 1]"]),
+            ([], ["token ids or texts", "none"]),
             ({"ids": [[1, 2]]}, ["input_ids", "found ids"]),
             ("text", ["do not form a tensor"]),
         ],

@@ -54,7 +54,7 @@ def trace_command(
         result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=move)
     first_process_writes()
     with progress.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, tokens, texts, asked)
+        write_request(folder, source, *([] if texts.prompt else [tokens]), texts, asked)
         recording = result.recording
         environment = run_environment(loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s)
         folder.write_json("environment.json", environment)

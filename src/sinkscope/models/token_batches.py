@@ -159,6 +159,12 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
         attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
         ids = ids["input_ids"]
     ids = _as_tensor(ids)
+    if ids.shape == (0,):
+        raise InputError(
+            expected="token ids or texts",
+            found="none",
+            next_step="Pass a text, several, or the ids a tokenizer returns",
+        )
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise InputError(
             expected="integer token ids",
