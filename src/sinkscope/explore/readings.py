@@ -16,7 +16,7 @@ import numpy as np
 from sinkscope.capture.findings import NEEDED
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
-from sinkscope.measures.sink_score import LATER_QUERIES
+from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.report.run import read_run
 from sinkscope.report.text import token_text, visible
 
@@ -125,7 +125,7 @@ def of_run(folder: Path) -> Reading:
 
 def _where_judged(rate_T: np.ndarray) -> np.ndarray:
     """A key with too few later queries has no sink rate."""
-    return np.where(np.arange(len(rate_T)) < len(rate_T) - LATER_QUERIES, rate_T, np.nan)
+    return np.where(eligible_positions(len(rate_T)).numpy(), rate_T, np.nan)
 
 
 def _from_the_first(units: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
