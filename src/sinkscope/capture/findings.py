@@ -85,17 +85,18 @@ class Findings:
         rates = recording.sequence_sink_rate.double()
         found = are_sinks(rates.mean(0), recording.batch.length, recording.keys).nonzero().flatten()
         low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
+        rate_LN = recording.each("head_sink_rate", lambda rate_HS: rate_HS[:, found].mean(0))
+        received_LN = recording.each("received", lambda received_HS: received_HS[:, found].mean(0))
         sinks = []
         for number, index in enumerate(found.tolist()):
-            by_layer = recording["head_sink_rate"][:, :, index].mean(1)
             sinks.append(
                 Sink(
                     position=int(recording.keys[index]),
                     rate=float(rates[:, index].mean()),
                     low=float(low[number]),
                     high=float(high[number]),
-                    layers=(by_layer >= SINK_RATE).nonzero().flatten().tolist(),
-                    mean_attention=float(recording["received"][:, :, index].mean()),
+                    layers=(rate_LN[:, number] >= SINK_RATE).nonzero().flatten().tolist(),
+                    mean_attention=float(received_LN[:, number].mean()),
                 )
             )
         return sorted(sinks, key=lambda sink: -sink.rate)

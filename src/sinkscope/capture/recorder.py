@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,12 +168,15 @@ class Recording:
         """The same of the residual stream with one row more, the first, for the stream that enters layer 0."""
         return self._stack(name, least=-1)
 
+    def each(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """[L, ...] what `reduce` leaves of each layer's values, on their own device: all of a long text's are slow to
+        move."""
+        return _on_cpu([reduce(values) for _, values in sorted(self.at_layers(name).items())])
+
     def _stack(self, name: str, least: int) -> Tensor:
         if (name, least) not in self._stacked:
             rows = [values for layer, values in sorted(self.at_layers(name).items()) if layer >= least]
-            # One transfer for all layers, unless a model is spread over several devices.
-            alike = len({row.device for row in rows}) == 1
-            self._stacked[name, least] = torch.stack(rows if alike else [row.cpu() for row in rows]).cpu()
+            self._stacked[name, least] = _on_cpu(rows)
         return self._stacked[name, least]
 
     def __contains__(self, name: str) -> bool:
@@ -259,6 +262,12 @@ def record(
         by_layer=recorder.results(),
         elapsed_s=time.perf_counter() - started_at,
     )
+
+
+def _on_cpu(rows: list[Tensor]) -> Tensor:
+    """In one tensor, by one transfer for all layers, unless a model is spread over several devices."""
+    alike = len({row.device for row in rows}) == 1
+    return torch.stack(rows if alike else [row.cpu() for row in rows]).cpu()
 
 
 def _stands_out(observable: Observable) -> bool:

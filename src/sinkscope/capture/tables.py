@@ -33,6 +33,9 @@ from sinkscope.statistics import kendall_tau
 KENDALL_POINTS = 1024
 """Kendall's tau compares all pairs, so longer curves are cut down to this many evenly spaced points."""
 
+BY_HEAD = {"attention_received": "received", "sink_rate": "head_sink_rate"}
+"""Columns of what a key receives, and the observables [L, H, S] that they are taken from."""
+
 
 def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray]]:
     """The columns of every table, by the table's name."""
@@ -140,9 +143,9 @@ def _positions(findings: Findings) -> dict:
     recording = findings.recording
     layer, position = _numbered(recording, "LT")
     columns: dict[str, np.ndarray] = {"layer": layer, "position": position}
-    for name, by_head in (("attention_received", "received"), ("sink_rate", "head_sink_rate")):
+    for name, by_head in BY_HEAD.items():
         values_LT = torch.full((recording.num_layers, recording.batch.length), float("nan"))
-        values_LT[:, recording.keys] = recording[by_head].mean(1).float()
+        values_LT[:, recording.keys] = recording.each(by_head, lambda values_HS: values_HS.mean(0)).float()
         columns[name] = values_LT.flatten().numpy()
     return columns | recorded_columns(recording, "LT")
 
@@ -171,8 +174,10 @@ def _heads(findings: Findings) -> dict:
             name: torch.where(at_lock, values_LHQ, 0).sum(-1).where(seen, float("nan"))
             for name, values_LHQ in (("positive_queries", positive_LHQ), ("lock_share", lock_share_LHQ))
         }
-        received = {"attention_received": recording["received"], "sink_rate": recording["head_sink_rate"]}
-        received = {name: values_LHS[:, :, key] for name, values_LHS in received.items()}
+        received = {
+            name: recording.each(by_head, lambda values_HS, key=key: values_HS[:, key])
+            for name, by_head in BY_HEAD.items()
+        }
         by_head = {name: values_LH.flatten().numpy() for name, values_LH in (received | locks).items()}
         rows.append({"layer": layer, "head": head, "position": np.full_like(layer, position)} | by_head | of_heads)
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
