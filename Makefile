@@ -3,12 +3,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 REFERENCES := softmax head_norm learned_sink
+STUDIES := $(REFERENCES:%=study-%)
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: study test proof lint check-code check-format check-types real-weights docs clean
+.PHONY: study $(STUDIES) test proof lint check-code check-format check-types real-weights docs clean
 
+# Two at a time with half of the cores each: on two cores that takes less time, since threads wait for one
+# another after every small operation. Bars of two programs would write over each other, so progress comes in lines.
 study: $(INSTALLED)
-	for name in $(REFERENCES); do $(BIN)/sinkscope study reference:$$name --out runs/$$name --overwrite || exit; done
+	OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) / 2) TTY_INTERACTIVE=0 $(MAKE) --jobs 2 $(STUDIES)
 	$(BIN)/sinkscope compare $(REFERENCES:%=runs/%) $(REFERENCES:%=src/sinkscope/reference/%) --out runs/reference.html --overwrite
+
+$(STUDIES): study-%: $(INSTALLED)
+	$(BIN)/sinkscope study reference:$* --out runs/$* --overwrite
 
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)

@@ -120,7 +120,7 @@ def _study(
     for path, asked in runs.items():
         if processes.count() > 1:  # one process makes it only when needed: a refused run must change nothing
             processes.from_first(parts[path].prepare)
-        with progress.bar("conditions") as move:
+        with progress.bar(f"conditions of {loaded.name}") as move:
             results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=move)
     first_process_writes()
     for path, result in results.items():

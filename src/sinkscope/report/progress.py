@@ -1,4 +1,5 @@
-"""Progress while work goes on, on standard error: bars on a terminal, elsewhere a line every 30 seconds."""
+"""Progress while work goes on, on standard error: bars on a terminal that can redraw a line, elsewhere a line every 30
+seconds."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Shows on a terminal what is being done; elsewhere every 30 seconds for how long."""
+    """Shows on a terminal what is being done; elsewhere says every 30 seconds for how long."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_interactive:
         with _lines() as begin:
             begin(what)
             yield
@@ -42,7 +43,7 @@ def bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
     Where there is no terminal for bars, a line every 30 seconds says what is done and left of the newest task.
     """
-    if not Console(stderr=True).is_terminal:
+    if not Console(stderr=True).is_interactive:
         with _lines() as begin_lines:
             yield begin_lines
         return
