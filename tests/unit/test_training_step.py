@@ -144,6 +144,22 @@ def test_the_gradient_is_clipped_and_its_norm_reported():
     assert float(torch.stack(seen[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_a_deterministic_update_asks_torch_for_one_order_and_puts_back_what_was():
+    stream, step, plain = Fixed(512, 8, 32), tiny_step(deterministic=True), tiny_step()
+    seen = []
+    for trained in (step, plain):
+        trained.optimisers[0].register_step_pre_hook(
+            lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+        )
+    assert float(step.update(0, stream)[0]) == float(plain.update(0, stream)[0])
+    assert seen == [True, False]
+    step.optimisers[0].register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step.update(1, stream)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_schedules_by_hand():
     base = {**asdict(TINY), "steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_learning_rate_share": 0.1}
     cosine = TrainingConfig(**base)

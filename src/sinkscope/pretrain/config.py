@@ -48,6 +48,9 @@ class TrainingConfig:
     beta2: Annotated[float, "Decay of the optimiser's mean of squared gradients"] = 0.95
     epsilon: Annotated[float, "Added to the optimiser's divisor"] = 1e-8
     clip: Annotated[float, "Largest norm of the gradient of all parameters together"] = 1.0
+    deterministic: Annotated[
+        bool, "On a GPU, add up gradients in one order, so that a run comes out the same to the bit; slower"
+    ] = False
 
     evaluate_every: Annotated[int, "Steps between held-out losses"]
     evaluation_sequences: Annotated[int, "Sequences in a held-out loss"] = 64
@@ -132,6 +135,7 @@ class TrainingOptions(TypedDict, total=False):
     beta2: float
     epsilon: float
     clip: float
+    deterministic: bool
     evaluate_every: int
     evaluation_sequences: int
     probe_every: int

@@ -254,8 +254,8 @@ def _as_float(value: Any) -> Any:
 
 
 def _same_kind(example: Any, value: Any) -> bool:
-    if isinstance(value, bool):  # an int to Python, but no entry is one
-        return False
+    if isinstance(example, bool) or isinstance(value, bool):  # an int to Python
+        return type(example) is type(value)
     if example is None:
         return isinstance(value, int)
     if isinstance(example, tuple):

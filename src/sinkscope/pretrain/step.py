@@ -13,8 +13,10 @@ tokens, n tokens of a chunk, E width, V vocabulary, W vocabulary padded for alig
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +82,10 @@ class TrainingStep:
     def update(self, step: int, stream: TokenStream) -> Numbers:
         """(mean loss over all processes, norm of the gradient before clipping) of the update that follows `step`
         updates. Both stay on the device, so that nothing waits, and are valid until the next update."""
+        with in_one_order() if self.config.deterministic else contextlib.nullcontext():
+            return self._launch_or_replay(step, stream)
+
+    def _launch_or_replay(self, step: int, stream: TokenStream) -> Numbers:
         set_learning_rate(self.optimisers, learning_rate(step, self.config))
         batches = [stream.batch(step, rows) for rows in self.rows]
         if self._is_recorded and self._graph is None and self._launched == WARM_UP_UPDATES:
@@ -138,6 +144,22 @@ class TrainingStep:
     def _autocast(self) -> contextlib.AbstractContextManager:
         on_cuda = self.group.device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def in_one_order() -> Iterator[None]:
+    """While open, torch uses no kernel whose sums depend on which of its threads comes first. The usual backward pass
+    of attention is one, where a sequence is longer than one of its blocks."""
+    settings: Any = torch.utils.deterministic  # a module whose attribute type checkers don't see
+    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before a matrix product
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # a search for bugs, which costs time
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def compile_blocks(model: Decoder) -> None:
