@@ -186,6 +186,17 @@ def test_maps_tell_their_cells_and_open_a_token(page):
     page.press("ArrowRight")
     assert text(page, ".positions .cell").startswith("layer 0, 1 ")
     assert ", untouched " in text(page, ".positions .cell")
+    page.evaluate(
+        "(canvas => { const box = canvas.getBoundingClientRect(); canvas.dispatchEvent(new PointerEvent('pointermove', "
+        "{clientX: box.left + 1, clientY: box.top + 1})); })(document.querySelector('.positions canvas'))"
+    )
+    last = text(page, ".positions .axis span")
+    assert last != "layer 0"
+    assert text(page, ".positions .cell").startswith(f"{last}, 0 ")
+    page.evaluate("document.querySelector('.positions canvas').focus()")
+    page.press("ArrowUp")
+    page.press("ArrowRight")
+    assert text(page, ".positions .cell").startswith("layer 0, 1 ")
     page.press("Enter")
     wait_for(page, "document.querySelector('legend').textContent.startsWith('Token 1 ')")
     page.evaluate("document.querySelector('.heads summary').click()")

@@ -37,7 +37,7 @@ function scaleOf(rows, quantity) {
   return (value) => (value > 0 && most > least ? (Math.log(value) - least) / (most - least) : 0);
 }
 
-// A map of layers by something. Arrow keys move a mark over it, whose value is told; the table holds all of them.
+// A map of layers by something, layer 0 at the bottom as in reports. Arrow keys move a mark over it, whose value is told; the table holds all of them.
 // part: {now, before}; options: {quantity, change, columns: number -> name, choose: number -> void}
 function drawMap(place, part, options) {
   place.replaceChildren();
@@ -49,6 +49,7 @@ function drawMap(place, part, options) {
   const change = options.change && before !== null;
   const differs = (layer, column) => now[layer][column] - before[layer][column];
   const numLayers = now.length, numColumns = now[0].length;
+  const flipped = (layer) => numLayers - 1 - layer;
   const canvas = element("canvas", { tabIndex: 0, role: "img", width: String(numColumns), height: String(numLayers) });
   canvas.setAttribute("aria-label", `${options.label}; arrow keys read its cells, the table below lists them`);
   canvas.style.height = `${Math.max(128, Math.min(360, 12 * numLayers))}px`;
@@ -69,7 +70,7 @@ function drawMap(place, part, options) {
       const along = 4 * share(value), step = Math.min(3, Math.floor(along));
       here = mixed(ramp[step], ramp[step + 1], along - step);
     }
-    image.data.set([...here, 255], 4 * (layer * numColumns + at));
+    image.data.set([...here, 255], 4 * (flipped(layer) * numColumns + at));
   }));
   paint.putImageData(image, 0, 0);
   const name = (layer, at) => {
@@ -81,12 +82,12 @@ function drawMap(place, part, options) {
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const at = Math.floor(((event.clientX - box.left) / box.width) * numColumns);
-    const layer = Math.floor(((event.clientY - box.top) / box.height) * numLayers);
-    mark = [Math.min(numLayers - 1, Math.max(0, layer)), Math.min(numColumns - 1, Math.max(0, at))];
+    const line = Math.floor(((event.clientY - box.top) / box.height) * numLayers);
+    mark = [flipped(Math.min(numLayers - 1, Math.max(0, line))), Math.min(numColumns - 1, Math.max(0, at))];
     tell();
   });
   canvas.addEventListener("keydown", (event) => {
-    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (step) {
       mark = [(mark[0] + step[0] + numLayers) % numLayers, (mark[1] + step[1] + numColumns) % numColumns];
       tell();
@@ -108,7 +109,9 @@ function drawMap(place, part, options) {
     });
     listed.append(element("div", { class: "scroll", tabIndex: 0 }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))));
   });
-  place.append(canvas, told, listed);
+  const ends = numLayers > 1 ? [numLayers - 1, 0] : [0];
+  const axis = element("div", { class: "axis muted" }, ...ends.map((layer) => element("span", {}, `layer ${layer}`)));
+  place.append(element("div", { class: "framed" }, axis, canvas), told, listed);
 }
 
 function rgb(text) {
