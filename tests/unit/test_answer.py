@@ -149,3 +149,11 @@ def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writ
     left = {"ablate_minimal_set": 0.14, "ablate_writers": 0.22}
     study.plan, study.left_by = SimpleNamespace(sink=0), lambda removal, position: left[removal]
     assert _writers(Verdicts(verdicts), study, went) == said
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.142, "14%"), (0.0048, "0.5%"), (0.0, "0%")])
+def test_a_small_share_is_not_told_as_none(share, said):
+    study: Any = SimpleNamespace(minimal=(Unit(3, None, 0),), writers=(), plan=SimpleNamespace(sink=0))
+    study.left_by = lambda removal, position: share
+    sentence = _writers(Verdicts({"super_neurons_necessary": "holds"}), study, "gone")
+    assert sentence == f"Unit 3:0 writes it: without it {said} of the sink is left."

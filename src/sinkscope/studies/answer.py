@@ -105,8 +105,10 @@ def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
         return "No set of units was found that carries it."
     units = some_of(found, SHOWN_UNITS)
     named = f"unit {units} writes it" if len(found) == 1 else f"units {units} write it"
-    share = study.left_by("ablate_minimal_set" if study.minimal else "ablate_writers", study.plan.sink)
-    left = f"the sink is {went}" if went.startswith("shifted") else f"{share:.0%} of the sink is left"
+    removal = "ablate_minimal_set" if study.minimal else "ablate_writers"
+    share = study.left_by(removal, study.plan.sink) or 0.0  # None only where marked, which a removal never is
+    decimals = 1 if 0 < share < 0.1 else 0
+    left = f"the sink is {went}" if went.startswith("shifted") else f"{share:.{decimals}%} of the sink is left"
     without = f"without {'it' if len(found) == 1 else 'them'} {left}"
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
