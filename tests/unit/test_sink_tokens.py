@@ -1,5 +1,6 @@
 """Sinks as masks: by attention against eager maps, by neurons, and step by step with a cache."""
 
+import math
 import runpy
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
-from sinkscope.remedies.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, shared
+from sinkscope.remedies.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _chosen, shared
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -59,6 +60,17 @@ def test_texts_without_sinks_have_no_neurons():
     assert not found.mask.any()
     assert not found.fired.any()
     assert "none" in repr(found.neurons)
+
+
+def test_units_that_are_silent_at_the_sinks_are_not_chosen():
+    """As ReLU units may be. Control: one that fires there alone is."""
+    mask, silent, loud = torch.zeros(2, 40, dtype=torch.bool), torch.zeros(2, 40), torch.zeros(2, 40)
+    mask[:, 0], loud[:, 0] = True, 5.0
+    found = _chosen({Unit(0, None, 1): silent}, mask)
+    assert (found.neurons, found.recall, found.num_sinks) == ((), 0.0, 2)
+    assert math.isnan(found.precision)
+    found = _chosen({Unit(0, None, 1): silent, Unit(0, None, 2): loud}, mask)
+    assert ([neuron.unit for neuron in found.neurons], found.precision, found.recall) == ([Unit(0, None, 2)], 1.0, 1.0)
 
 
 def test_the_threshold_of_hand_worked_values():

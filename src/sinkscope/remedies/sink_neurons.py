@@ -83,7 +83,7 @@ class SinkNeurons:
     neurons: tuple[SinkNeuron, ...]
     precision: float
     recall: float
-    """On the texts that they were found on; NaN without sinks."""
+    """On the texts that they were found on; NaN without sinks, as is the precision of no neurons."""
     num_sinks: int
 
     def __repr__(self) -> str:
@@ -138,10 +138,9 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
         fires_beyond, shared_BT = shares[unit]
         neurons.append(SinkNeuron(unit, fires_beyond, threshold))
         told_BT |= shared_BT > threshold
-    hits, num_sinks = int((told_BT & mask_BT).sum()), int(mask_BT.sum())
-    return SinkNeurons(
-        neurons=tuple(neurons), precision=hits / int(told_BT.sum()), recall=hits / num_sinks, num_sinks=num_sinks
-    )
+    hits, num_told, num_sinks = (int(x_BT.sum()) for x_BT in (told_BT & mask_BT, told_BT, mask_BT))
+    precision = hits / num_told if neurons else float("nan")
+    return SinkNeurons(neurons=tuple(neurons), precision=precision, recall=hits / num_sinks, num_sinks=num_sinks)
 
 
 def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tuple[float, float, float]:
