@@ -3,6 +3,7 @@
 import io
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ import sinkscope
 from sinkscope.capture.sequences import Sequences, TokenSink
 from sinkscope.capture.summary import hidden_sinks
 from sinkscope.models import token_batches
+from sinkscope.models.anatomy import anatomy_of
 
 LONG = "The cat sat on the mat, and the dog sat on the rug. Then the cat went away, and the dog slept for a long time."
 TEXTS = [
@@ -164,3 +166,53 @@ def test_generating_under_an_intervention(model):
     with sinkscope.mask_to_self(model, 3), pytest.raises(sinkscope.InputError, match="use_cache=False"):
         generated()
     generated()
+
+
+def unequal(lengths):
+    generator = torch.Generator().manual_seed(0)
+    whole = tuple(torch.randint(3, 90, (length,), generator=generator) for length in lengths)
+    ids = torch.stack([text[: min(lengths)] for text in whole])
+    return token_batches.TokenBatch(ids=ids, kind="text", whole=whole)
+
+
+def test_numbered_sequences_of_texts_of_unequal_length_are_refused(model):
+    """They are read whole by length, so that a sequence has another number. Control: at all sequences, and of equal
+    texts."""
+    batch = unequal((44, 40, 44, 40))
+    with sinkscope.mask_to_self(model, 10, sequences=[1]):
+        with pytest.raises(sinkscope.InputError, match="texts of one length, since mask_to_self"):
+            sinkscope.trace(model, batch)
+        assert sinkscope.trace(model, batch.ids).recording["mixing"][:, 10].min() < 1
+    with sinkscope.mask_to_self(model, 10):
+        assert sinkscope.trace(model, batch).recording["mixing"][:, 10].min() == pytest.approx(1.0)
+
+
+def test_texts_of_unequal_length_keep_to_chunks_and_keys(model):
+    batch, sizes = unequal((40, 41) * 4), []
+    decoder = anatomy_of(model.model).decoder
+    hook = decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    found = sinkscope.trace(model, batch, chunk_tokens=90, keys=[0, 3])
+    hook.remove()
+    assert max(sizes) <= 90
+    received = found.tables["tokens"]["attention_received"]
+    whole = sinkscope.trace(model, batch).tables["tokens"]["attention_received"]
+    known = ~np.isnan(received)
+    assert known.sum() == 2 * 8
+    np.testing.assert_allclose(received[known], whole[known], rtol=1e-5)
+
+
+def test_the_short_text_of_chosen_keys_names_the_one_that_receives_most(model):
+    found = sinkscope.trace(
+        model, torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0)), keys=[0, 1]
+    )
+    received = found.recording["received"].mean((0, 1))
+    assert f"Position {int(received.argmax())} receives the most attention, {float(received.max()):.2f}" in found.story
+
+
+def test_a_batch_made_for_another_model_is_refused(model):
+    batch = token_batches.TokenBatch(ids=torch.full((2, 20), 100_000), kind="given")
+    for read in (sinkscope.trace, lambda model, ids: sinkscope.clamp(model, ids.ids, norms=True)):
+        with pytest.raises(sinkscope.InputError, match="100000"):
+            read(model, batch)

@@ -72,11 +72,24 @@ def going_by_sequence(name: str) -> Iterator[None]:
 
 def check_chunks(num_chunks: int) -> None:
     """Refuses to split a batch whose sequences an intervention tells apart."""
-    if num_chunks > 1 and (name := _by_sequence.get()) is not None:
+    if num_chunks > 1:
+        _refuse_by_sequence(
+            "the whole batch in one chunk",
+            f"{num_chunks} chunks",
+            "Take fewer or shorter sequences, or raise `chunk_tokens`",
+        )
+
+
+def check_one_pass(num_lengths: int) -> None:
+    """Refuses to read texts of each length by themselves where an intervention tells the sequences apart."""
+    if num_lengths > 1:
+        _refuse_by_sequence("texts of one length", f"{num_lengths} lengths", "Cut the texts to one length")
+
+
+def _refuse_by_sequence(expected: str, found: str, next_step: str) -> None:
+    if (name := _by_sequence.get()) is not None:
         raise InputError(
-            expected=f"the whole batch in one chunk, since {name} acts on numbered sequences",
-            found=f"{num_chunks} chunks",
-            next_step="Take fewer or shorter sequences, or raise `chunk_tokens`",
+            expected=f"{expected}, since {name} acts on numbered sequences", found=found, next_step=next_step
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
-from sinkscope.capture.recorder import Recording, record
+from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.measures.sink_score import are_sinks, eligible_positions
 from sinkscope.models.loading import LoadedModel
 
@@ -95,7 +95,7 @@ class Sequences:
         )
 
 
-def read_sequences(loaded: LoadedModel, recording: Recording) -> Sequences | None:
+def read_sequences(loaded: LoadedModel, recording: Recording, chunk_tokens: int = CHUNK_TOKENS) -> Sequences | None:
     """The sequences of a recording; texts that it holds cut are read whole, those of one length together. None where
     the recording lacks what is needed."""
     if not {SINK_HEADS.name, RECEIVED_BY_SEQUENCE.name} <= recording.by_layer.keys():
@@ -106,11 +106,14 @@ def read_sequences(loaded: LoadedModel, recording: Recording) -> Sequences | Non
     groups: dict[int, list[int]] = defaultdict(list)
     for number, ids in enumerate(batch.whole):
         groups[len(ids)].append(number)
+    keys = None if len(recording.keys) == batch.length else recording.keys.tolist()
     recordings = [
         record(
             loaded,
             replace(batch, ids=torch.stack([batch.whole[number] for number in numbers]), whole=()),
             [SINK_HEADS, RECEIVED_BY_SEQUENCE],
+            keys=keys,
+            chunk_tokens=chunk_tokens,
         )
         for numbers in groups.values()
     ]

@@ -134,12 +134,12 @@ def _too_short(findings: Findings) -> str:
     """For sequences in which no key has the later queries that a sink needs."""
     recording = findings.recording
     received_S = recording["received"].mean((0, 1))
-    judged = received_S[: max(1, len(received_S) - 1)]  # the last key has no query but its own
-    key = int(judged.argmax())
+    is_last_S = recording.keys == recording.batch.length - 1  # it has no query but its own
+    key = int(received_S.masked_fill(is_last_S, -1).argmax())
     return (
         f"Sinks are not judged: a key needs {LATER_QUERIES} later queries, and there are {recording.batch.length} "
-        f"tokens. Position {int(recording.keys[key])} receives the most attention, {float(judged[key]):.2f} of each "
-        f"query's on average.{_cut(findings)}"
+        f"tokens. Position {int(recording.keys[key])} receives the most attention, {float(received_S[key]):.2f} of "
+        f"each query's on average.{_cut(findings)}"
     )
 
 

@@ -206,8 +206,8 @@ def clamp(
     if not (neurons or dimensions or norms):
         raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
     if not isinstance(untouched, ConditionReading):
-        batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched)
         owner = bare_model(model)
+        batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched, model=owner)
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
         untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))

@@ -29,7 +29,9 @@ Tokens = TokenBatch | Tensor | str | Sequence[str] | Sequence[int] | Sequence[Se
 
 def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
     """What is given, as a batch."""
-    if isinstance(tokens, TokenBatch):
+    if isinstance(tokens, TokenBatch):  # perhaps made for another model
+        for ids in (tokens.ids, *tokens.whole):
+            check_ids(loaded.model, ids)
         return tokens
     if isinstance(tokens, str):
         return prompt_batch(loaded, [tokens])
