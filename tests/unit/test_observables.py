@@ -204,3 +204,40 @@ def test_a_reading_ends_after_the_last_layer_that_is_listened_at():
     assert list(first) == [0, 1]
     assert all(torch.equal(first[layer], every[layer]) for layer in first)
     assert model(IDS).logits.isfinite().all()  # later passes run to their end
+
+
+@pytest.mark.parametrize("left_out", ["by_distance", "value_variance", "projected_variance", "kurtosis"])
+def test_a_trace_without_an_observable_shows_the_rest_and_has_no_page(left_out, tmp_path):
+    """Control: the whole one has a page."""
+    batch = sinkscope.token_batch(tiny_model("llama"), num_sequences=2, length=20)
+    found = sinkscope.trace(tiny_model("llama"), batch, observables=[o for o in CHAIN if o.name != left_out])
+    assert "heads" in repr(found)
+    assert "<p>" in found._repr_html_()
+    assert found.summary
+    assert ("distances" in found.tables) == (left_out != "by_distance")
+    for drawn in (lambda: found.report(tmp_path / "page.html"), found.plot):
+        with pytest.raises(sinkscope.InputError, match=f"one without {left_out}"):
+            drawn()
+    assert list(tmp_path.iterdir()) == []
+    assert sinkscope.trace(tiny_model("llama"), batch, effective_rank=False).report(tmp_path / "page.html").is_file()
+
+
+def test_tables_are_of_the_weights_that_were_traced():
+    model = tiny_model("llama")
+    batch = sinkscope.token_batch(model, num_sequences=4, length=24)
+    expected, found = sinkscope.trace(model, batch).tables, sinkscope.trace(model, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    for name, columns in found.tables.items():
+        for column, values in columns.items():
+            np.testing.assert_equal(np.asarray(values), np.asarray(expected[name][column]), err_msg=f"{name}.{column}")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_in_float64(family):
+    ids = torch.randint(3, 90, (4, 24), generator=torch.Generator().manual_seed(0))
+    wide, usual = (sinkscope.trace(model, ids) for model in (tiny_model(family).double(), tiny_model(family)))
+    torch.testing.assert_close(
+        wide.recording["largest_write"].float(), usual.recording["largest_write"], rtol=1e-3, atol=1e-4
+    )

@@ -221,8 +221,10 @@ class Findings:
 
     @cached_property
     def variance_ratio(self) -> Tensor | None:
-        """[L] position 0 over the later half; None where position 0 has no variance across sequences to speak of."""
-        if self.recording.batch.num_sequences < 2 or self.recording.batch.shared_first_token:
+        """[L] position 0 over the later half; None where position 0 has no variance across sequences to speak of, or
+        none was recorded."""
+        batch = self.recording.batch
+        if batch.num_sequences < 2 or batch.shared_first_token or "value_variance" not in self.recording:
             return None
         return variance_ratio(self.recording["value_variance"])
 
@@ -271,6 +273,11 @@ class Findings:
         by_layer = sorted(self.recording.at_layers("rank_tokens").items())
         ranks = _side_by_side(of_layer, [(layer, tokens_NE) for layer, tokens_NE in by_layer if layer >= 0])
         return [whole for whole, _ in ranks], [without for _, without in ranks]
+
+    @cached_property
+    def output_channel_norms(self) -> Tensor:
+        """[L, C] norm of the vector that each channel of the aggregation is projected on."""
+        return torch.stack([layer.aggregation_channel_norms().cpu() for layer in self.recording.anatomy.layers])
 
     @cached_property
     def lock(self) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray
         DIMENSIONS.name: _rows(DIMENSIONS, findings.massive),
         HEADS.name: _heads(findings),
         LAYERS.name: _layers(findings),
-        DISTANCES.name: _distances(findings),
+        **({DISTANCES.name: _distances(findings)} if "by_distance" in findings.recording else {}),
     }
 
 
@@ -235,7 +235,7 @@ def _floats(values: Tensor | None, count: int) -> list:
 
 
 def _kendall_positions(findings: Findings) -> list[float | None]:
-    if findings.variance_ratio is None:
+    if findings.variance_ratio is None or "projected_variance" not in findings.recording:
         return [None] * findings.recording.num_layers
     return _thinned_tau(findings.recording["value_variance"], findings.recording["projected_variance"])
 
@@ -244,8 +244,7 @@ def _kendall_channels(findings: Findings) -> list[float | None]:
     recording = findings.recording
     if "value_variance_by_channel" not in recording:
         return [None] * recording.num_layers
-    norms_LC = torch.stack([layer.aggregation_channel_norms().cpu() for layer in recording.anatomy.layers])
-    return _thinned_tau(recording["value_variance_by_channel"], norms_LC)
+    return _thinned_tau(recording["value_variance_by_channel"], findings.output_channel_norms)
 
 
 def _thinned_tau(x_LN: Tensor, y_LN: Tensor) -> list[float | None]:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from sinkscope.capture.edits import check_one_pass
 from sinkscope.capture.findings import NEEDED, Findings
-from sinkscope.capture.observables import EFFECTIVE_RANK, Observable, resolved
+from sinkscope.capture.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
 from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, evaluation_mode, record
 from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.capture.summary import hidden_sinks, story, trace_summary
@@ -64,6 +65,13 @@ class Trace(Result):
         """Whether all that the findings need was recorded."""
         return self.recording.by_layer.keys() >= NEEDED
 
+    @property
+    def lacking(self) -> list[str]:
+        """Observables that the page of a trace draws and that were not recorded."""
+        recorded = {observable.name for observable in self.recording.observables}
+        drawn = [o.name for o in CHAIN if o.name in NEEDED or o.axes in TABLE_OF_AXES or o.asks == "distances"]
+        return [name for name in drawn if name not in recorded]
+
     @cached_property
     def summary(self) -> dict:
         """The object written as summary.json. Unknown or not applicable is null."""
@@ -117,10 +125,11 @@ def trace(
     loaded = load(model)
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
+    check_one_pass(len({len(ids) for ids in batch.whole}))
     recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
-    result = Trace(recording, read_sequences(loaded, recording), loaded.tokenizer)
+    result = Trace(recording, read_sequences(loaded, recording, chunk_tokens), loaded.tokenizer)
     if result.has_findings:
         # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
         with evaluation_mode(loaded.model):
-            _ = result.findings.lock, result.findings.movers
+            _ = result.findings.lock, result.findings.movers, result.findings.output_channel_norms
     return result

@@ -86,7 +86,8 @@ class LayerUnits:
             return UnitWrites(*weighted_largest(self._written(self.dense_NF), norms[0]))
         assert self.routed is not None
         hidden_NE = self.routed[0]
-        largest = torch.zeros(hidden_NE.shape[0], device=hidden_NE.device)
+        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
+        largest = torch.zeros(hidden_NE.shape[0], dtype=dtype, device=hidden_NE.device)
         largest_at = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
         energies, first_unit = [], 0
         for (expert, weight), norm in zip(self.layer.down_weights(), norms, strict=True):

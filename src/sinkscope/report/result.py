@@ -65,7 +65,7 @@ def in_notebook(result: Result) -> str:
         shown = html.table([column.replace("_", " ") for column in columns], rows)
         parts.append(f"<p>{name.replace('_', ' ')}{cut}</p>{shown}" if rows else "")
     chain = _chain_of(result)
-    if chain is not None and chain.has_findings and can_draw():
+    if chain is not None and not chain.lacking and can_draw():
         image = io.BytesIO()
         chain.plot().savefig(image, format="png", dpi=SMALL_DPI)
         data = base64.b64encode(image.getvalue()).decode()
@@ -75,7 +75,7 @@ def in_notebook(result: Result) -> str:
 
 def plot(result: Result, names: Sequence[str]) -> Drawing:
     """Figures of the result's page by name, drawn by matplotlib; without names the chain, or those that say most."""
-    chain = _chain_of(result)
+    chain = _whole_chain_of(result)
     if not names and chain is not None:
         return chain_figure(chain.tables, chain.summary)
     found = {figure.id: figure for figure in _figures(result)}
@@ -90,6 +90,18 @@ def plot(result: Result, names: Sequence[str]) -> Drawing:
 def _chain_of(result: Result) -> Trace | None:
     chain = result.trace if isinstance(result, Study) else result
     return chain if isinstance(chain, Trace) else None
+
+
+def _whole_chain_of(result: Result) -> Trace | None:
+    """The same; refused where it lacks what its page draws."""
+    chain = _chain_of(result)
+    if chain is not None and (lacking := chain.lacking):
+        raise InputError(
+            expected="a trace of all observables, to draw its page",
+            found=f"one without {', '.join(lacking)}",
+            next_step="Leave `observables` out, or read its `tables`",
+        )
+    return chain
 
 
 def _figures(result: Result) -> list[Figure]:
@@ -112,6 +124,7 @@ def _figures(result: Result) -> list[Figure]:
 def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     """Writes the page of a result, from its tables alone."""
     check_page(out, overwrite)
+    _whole_chain_of(result)
     if isinstance(result, TrainingComparison) and len(result.runs) == 1:
         write_training_run_page(result, out)
     elif isinstance(result, TrainingComparison):
