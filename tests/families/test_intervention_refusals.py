@@ -452,3 +452,15 @@ def test_untouched_values_are_untouched_whatever_is_on():
         assert torch.equal(held.held[1].held_LBTM, replay.untouched.dimensions_LBTM)
         # Control: what the model does now is something else.
         assert not torch.equal(replay.read(first_layer).dimensions_LBTM, replay.untouched.dimensions_LBTM)
+
+
+def test_values_drawn_by_place_in_the_batch_are_not_split_into_chunks():
+    """Control: the mean is the same of every sequence."""
+    model = tiny_model("llama")
+    drawn, mean = (
+        ablate_neurons(model, first_units(model), mode, calibration=CALIBRATION) for mode in ("resample", "mean")
+    )
+    with drawn, pytest.raises(InputError, match="the whole batch in one chunk, since ablate_neurons"):
+        trace(model, IDS, chunk_tokens=IDS.shape[1])
+    with mean:
+        trace(model, IDS, chunk_tokens=IDS.shape[1])

@@ -374,3 +374,15 @@ def test_over_a_thousand_unrelated_pairs_of_trained_models():
     decided = [p for p in published if not math.isnan(p)]
     assert len(decided) < 0.2 * len(pairs)
     assert np.mean(np.array(decided) < 0.01) > 0.1
+
+
+def test_dropout_is_off_while_a_model_is_signed():
+    """Control: dropout changes the states of a pass of one's own."""
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    inputs = Inputs(vocabulary=97, length=12, num_sequences=64, seed=3)
+    expected = sign(load(model), inputs).states
+    model.train()
+    assert torch.equal(sign(load(model), inputs).states, expected)
+    assert model.training
+    with torch.no_grad():
+        assert not torch.allclose(model.transformer(inputs.ids).last_hidden_state[:, -1], expected, atol=1e-2)

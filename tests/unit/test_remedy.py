@@ -14,10 +14,17 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.decoder_config import DecoderConfig
+from sinkscope.pretrain.presets import preset
 from sinkscope.remedies import prefix
 from sinkscope.remedies.damage import losses
+from sinkscope.remedies.plain_model import write_plain
 from sinkscope.remedies.prefix import LOADER, other_prefix
 from sinkscope.remedies.remedied import Measured, card
+from sinkscope.remedies.texts import _written
+from sinkscope.report.remedied import remedied_figures
+from sinkscope.report.run import read_run
 from sinkscope.results.run_folder import run_folder
 
 
@@ -271,3 +278,34 @@ def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tm
     with pytest.raises(sinkscope.InputError, match="loaded again"), run_folder(tmp_path / "out") as folder:
         remedied.write(folder)
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_units_whose_weights_are_worked_out_cannot_be_unplugged():
+    config = DecoderConfig(**{**preset("tiny"), "feed_forward_variant": "bounded_swiglu"})
+    with pytest.raises(sinkscope.InputError, match="down projections whose weights can be set"):
+        sinkscope.unplug(Decoder(config), [Unit(0, None, 3)])
+
+
+def test_dropout_is_off_while_a_model_writes_its_texts_and_is_checked(tmp_path):
+    """Control: dropout changes the logits."""
+    model = tiny_model("gpt2", resid_pdrop=0.5, scale=3.0)
+    loaded, asked = sinkscope.load(model), dict(bos=None, length=24, num_sequences=4, seed=0)
+    expected = _written(loaded, **asked).ids
+    model.train()
+    assert torch.equal(_written(loaded, **asked).ids, expected)
+    with run_folder(tmp_path / "out") as folder:
+        write_plain(loaded, folder)
+    assert model.training
+    with torch.no_grad():
+        assert not torch.equal(model(expected).logits, model(expected).logits)
+
+
+def test_a_remedied_model_is_no_run_to_report(remedied, tmp_path):
+    folder = remedied.save(tmp_path / "out")
+    with pytest.raises(sinkscope.InputError, match="found a remedied model"):
+        read_run(folder)
+
+
+def test_the_table_below_the_figure_names_models_as_they_are(remedied):
+    (figure,) = remedied_figures(remedied)
+    assert figure.rows[0][0] == "original"

@@ -153,6 +153,10 @@ class AblateNeurons(NeuronEdit):
                 )
             self.seen = read_units(self.anatomy, bare_model(model), calibration.ids, self.groups)
 
+    @property
+    def by_sequence(self) -> bool:
+        return super().by_sequence or self.mode == "resample"
+
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         if self.mode == "zero":
             return torch.zeros_like(current_BTn)

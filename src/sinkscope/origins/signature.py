@@ -27,6 +27,7 @@ from torch import Tensor
 from sinkscope import processes
 from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel
@@ -223,8 +224,9 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
     """
     body: Any = loaded.model.base_model
     ids_BT = ids_BT.to(loaded.model.device)
-    last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
-    embedded = body.get_input_embeddings()(ids_BT[:, -1])
+    with evaluation_mode(loaded.model):
+        last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
+        embedded = body.get_input_embeddings()(ids_BT[:, -1])
     return {"states": last.float().cpu().numpy(), "embeddings": embedded.float().cpu().numpy()}
 
 

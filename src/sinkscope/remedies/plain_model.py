@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel, quiet
@@ -32,7 +33,8 @@ def _check_plain(model: Any, folder: RunFolder) -> None:
     try:
         with quiet():
             again: Any = AutoModelForCausalLM.from_pretrained(folder.path, dtype=model.dtype, local_files_only=True)
-        logits = model(ids.to(model.device)).logits.cpu()
+        with evaluation_mode(model):
+            logits = model(ids.to(model.device)).logits.cpu()
         apart = float((again.eval()(ids).logits - logits).abs().max())
     except (OSError, ValueError, RuntimeError) as error:
         raise _not_plain(first_line(error)) from error

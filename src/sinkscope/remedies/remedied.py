@@ -183,6 +183,7 @@ class Remedied(Result):
     @cached_property
     def summary(self) -> dict[str, Any]:
         return {
+            "kind": "remedy",
             "story": self.story,
             "model": self.loaded.name,
             "num_texts": self.num_tokens[0],

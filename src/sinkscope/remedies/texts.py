@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, check_batch
 from sinkscope.capture.overflow import overflow
+from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, bos_id
 from sinkscope.models.prompts import as_batch
@@ -97,7 +98,7 @@ def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequence
             raise overflow(model, f"in the logits, at position {ids_BT.shape[1] - 1} of a text that it writes")
         return logits_BV
 
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad(), evaluation_mode(model):
         torch.manual_seed(seed)
         ids_NT = model.generate(
             first.ids.to(model.get_input_embeddings().weight.device),

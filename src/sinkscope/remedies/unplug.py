@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sinkscope.capture.trace import trace
+from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Unit, UnitLike, anatomy_of, as_unit, checked_units
 from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
@@ -23,7 +24,14 @@ def unplug(model: Model, units: Iterable[UnitLike]) -> Any:
     unplugged = copy.deepcopy(bare_model(model))
     anatomy = anatomy_of(unplugged)
     for (layer, expert), neurons in checked_units(anatomy, units).items():
-        anatomy.layers[layer].group_weight(expert)[:, list(neurons)] = 0
+        weight_EF = anatomy.layers[layer].group_weight(expert)
+        weight_EF[:, list(neurons)] = 0
+        if not torch.equal(anatomy.layers[layer].group_weight(expert), weight_EF):
+            raise InputError(
+                expected="down projections whose weights can be set",
+                found=f"one that works its weights out, in layer {layer}",
+                next_step="Take the units out with `ablate_neurons`",
+            )
     return unplugged
 
 

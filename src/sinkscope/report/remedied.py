@@ -29,12 +29,12 @@ def write_remedied_page(result: Remedied, destination: Path) -> None:
 def remedied_figures(result: Remedied) -> list[Figure]:
     """The loss of each treated model above the original's, in 16 bits and in 8."""
     rows = rows_where(result.tables[LOSSES.name])
-    names = {row["model"]: plotted(row["model"] + " (control)" * row["control"]) for row in rows}
+    names = {row["model"]: row["model"] + " (control)" * row["control"] for row in rows}
     traces = []
     for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
         own = [row for row in rows if row["scheme"] == scheme]
         ends = {end: [row[end] for row in own] for end in ("low", "high")}
-        x, y = [names[row["model"]] for row in own], [row["change"] for row in own]
+        x, y = [plotted(names[row["model"]]) for row in own], [row["change"] for row in own]
         traces.append(line(x, y, scheme, look, mode="markers", **ends))
     listed = [
         (names[row["model"]], row["scheme"], row["loss"], row["change"], interval(row["low"], row["high"]))
@@ -48,7 +48,7 @@ def remedied_figures(result: Remedied) -> list[Figure]:
             (LOSSES.name,),
             traces,
             {
-                "xaxis": categories(list(names.values())),
+                "xaxis": categories(list(map(plotted, names.values()))),
                 "yaxis": axis("nats a token"),
                 **levels(level(0, "original in 16 bits")),
             },

@@ -196,6 +196,12 @@ def _summary(folder: Path) -> dict[str, Any]:
             found=f"a run of sinkscope {command}",
             next_step=f"See its own page, {folder / 'report.html'}, which shows all of it",
         )
+    if command == "remedy":
+        raise InputError(
+            expected=f"a study or a trace in {folder}",
+            found="a remedied model",
+            next_step=f"See its card, {folder / 'README.md'}",
+        )
     if {"before", "after"} <= summary.keys():
         raise InputError(
             expected=f"a study or a trace in {folder}",
