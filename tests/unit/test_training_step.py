@@ -369,3 +369,21 @@ def test_a_seed_for_the_weights_alone(tmp_path):
     path.write_text("model: {seed: 3}\n")
     config = resolve(str(path), data=["x"], training={})
     assert (config.model["seed"], config.training.seed) == (3, TINY.seed)
+
+
+def test_the_held_out_windows_depend_on_no_batch_size(tmp_path):
+    """7 windows, in passes of 8, 4 and 3."""
+
+    class Counted(Fixed):
+        def evenly_spaced(self, count, rows=slice(None)):
+            seen.append((count, rows.start, rows.stop))
+            return self.batch(0, rows)
+
+    found = []
+    for size in (None, 4, 2):
+        seen = []
+        step = tiny_step(micro_batch_size=size, evaluation_sequences=7)
+        found.append(step.evaluate(Counted(512, 8, 32)))
+        assert {count for count, *_ in seen} == {7}
+        assert seen[-1][2] == 7
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)

@@ -33,9 +33,19 @@ from sinkscope.results.validated import (
 )
 from sinkscope.user_paths import user_path
 
-# Settings that change how often a run is measured or stored, or how its batch is split, but not what it learns.
+# Settings that change how often a run is measured or stored, how its batch is split or in which order sums are taken,
+# but not what it learns.
 WITHOUT_EFFECT = (
-    *("micro_batch_size", "evaluate_every", "probe_every", "checkpoint_every", "keep_checkpoints", "snapshots", "seed"),
+    *(
+        "micro_batch_size",
+        "deterministic",
+        "evaluate_every",
+        "probe_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "snapshots",
+        "seed",
+    ),
 )
 CONFIG = {
     "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},

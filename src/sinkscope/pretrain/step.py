@@ -121,8 +121,6 @@ class TrainingStep:
         size, rank = self.rows[0].stop - self.rows[0].start, self.group.rank
         round_size = size * self.group.num_processes
         count = min(self.config.evaluation_sequences, stream.num_windows)
-        if count > round_size:
-            count -= count % round_size  # a smaller last batch would be compiled anew
         sums = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         # Every process makes the same number of calls: with FSDP2 each of them gathers weights from all.
         for start in range(0, count, round_size):

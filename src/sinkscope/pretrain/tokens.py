@@ -105,6 +105,7 @@ class ShardWriter:
         self.num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
         self._shards: list[Shard] = []
         self._pending: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self._num_pending: dict[Split, int] = dict.fromkeys(SPLITS, 0)
 
     def add(self, split: Split, tokens: Iterable[int]) -> None:
         """Appends a document; a shard ends with the document that fills it."""
@@ -117,7 +118,8 @@ class ShardWriter:
             )
         self._pending[split].append(array.astype(self.dtype))
         self.num_tokens[split] += array.size
-        if sum(document.size for document in self._pending[split]) >= self.shard_tokens:
+        self._num_pending[split] += array.size
+        if self._num_pending[split] >= self.shard_tokens:
             self._flush(split)
 
     def finish(self, **provenance: Any) -> None:
@@ -145,7 +147,7 @@ class ShardWriter:
         with path.open("wb") as file:
             file.write(tokens.data)  # numpy's tofile would not say that the disk is full
         self._shards.append(Shard(path.name, split, tokens.size, len(documents), file_sha256(path)))
-        self._pending[split] = []
+        self._pending[split], self._num_pending[split] = [], 0
 
 
 def is_shards(data: Sequence[str]) -> bool:
