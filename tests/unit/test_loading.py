@@ -594,3 +594,19 @@ class TestGguf:
         refused(path, "no weights for 1 of them, first model.layers.1.mlp.up_proj.weight")
         write_gguf(path, model, architecture="nonsense")
         refused(path, "a GGUF architecture that transformers can read, not 'nonsense'", "safetensors")
+
+
+def test_a_model_on_the_cpu_is_in_float32_beside_a_gpu(saved, monkeypatch):
+    """Control: for the GPU the checkpoint's own dtype is asked for."""
+    asked = []
+
+    def stop(*args, dtype, **options):
+        asked.append(dtype)
+        raise InterruptedError
+
+    monkeypatch.setattr(loading, "_load_folder", stop)
+    monkeypatch.setattr(loading, "resolve_device", lambda name: torch.device("cuda"))
+    for device_map in ("cpu", None):
+        with pytest.raises(InterruptedError):
+            load(saved, device_map=device_map)
+    assert asked == [torch.float32, "auto"]

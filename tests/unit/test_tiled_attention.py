@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sinkscope.capture import tiles as module
+from sinkscope.capture.attention import _not_fused
 from sinkscope.capture.attention_rule import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
 from sinkscope.capture.tiles import tiled_attention
 
@@ -393,3 +394,9 @@ def test_control_without_the_causal_mask_every_reading_differs(monkeypatch):
     for name in ("output", "received", "entropy", "mixing", "weighted_mixing", "by_distance"):
         assert furthest(found, expected, name) > 1e-2, name
         assert np.abs(bidirectional[name] - expected[name]).max() > 1e-2, name
+
+
+def test_without_triton_a_gpu_reads_in_tiles(monkeypatch):
+    query = torch.randn(1, 2, 16, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr("sinkscope.kernels.attention_received.HAS_TRITON", False)
+    assert _not_fused(query, AttentionRule(scaling=1.0)) == "triton is not installed"

@@ -24,7 +24,7 @@ from sinkscope.capture.attention_rule import (
 )
 from sinkscope.capture.edited_rows import with_edited_rows
 from sinkscope.capture.tiles import tiled_attention
-from sinkscope.kernels.attention_received import attention_received, received_by_keys
+from sinkscope.kernels.attention_received import attention_received, reason_not_to_run, received_by_keys
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE = 256
@@ -48,7 +48,7 @@ def read_attention(
 
 
 def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
-    """Why the fused attention of torch cannot be used; None if it can."""
+    """Why the fused attention of torch and our kernel cannot be used; None if they can."""
     if rule.softcap is not None:
         return "soft-capped scores"
     if rule.sigmoid_bias is not None:
@@ -57,7 +57,7 @@ def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
         return f"{str(query_BHTD.dtype).removeprefix('torch.')} on CUDA"
     if query_BHTD.shape[-1] > FLASH_HEAD_SIZE or query_BHTD.shape[-1] % 8:
         return f"head size {query_BHTD.shape[-1]}"
-    return None
+    return reason_not_to_run(query_BHTD)
 
 
 def _fused_attention(

@@ -143,7 +143,7 @@ def attention_received_plain(
     key_weights_BHS: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> AttentionReductions:
-    """The definition: the same reductions from the whole square, in `dtype`. For tests and short sequences."""
+    """The definition, which the kernel is tested against: the same reductions from the whole square, in `dtype`."""
     key_BHSD = key_BKSD.to(dtype).repeat_interleave(query_BHTD.shape[1] // key_BKSD.shape[1], dim=1)
     score_BHTS = query_BHTD.to(dtype) @ key_BHSD.mT * scaling
     position = torch.arange(query_BHTD.shape[2], device=query_BHTD.device)

@@ -64,7 +64,8 @@ def load(
     trust_remote_code: bool = False,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
-    """The model that `source` names, in eval mode on its device, with every weight checked.
+    """The model that `source` names, in eval mode on its device, with every weight checked. A model object keeps its
+    mode; whatever reads it does so in eval mode.
 
         model = sinkscope.load("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 
@@ -115,7 +116,7 @@ def load(
         if found is not None:
             return found
     target, wanted = resolve_device(device), resolve_dtype(dtype)
-    on_cuda = target.type == "cuda"
+    on_cuda = target.type == "cuda" and device_map != "cpu"
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if device_map is not None:
         options["device_map"] = device_map
