@@ -47,3 +47,8 @@ def test_interventions_and_probes_work_on_it(model):
     assert float(masked.recording["mixing"][:, 10].min()) == pytest.approx(1.0)
     assert float(sinkscope.trace(model, ids).recording["mixing"][:, 10].max()) < 0.9
     assert sinkscope.probe(model, ids).whole["sink_position"] is not None
+
+
+def test_a_study_of_it_is_refused(model):
+    with pytest.raises(sinkscope.InputError, match="found OwnGPT, without `config`"):
+        sinkscope.study(model)

@@ -46,7 +46,7 @@ def _variance_discrepancy(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     layers = study.plan.before_sink
-    deviation_BLST = study.evidence.squared_deviation_LBST[layers].swapaxes(0, 1)
+    deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
     note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratios(deviation_BLST.mean(0))}"
     if study.fresh_variance_NLST is None:
         return Numbers(by_bar=[deviation_BLST], note=f"{note}; this machine cannot hold a model drawn afresh")
@@ -75,8 +75,8 @@ def _mean_r_squared(means: np.ndarray) -> np.ndarray:
 def _averaging_law(study: Measured) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    law_LBT, deviation_LBST = study.evidence.averaging_law_LBT, study.evidence.squared_deviation_LBST
-    both = np.concatenate([law_LBT[:, :, None], deviation_LBST], 2).swapaxes(0, 1)
+    law_LBT = study.evidence.averaging_law_LBT
+    both = np.concatenate([law_LBT[:, :, None], study.squared_deviation_LBST], 2).swapaxes(0, 1)
     moved = both.mean(0)
     moved[:, 0] = np.roll(moved[:, 0], both.shape[-1] // 2, axis=-1)
     return Numbers(by_bar=[both], control=float(_mean_r_squared(moved)))

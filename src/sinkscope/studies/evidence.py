@@ -20,7 +20,6 @@ from sinkscope.capture.lock import later_queries, making_keys
 from sinkscope.capture.merges import Own, Rows
 from sinkscope.capture.observables import Observable, Tap, averaging_law
 from sinkscope.capture.recorder import Recorder
-from sinkscope.measures import value_variance
 from sinkscope.measures.dimension_disparity import direction_share
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.studies.plan import Plan
@@ -30,9 +29,6 @@ from sinkscope.studies.plan import Plan
 class Evidence:
     """Numbers by sequence; a mean over sequences is a claim's statistic, or enters it."""
 
-    squared_deviation_LBST: np.ndarray
-    """n / (n - 1) times the squared deviation of the aggregation from its mean, mean over channels: its mean over
-    sequences is the variance. As it enters the output projection and, where a norm comes before that, the norm."""
     averaging_law_LBT: np.ndarray
     """sum_s a_ts^2 Var(v_s), mean over heads."""
     cosine_BAT: np.ndarray
@@ -88,7 +84,6 @@ def read_evidence(
     writes = [values.cpu() for values in found.get("writes", {}).values()]
     super_write, all_write, elsewhere = sum(writes, torch.zeros(shape[0], 3)).double().numpy().T
     return Evidence(
-        squared_deviation_LBST=stacked("squared_deviation", 0),
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
         direction_share_K=stacked("direction_share", 0).mean((0, 1)),
@@ -104,7 +99,6 @@ def _observables(plan: Plan) -> list[Observable]:
         return Observable(name=name, tap=tap, reduce=reduce, merge=Rows(), layers=layers, **others)
 
     return [
-        by_sequence("squared_deviation", Tap.AGGREGATION, squared_deviation, plan.layers),
         by_sequence("averaging_law", Tap.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
         by_sequence("cosine", Tap.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
         by_sequence("direction_share", Tap.RESIDUAL_OUT, lambda call: _direction_share(call, plan), plan.alive),
@@ -117,11 +111,6 @@ def _observables(plan: Plan) -> list[Observable]:
         ),
         by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),
     ]
-
-
-def squared_deviation(call: LayerCall) -> Tensor:
-    """[B, S, T] of the aggregation, on each side of its norm."""
-    return torch.stack([value_variance.squared_deviation(side) for side in call.sides], 1)
 
 
 def _cosine(call: LayerCall) -> Tensor:

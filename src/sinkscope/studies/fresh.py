@@ -11,17 +11,19 @@ import copy
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Rows
 from sinkscope.capture.observables import Observable, Tap
 from sinkscope.capture.recorder import Recorder, input_device
 from sinkscope.errors import InputError
+from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
 from sinkscope.pretrain.model_specs import Configuration, draw
-from sinkscope.studies.evidence import squared_deviation
 
 SEEDS = (0, 1, 2)
 SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")
@@ -62,6 +64,11 @@ def _shortened(config: Any, num_layers: int) -> Any:
 
 def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     anatomy, name = anatomy_of(model), "squared_deviation"
-    observable = Observable(name=name, tap=Tap.AGGREGATION, reduce=squared_deviation, merge=Rows(), layers=layers)
+    observable = Observable(name=name, tap=Tap.AGGREGATION, reduce=_squared_deviation, merge=Rows(), layers=layers)
     found = Recorder(anatomy, [observable]).read(model, ids_BT)
     return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])
+
+
+def _squared_deviation(call: LayerCall) -> Tensor:
+    """[B, S, T] of the aggregation, on each side of its norm."""
+    return torch.stack([squared_deviation(side) for side in call.sides], 1)

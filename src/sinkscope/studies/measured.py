@@ -54,6 +54,12 @@ class Measured:
         """Those of the norm on the aggregation."""
         return sides_of_norm(self.anatomy)
 
+    @property
+    def squared_deviation_LBST(self) -> np.ndarray:
+        """Of the aggregation in the layers up to the birth, on each side of its norm: the mean over sequences is the
+        batch variance."""
+        return self.reading.squares_LBS2T[self.plan.layers, :, :, 0].double().numpy()
+
     def at_targets(
         self, name: str, factor: float | None = None, held: str | None = None, **more: Any
     ) -> list[Condition]:

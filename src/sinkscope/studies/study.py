@@ -183,6 +183,12 @@ def study(
     """
     loaded = load(model)
     check_study(length, num_sequences)
+    if not (hasattr(loaded.model, "config") and hasattr(loaded.model, "get_output_embeddings")):
+        raise InputError(
+            expected="a model of transformers: a study draws it afresh and reads its losses",
+            found=f"{type(loaded.model).__name__}, without `config` or `get_output_embeddings`",
+            next_step="Use `trace`, also inside the interventions, one by one",
+        )
     others = (NUM_CHOOSING, MIN_CALIBRATION)
     whole = batch_with_others(
         loaded,
