@@ -169,7 +169,7 @@ def test_anatomy_reads_the_weights_that_act():
 
 def test_parts_for_training_make_the_whole():
     model, ids = decoder("head_norm"), tokens()
-    hidden = model.embed(ids)
+    hidden = model.model.embed_tokens(ids)
     rotation = model.model.rotation(hidden)
     for block in model.blocks:
         hidden = block(hidden, rotation)

@@ -191,10 +191,6 @@ class Decoder(PreTrainedModel, GenerationMixin):
     def sinkscope_anatomy(self) -> Anatomy:
         return describe(FAMILY, self)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """[B, T, E] the residual stream that enters layer 0."""
-        return self.model.embed_tokens(input_ids)
-
     def hidden_states(self, input_ids: Tensor) -> Tensor:
         """[B, T, E] the normalised states after the last layer, without logits."""
         return self.model(input_ids).last_hidden_state
