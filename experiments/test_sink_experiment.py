@@ -246,7 +246,7 @@ def test_the_residual_after_each_layer():
     ids = torch.randint(64, (3, 24), generator=torch.Generator().manual_seed(0))
     found = sink_measures.residual(loaded, ids)
     with torch.no_grad():
-        h = loaded.model.embed(ids)
+        h = loaded.model.model.embed_tokens(ids)
         rotation = loaded.model.model.rotation(h)
         for number, block in enumerate(loaded.model.blocks):
             h = block(h, rotation)
