@@ -58,6 +58,12 @@ def check_batch(
     tokens: str = "random", *, length: int, num_sequences: int, seed: int = 0
 ) -> tuple[Literal["random", "text", "repeat"], str]:
     """The kind of tokens, and the file or the id after its colon; refuses what no model could use."""
+    if not isinstance(tokens, str):
+        raise InputError(
+            expected=f"tokens as {TOKEN_FORMS}",
+            found=reprlib.repr(tokens),
+            next_step="Give a text file as `tokens='text:FILE'`",
+        )
     kind, _, argument = tokens.partition(":")
     if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
         raise InputError(
@@ -98,11 +104,22 @@ def check_sizes(*, length: int, num_sequences: int, least_length: int = 2, least
 
 def check_count(name: str, value: int, least: int, most: int | None = None, *, why: str = "") -> None:
     """Refuses a number outside what makes sense for the parameter called `name`."""
+    check_whole(name, value)
     if value < least or (most is not None and value > most):
         raise InputError(
             expected=f"`{name}` of at least {least}{'' if most is None else f' and at most {most}'}{why}",
             found=f"`{name}={value}`",
             next_step=f"{'Raise' if value < least else 'Lower'} `{name}`",
+        )
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Refuses what is no whole number."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(
+            expected=f"`{name}` as a whole number",
+            found=reprlib.repr(value),
+            next_step=f"Give `{name}` without a fraction",
         )
 
 
@@ -118,6 +135,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def check_seed(seed: int, count: int = 1) -> None:
     """Refuses seeds that torch's generator cannot tell apart: it keeps 32 bits of one. `count` of them are used."""
+    check_whole("seed", seed)
     if not 0 <= seed <= 2**32 - count:
         raise InputError(
             expected=f"a seed from 0 to {2**32 - count}", found=f"`seed={seed}`", next_step="Choose another `seed`"
@@ -132,9 +150,10 @@ def check_study(length: int, num_sequences: int) -> None:
 
 def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence[Any], fresh: int) -> None:
     """Refuses fewer than two models, an unknown method, and unrelated models where the method uses none."""
-    if len(models) < 2:
+    number = len(models) if isinstance(models, list | tuple) else 1  # a name has letters, which are no models
+    if number < 2:
         raise InputError(
-            expected="at least two models", found=str(len(models)), next_step="Name a base model and a suspect"
+            expected="at least two models, in a list", found=str(number), next_step="Name a base model and a suspect"
         )
     check_choice("method", method, get_args(Method))
     if method == "seedprint" and unrelated:
@@ -185,8 +204,15 @@ def check_remedies(**asked: bool) -> None:
         )
 
 
-def check_keys(keys: list[int] | None, length: int) -> None:
-    """Refuses chosen key positions outside the sequence."""
+def check_keys(keys: Sequence[int] | None, length: int) -> None:
+    """Refuses chosen key positions that are none, or outside the sequence."""
+    if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
+        raise InputError(
+            expected="`keys` as a list of positions", found=reprlib.repr(keys), next_step="Give `keys=[0, 10]`"
+        )
+    keys = None if keys is None else list(keys)
+    for key in keys or ():
+        check_whole("keys", key)
     wrong = [key for key in keys or () if not 0 <= key < length]
     if wrong or keys == []:
         raise InputError(

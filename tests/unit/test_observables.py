@@ -241,3 +241,10 @@ def test_experts_in_float64(family):
     torch.testing.assert_close(
         wide.recording["largest_write"].float(), usual.recording["largest_write"], rtol=1e-3, atol=1e-4
     )
+
+
+def test_a_recording_that_fills_no_table_is_not_saved(tmp_path):
+    found = sinkscope.trace(tiny_model("llama"), torch.arange(3, 23)[None], observables=["received"])
+    with pytest.raises(sinkscope.InputError, match="an observable that fills a table"):
+        found.save(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

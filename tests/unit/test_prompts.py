@@ -208,7 +208,8 @@ def test_the_short_text_of_chosen_keys_names_the_one_that_receives_most(model):
         model, torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0)), keys=[0, 1]
     )
     received = found.recording["received"].mean((0, 1))
-    assert f"Position {int(received.argmax())} receives the most attention, {float(received.max()):.2f}" in found.story
+    most = f"Position {int(received.argmax())} receives the most attention among the recorded keys (0, 1)"
+    assert f"{most}, {float(received.max()):.2f} of" in found.story
 
 
 def test_a_batch_made_for_another_model_is_refused(model):
@@ -216,3 +217,72 @@ def test_a_batch_made_for_another_model_is_refused(model):
     for read in (sinkscope.trace, lambda model, ids: sinkscope.clamp(model, ids.ids, norms=True)):
         with pytest.raises(sinkscope.InputError, match="100000"):
             read(model, batch)
+
+
+def test_a_model_by_name_is_refused_while_an_intervention_is_on(model):
+    """What is loaded anew would be read untouched. Control: the object is read, and names are afterwards."""
+    with sinkscope.mask_to_self(model, 10):
+        for named in ("reference:softmax", None):
+            with pytest.raises(sinkscope.InputError, match="a model object, since an intervention is on"):
+                sinkscope.trace(named)
+        sinkscope.trace(model, torch.arange(3, 23)[None])
+    assert sinkscope.trace("reference:softmax", torch.arange(3, 23)[None]).findings
+
+
+def test_the_name_of_a_file_is_no_text(model, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text("A text. " * 40)
+    monkeypatch.chdir(tmp_path)
+    for named in ("book.txt", "text:book.txt", str(tmp_path / "book.txt")):
+        with pytest.raises(sinkscope.InputError, match="the name of a file"):
+            sinkscope.trace(model, named)
+    assert sinkscope.trace(model, "a book.txt that I read").findings
+
+
+def test_numbers_as_notebooks_have_them(model):
+    batch = sinkscope.token_batch(model, length=np.int64(24), num_sequences=2, seed=np.int64(3))
+    assert torch.equal(batch.ids, sinkscope.token_batch(model, length=24, num_sequences=2, seed=3).ids)
+    assert type(batch.seed) is int
+    assert torch.equal(sinkscope.trace(model, list(batch.ids)).recording.batch.ids, batch.ids)
+    asked = {"mask_to_self": [np.int64(3)]}
+    found = sinkscope.intervene(model, asked, layers=0, length=24, num_sequences=2)
+    assert found.after.recording["mixing"][0, 3] == pytest.approx(1.0)
+    assert found.after.recording["mixing"][1, 3] < 0.99
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda model: sinkscope.trace(model, keys=0), "`keys` as a list of positions; found 0"),
+        (lambda model: sinkscope.trace(model, keys="0-3"), "`keys` as a list of positions; found '0-3'"),
+        (lambda model: sinkscope.trace(model, keys=[0.9]), "`keys` as a whole number; found 0.9"),
+        (lambda model: sinkscope.token_batch(model, length=32.0), "`length` as a whole number; found 32.0"),
+        (lambda model: sinkscope.token_batch(model, length="32"), "`length` as a whole number; found '32'"),
+        (lambda model: sinkscope.token_batch(model, seed=1.5), "`seed` as a whole number; found 1.5"),
+        (lambda model: sinkscope.token_batch(model, sinkscope), "tokens as"),
+        (lambda model: sinkscope.trace(model, [None]), "texts or token ids"),
+        (lambda model: sinkscope.trace(model, [[1, 2, 3], [1, 2]]), "rows of 2 to 3 ids"),
+        (lambda model: sinkscope.intervene(model, {"mask_to_self": 3}, prompt=[]), "a text, or several; found none"),
+        (lambda model: sinkscope.bias(model, controls="none"), "found 'none'"),
+        (lambda model: sinkscope.fingerprint("reference:softmax"), "at least two models, in a list; found 1"),
+        (lambda model: sinkscope.fingerprint(model), "at least two models, in a list; found 1"),
+        (lambda model: sinkscope.sink_tokens(model, "The cat sat.", neurons=[(7, 438)]), "what `sink_neurons` found"),
+        (lambda model: sinkscope.transplant_neurons(model, "1:3", 0.0, 5), "`source` as a whole number; found 0.0"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(model, call, found):
+    with pytest.raises(sinkscope.InputError) as refused:
+        call(model)
+    assert found in str(refused.value)
+
+
+def test_one_unit_needs_no_list_and_ids_calibrate(model):
+    batch = sinkscope.token_batch(model, length=24, num_sequences=64, seed=1)
+    with torch.no_grad():
+        for one, several in (("1:3", ["1:3"]), ((1, 3), [(1, 3)])):
+            with sinkscope.ablate_neurons(model, one):
+                first = model.model(batch.ids[:2]).logits
+            with sinkscope.ablate_neurons(model, several):
+                assert torch.equal(model.model(batch.ids[:2]).logits, first)
+    for calibration in (batch, batch.ids):
+        with sinkscope.amplify_variance(model, 5, 2.0, calibration=calibration):
+            assert sinkscope.trace(model, batch.ids[:2]).findings

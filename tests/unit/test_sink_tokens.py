@@ -38,7 +38,7 @@ def test_by_attention_they_are_the_published_rate_of_each_text(chain):
     expected = (rate_BS >= 0.05) & (torch.arange(48) < 48 - 16)
     assert torch.equal(found.mask, expected)
     assert found.positions(0) == [0]
-    assert repr(found) == "SinkTokens(3 sinks by attention in 3 x 48 tokens)"
+    assert repr(found) == "SinkTokens(sinks by attention: 3 in 3 x 48 tokens)"
 
 
 def test_neurons_found_on_some_texts_tell_the_sinks_of_others(chain):
@@ -66,10 +66,10 @@ def test_units_that_are_silent_at_the_sinks_are_not_chosen():
     """As ReLU units may be. Control: one that fires there alone is."""
     mask, silent, loud = torch.zeros(2, 40, dtype=torch.bool), torch.zeros(2, 40), torch.zeros(2, 40)
     mask[:, 0], loud[:, 0] = True, 5.0
-    found = _chosen({Unit(0, None, 1): silent}, mask)
+    found = _chosen({Unit(0, None, 1): silent}, mask, "planted")
     assert (found.neurons, found.recall, found.num_sinks) == ((), 0.0, 2)
     assert math.isnan(found.precision)
-    found = _chosen({Unit(0, None, 1): silent, Unit(0, None, 2): loud}, mask)
+    found = _chosen({Unit(0, None, 1): silent, Unit(0, None, 2): loud}, mask, "planted")
     assert ([neuron.unit for neuron in found.neurons], found.precision, found.recall) == ([Unit(0, None, 2)], 1.0, 1.0)
 
 
@@ -131,7 +131,7 @@ def test_step_by_step_with_a_cache_the_mask_is_that_of_one_pass(family):
 
 
 def _neurons(*neurons):
-    return SinkNeurons(neurons=neurons, precision=1, recall=1, num_sinks=1)
+    return SinkNeurons(neurons=neurons, precision=1, recall=1, num_sinks=1, model="planted")
 
 
 def test_a_watch_that_saw_nothing_says_so(chain):

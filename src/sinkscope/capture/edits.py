@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -42,6 +43,8 @@ class ExpertEdit:
 _row_edits: ContextVar[dict[int, tuple[RowEdit, ...]] | None] = ContextVar("sinkscope_row_edits", default=None)
 _expert_edits: ContextVar[dict[int, tuple[ExpertEdit, ...]] | None] = ContextVar("sinkscope_expert_edits", default=None)
 _by_sequence: ContextVar[str | None] = ContextVar("sinkscope_by_sequence", default=None)
+_acting: ContextVar[tuple[str, ...]] = ContextVar("sinkscope_acting", default=())
+"""The names of the interventions that are on."""
 _depth: ContextVar[int] = ContextVar("sinkscope_edits_depth", default=0)
 
 
@@ -68,6 +71,27 @@ def going_by_sequence(name: str) -> Iterator[None]:
         yield
     finally:
         _by_sequence.reset(token)
+
+
+@contextlib.contextmanager
+def acting(name: str) -> Iterator[None]:
+    """Says that an intervention is on."""
+    token = _acting.set((*_acting.get(), name))
+    try:
+        yield
+    finally:
+        _acting.reset(token)
+
+
+def check_is_object(model: object) -> None:
+    """Refuses a model by its name while an intervention is on: it acts on a model object, not on what is loaded
+    anew."""
+    if (names := _acting.get()) and (model is None or isinstance(model, str | Path)):
+        raise InputError(
+            expected="a model object, since an intervention is on",
+            found=f"{'no model' if model is None else repr(str(model))} beside {names[-1]}",
+            next_step="Load it first, model = sinkscope.load(...), and give that to both",
+        )
 
 
 def check_chunks(num_chunks: int) -> None:
@@ -102,6 +126,7 @@ def suspend() -> Iterator[None]:
             _row_edits: {},
             _expert_edits: {},
             _by_sequence: None,
+            _acting: (),
         }
         for variable, value in inside.items():
             stack.callback(variable.reset, variable.set(value))

@@ -295,8 +295,8 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
             found=f"`length={length}`",
             next_step=f"Give `length={context}`",
         )
-    check_keys(None if keys is None else list(keys), length)
-    return None if keys is None else torch.tensor(sorted(set(keys)), dtype=torch.long)
+    check_keys(keys, length)
+    return None if keys is None else torch.tensor(sorted(set(map(int, keys))), dtype=torch.long)
 
 
 def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:

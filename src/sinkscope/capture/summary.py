@@ -78,7 +78,7 @@ def story(findings: Findings) -> str:
     if (keys := _chosen_keys(findings)) is not None:
         among = f" among the recorded keys ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
     if math.isnan(rate):
-        return _too_short(findings)
+        return _too_short(findings, among)
     if not sinks:
         text = f"No sink{among}: at most {rate:.1%} of heads have a sink at one position ({position})"
         text += f", and a sink needs {100 * SINK_RATE:g} %"
@@ -130,16 +130,17 @@ def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> s
     return f" Within the texts there are sinks that the mean by position hides: {', '.join(named)}{more}."
 
 
-def _too_short(findings: Findings) -> str:
+def _too_short(findings: Findings, among: str) -> str:
     """For sequences in which no key has the later queries that a sink needs."""
     recording = findings.recording
     received_S = recording["received"].mean((0, 1))
     is_last_S = recording.keys == recording.batch.length - 1  # it has no query but its own
     key = int(received_S.masked_fill(is_last_S, -1).argmax())
+    share = f"{float(received_S[key]):.2f} of each query's on average"
     return (
         f"Sinks are not judged: a key needs {LATER_QUERIES} later queries, and there are {recording.batch.length} "
-        f"tokens. Position {int(recording.keys[key])} receives the most attention, {float(received_S[key]):.2f} of "
-        f"each query's on average.{_cut(findings)}"
+        f"tokens. Position {int(recording.keys[key])} receives the most attention{among}, {share}."
+        f"{_cut(findings)}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sinkscope.capture.edits import check_one_pass
+from sinkscope.capture.edits import check_is_object, check_one_pass
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
 from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, evaluation_mode, record
@@ -15,6 +15,7 @@ from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.capture.summary import hidden_sinks, story, trace_summary
 from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
+from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -98,6 +99,12 @@ class Trace(Result):
     def write(self, folder: RunFolder) -> None:
         if self.has_findings:
             super().write(folder)
+        elif not self.tables:
+            raise InputError(
+                expected="an observable that fills a table, or all of them",
+                found=", ".join(self.recording.by_layer),
+                next_step="Take these from `recording`, or leave `observables` out",
+            )
         else:
             self.write_tables(folder)
 
@@ -122,6 +129,7 @@ def trace(
     attention to chosen key positions. `effective_rank=False` leaves out the only number that needs a decomposition.
     Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.
     """
+    check_is_object(model)
     loaded = load(model)
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]

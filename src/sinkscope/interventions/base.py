@@ -18,11 +18,12 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.edits import depth, going_by_sequence
+from sinkscope.capture.edits import acting, depth, going_by_sequence
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.token_batches import TokenBatch, given_batch
 
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
@@ -139,6 +140,7 @@ class Intervention(contextlib.AbstractContextManager):
         with contextlib.ExitStack() as stack:
             token = _active.set((*_active.get(), (depth(), self)))
             stack.callback(_active.reset, token)
+            stack.enter_context(acting(self.name))
             if self.by_sequence:
                 stack.enter_context(going_by_sequence(self.name))
             if self.place.positions is not None:
@@ -259,6 +261,11 @@ def active(anatomy: Anatomy) -> list[Intervention]:
         for opened_at, intervention in _active.get()
         if opened_at == depth() and intervention.anatomy.decoder is anatomy.decoder
     ]
+
+
+def as_calibration(model: Model, given: Any) -> TokenBatch:
+    """What an intervention is calibrated on: a batch, or ids."""
+    return given if isinstance(given, TokenBatch) else given_batch(given, model=bare_model(model))
 
 
 def as_indices(chosen: int | Sequence[int] | None) -> Indices:

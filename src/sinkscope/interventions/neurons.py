@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor
 
+from sinkscope.arguments import check_whole
 from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
 from sinkscope.capture.replay import ConditionReading, read_units
 from sinkscope.capture.units import LayerUnits
@@ -25,13 +26,14 @@ from sinkscope.interventions.base import (
     Model,
     Place,
     TokenPlace,
+    as_calibration,
     as_indices,
     check_held,
     check_indices,
     indices,
     unless_suspended,
 )
-from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_unit, checked_units
+from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -52,7 +54,7 @@ class NeuronEdit(Intervention):
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         self.name = name
-        units = [as_unit(unit) for unit in units]
+        units = as_units(units)
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         super().__init__(
             model,
@@ -151,7 +153,7 @@ class AblateNeurons(NeuronEdit):
                     found="none",
                     next_step="Pass calibration=token_batch(model, ...) with another seed",
                 )
-            self.seen = read_units(self.anatomy, bare_model(model), calibration.ids, self.groups)
+            self.seen = read_units(self.anatomy, bare_model(model), as_calibration(model, calibration).ids, self.groups)
 
     @property
     def by_sequence(self) -> bool:
@@ -182,6 +184,7 @@ class TransplantNeurons(NeuronEdit):
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__(model, "transplant_neurons", units, positions=target, sequences=sequences)
+        check_whole("source", source)
         self.source, self.needs = source, (source, target)
         if source < 0 or source == target:
             raise InputError(
@@ -235,7 +238,7 @@ class DensifyNeurons(Intervention):
             raise InputError(
                 expected="a mode of spread, move or turn", found=repr(mode), next_step="Choose one of them"
             )
-        units = [as_unit(unit) for unit in units]
+        units = as_units(units)
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
         super().__init__(model, place)
@@ -345,7 +348,7 @@ def matched_units(
     `sizes` are the units' by group; left out, they are the norms of output vectors.
     """
     generator = torch.Generator().manual_seed(seed)
-    units = [as_unit(unit) for unit in units]
+    units = as_units(units)
     drawn: list[Unit] = []
     for unit in units:
         if sizes is None:

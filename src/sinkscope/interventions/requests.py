@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
+from sinkscope.interventions.base import as_indices
 from sinkscope.interventions.kinds import KINDS, Kind, Setting
 
 if TYPE_CHECKING:
@@ -76,7 +78,9 @@ def requests(
                 next_step=f"Leave `{option}` out",
             )
         where[option] = tuple(
-            _read(chosen, option, "numbers such as 0-2,7", whole_numbers) if isinstance(chosen, str) else chosen
+            _read(chosen, option, "numbers such as 0-2,7", whole_numbers)
+            if isinstance(chosen, str)
+            else as_indices(chosen) or ()
         )
     return [
         Request(
@@ -101,6 +105,8 @@ def _written(given: Any) -> str:
     """As on a command line: text as it is, 10 of a position, 5:148 of a unit."""
     if isinstance(given, str | int):
         return str(given)
+    if hasattr(given, "__index__"):  # an integer of numpy's or torch's
+        return str(operator.index(given))
     unit = given if isinstance(given, tuple) else (given.layer, given.expert, given.neuron)
     return ":".join(str(part) for part in unit if part is not None)
 

@@ -24,6 +24,7 @@ from sinkscope.interventions.base import (
     ResidualPlace,
     TokenPlace,
     all_layers,
+    as_calibration,
     as_indices,
     check_held,
     check_indices,
@@ -114,7 +115,8 @@ class SetDimensions(ResidualEdit):
             )
         self.mean_LTM: Tensor | None = None
         if mode == "mean" and calibration is not None:
-            reading = read_condition(self.anatomy, model, calibration.ids, dimensions=chosen)
+            ids_BT = as_calibration(model, calibration).ids
+            reading = read_condition(self.anatomy, model, ids_BT, dimensions=chosen)
             self.mean_LTM = reading.dimensions_LBTM.mean(1)
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:

@@ -78,6 +78,13 @@ def as_unit(given: UnitLike) -> Unit:
         ) from None
 
 
+def as_units(given: UnitLike | Iterable[UnitLike]) -> list[Unit]:
+    """One unit or several, as a list."""
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    is_tuple = isinstance(given, tuple) and given and all(isinstance(part, int | None) for part in given)
+    return [as_unit(given)] if is_one or is_tuple else [as_unit(unit) for unit in given]  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """The modules of one block. It has either `down_projection` or `experts`; a shared expert comes with experts."""

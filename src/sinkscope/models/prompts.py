@@ -7,6 +7,7 @@ kept whole beside that (`TokenBatch.whole`), so that each can be read as it woul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from sinkscope.models.token_batches import (
     tokenizer_of,
 )
 
+MOST_IN_A_NAME = 256
+"""Characters of a text that is looked up as a file's name."""
 Tokens = TokenBatch | Tensor | str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 """What a model can be given to read: a batch, a text, texts, ids, or what a tokenizer returned."""
 
@@ -46,7 +49,16 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
     bos = tokenizer_adds_bos(loaded) if bos is None else bos
     first = [bos_id(loaded)] if bos else []
     whole: list[Tensor] = []
+    if not texts:
+        raise InputError(expected="a text, or several", found="none", next_step="Give one")
     for text in texts:
+        if _names_a_file(text):
+            file = text.removeprefix("text:")
+            raise InputError(
+                expected="a text itself",
+                found=f"the name of a file, {file!r}",
+                next_step=f"Give `tokens='text:{file}'`, or in Python `token_batch(model, 'text:{file}')`",
+            )
         if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
             raise InputError(
                 expected="text in UTF-8",
@@ -75,6 +87,15 @@ def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None 
         bos=bos,
         whole=tuple(whole) if len(lengths) > 1 else (),
     )
+
+
+def _names_a_file(text: str) -> bool:
+    """Whether a text is more likely meant as the name of a file than as a text."""
+    name = text.removeprefix("text:")
+    try:
+        return len(name) < MOST_IN_A_NAME and Path(name).is_file()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
 
 
 def check_one_length(batch: TokenBatch, why: str) -> None:

@@ -7,6 +7,7 @@ B sequences, T positions.
 from __future__ import annotations
 
 import codecs
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def batch_with_others(
         ids = torch.nn.functional.pad(text[: total * window].view(total, window), (int(bos), 0))
     if first is not None:
         ids[:, 0] = first
-    seed_used = seed if kind == "random" else None
+    seed_used = int(seed) if kind == "random" else None
     return TokenBatch(ids=ids, kind=kind, seed=seed_used, bos=bos, source=source, left_out=left_out)
 
 
@@ -224,7 +225,7 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
             found="only special tokens, unused ones, and ones that share an embedding",
             next_step="Choose another model, or give ids or a text",
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     # Row by row: a row's numbers then never depend on how many rows follow.
     rows = [torch.randint(len(choices), (length,), generator=generator) for _ in range(num_sequences)]
     return choices[torch.stack(rows)], int(ordinary.sum() - used.sum())
@@ -371,10 +372,19 @@ def _check_vocabulary(ids: Tensor, num_embeddings: int) -> None:
 
 def _as_tensor(values: Any) -> Tensor:
     try:
+        if isinstance(values, list | tuple) and values and all(isinstance(row, Tensor) for row in values):
+            return torch.stack(list(values))
         return torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError) as error:
+        lengths = {len(row) for row in values if hasattr(row, "__len__")} if isinstance(values, list | tuple) else ()
+        if len(lengths) > 1:
+            raise InputError(
+                expected="sequences of equal length",
+                found=f"rows of {min(lengths)} to {max(lengths)} ids",
+                next_step="Pass one batch for each length",
+            ) from error
         raise InputError(
-            expected="sequences of equal length",
-            found="rows that do not form a tensor",
-            next_step="Pass one batch for each length",
+            expected="texts or token ids",
+            found=reprlib.repr(values),
+            next_step="Pass a text, several, or the ids a tokenizer returns",
         ) from error

@@ -85,6 +85,8 @@ def bias(
     `controls` are names of CONTROLS, by default all. `along` holds later checkpoints of the model; a training run
     brings its own. Further options go to `load`.
     """
+    controls = [controls] if isinstance(controls, str) else controls
+    along = [along] if isinstance(along, str | Path) else along
     names = list(CONTROLS if controls is None else dict.fromkeys(controls))
     for name in names:
         check_choice("controls", name, CONTROLS)

@@ -76,7 +76,7 @@ class Inputs:
 
     @cached_property
     def ids(self) -> Int64[Tensor, "N T"]:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(int(self.seed))
         return torch.randint(self.vocabulary, (self.num_sequences, self.length), generator=generator)
 
     @property

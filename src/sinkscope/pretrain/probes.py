@@ -62,7 +62,10 @@ class Probe:
     """One probe: numbers for the whole model and for each layer."""
 
     whole: dict[str, float | None]
+    """The position of the strongest sink, or of the key that receives most where there is none; its sink rate; how many
+    sinks there are; and how many massive dimensions and super neurons that position has."""
     layers: dict[str, list[float | None]]
+    """As QUANTITIES says, at that position."""
 
     def row(self) -> dict[str, Any]:
         return {"whole": self.whole, "layers": self.layers}
@@ -86,10 +89,10 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
         # threshold by chance.
         position, rate = findings.strongest if findings.sinks else findings.most_attended
         layers = _layers(findings, position)
-        num_super_neurons = len(findings.super_neurons)
+        num_super_neurons = sum(unit.position == position for unit in findings.super_neurons)
     whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
     whole["num_sinks"] = len(findings.sinks)
-    whole["num_massive_dimensions"] = len({entry.dimension for entry in findings.massive})
+    whole["num_massive_dimensions"] = len({e.dimension for e in findings.massive if e.position == position})
     whole["num_super_neurons"] = num_super_neurons
     return Probe(whole, {name: _numbers(values) for name, values in layers.items()})
 

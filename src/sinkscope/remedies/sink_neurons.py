@@ -11,6 +11,7 @@ Axes: B sequences, T positions, N = B * T tokens, n sinks, U units of a layer, C
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,18 +86,22 @@ class SinkNeurons:
     recall: float
     """On the texts that they were found on; NaN without sinks, as is the precision of no neurons."""
     num_sinks: int
+    model: str
+    """The name of the model that they were found in. They mean something to another one only if its units are the
+    same, as those of a copy in fewer bits are."""
 
     def __repr__(self) -> str:
         fire = ", ".join(f"{unit} beyond {fires:.3g}, share {share:.2f}" for unit, fires, share in self.neurons)
         found = f"{self.num_sinks} sinks, precision {self.precision:.2f}, recall {self.recall:.2f}"
-        return f"SinkNeurons({fire or 'none'}; found on {found})"
+        return f"SinkNeurons({fire or 'none'}; found in {self.model} on {found})"
 
 
 def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkNeurons:
     """The neurons that agree best with a mask of sinks, from one pass over its texts."""
     num_sinks = int(mask_BT.sum())
     if not num_sinks:
-        return SinkNeurons(neurons=(), precision=float("nan"), recall=float("nan"), num_sinks=0)
+        nothing = float("nan")
+        return SinkNeurons(neurons=(), precision=nothing, recall=nothing, num_sinks=0, model=loaded.name)
     seen: dict[Unit, Tensor] = {}
     sinks_n = mask_BT.flatten().nonzero().flatten()
 
@@ -111,10 +116,10 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
 
     listening = Observable(name="candidates", tap=Tap.UNITS, reduce=keep_candidates, merge=Rows())
     record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
-    return _chosen(seen, mask_BT)
+    return _chosen(seen, mask_BT, loaded.name)
 
 
-def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
+def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor, model: str) -> SinkNeurons:
     # What comes too late to be a sink by attention says nothing about the neurons.
     early_T = eligible_positions(mask_BT.shape[1])
     mask_BT = mask_BT[:, early_T]
@@ -140,7 +145,9 @@ def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor) -> SinkNeurons:
         told_BT |= shared_BT > threshold
     hits, num_told, num_sinks = (int(x_BT.sum()) for x_BT in (told_BT & mask_BT, told_BT, mask_BT))
     precision = hits / num_told if neurons else float("nan")
-    return SinkNeurons(neurons=tuple(neurons), precision=precision, recall=hits / num_sinks, num_sinks=num_sinks)
+    return SinkNeurons(
+        neurons=tuple(neurons), precision=precision, recall=hits / num_sinks, num_sinks=num_sinks, model=model
+    )
 
 
 def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tuple[float, float, float]:
@@ -171,6 +178,12 @@ class SinkWatch:
     """
 
     def __init__(self, model: Model, neurons: SinkNeurons) -> None:
+        if not isinstance(neurons, SinkNeurons):
+            raise InputError(
+                expected="what `sink_neurons` found",
+                found=reprlib.repr(neurons),
+                next_step="Give `neurons=sinkscope.sink_neurons(model, texts)`",
+            )
         self.anatomy = anatomy_of(bare_model(model))
         checked_units(self.anatomy, [neuron.unit for neuron in neurons.neurons])
         self.neurons = neurons.neurons

@@ -45,9 +45,9 @@ class SinkTokens:
         return self.mask[sequence].nonzero().flatten().tolist()
 
     def __repr__(self) -> str:
-        by = "neurons" if self.rate is None else "attention"
+        by = f"neurons of {self.neurons.model}" if self.rate is None else "attention"
         texts, length = self.mask.shape
-        return f"SinkTokens({int(self.mask.sum())} sinks by {by} in {texts} x {length} tokens)"
+        return f"SinkTokens(sinks by {by}: {int(self.mask.sum())} in {texts} x {length} tokens)"
 
 
 def sink_tokens(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None) -> SinkTokens:

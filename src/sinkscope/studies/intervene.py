@@ -215,7 +215,7 @@ def intervene(
 ) -> Intervened:
     """Traces of a batch before, under the requested interventions, and under a control in their place.
 
-        sinkscope.intervene(model, {"mask_to_self": 10}, prompt="The cat sat on the mat and then on the rug.").story
+        sinkscope.intervene(model, {"mask_to_self": 10}, prompt="a text of 27 tokens or more").story
 
     What is asked for is written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
     a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
