@@ -86,7 +86,8 @@ def parsed() -> argparse.Namespace:
 def configured(arguments: argparse.Namespace) -> PretrainConfig:
     """What is trained: the configuration, or the batch that was asked for in one forward pass."""
     asked = {"batch_size": arguments.batch, "micro_batch_size": arguments.batch, "sequence_length": arguments.length}
-    return resolve(arguments.config, variant=arguments.variant, data=[], training=asked)
+    training = {name: value for name, value in asked.items() if value is not None}
+    return resolve(arguments.config, variant=arguments.variant, data=[], training=training)
 
 
 def measure(arguments: argparse.Namespace) -> dict:

@@ -7,6 +7,7 @@ import json
 import lzma
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -220,7 +221,9 @@ def test_the_bound_on_tokens_is_kept_and_something_is_held_out(tmp_path, monkeyp
     """Whatever a batch holds; the control without the bound has more of both."""
     path = tmp_path / "text.txt"
     path.write_text("<|endoftext|>".join(f"{number} words of a text\n" * 200 for number in range(40)))
-    given = dict(data=(str(path),), validation=(str(path),) * validation, vocab_size=300, validation_share=0.01)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("<|endoftext|>".join(f"{number} words held out\n" * 200 for number in range(40)))
+    given = dict(data=(str(path),), validation=(str(held_out),) * validation, vocab_size=300, validation_share=0.01)
 
     monkeypatch.setattr(tokenize_module, "BATCH_CHARACTERS", 10**4)  # held out is what lies many batches further on
 
@@ -421,3 +424,18 @@ def test_held_out_windows_are_the_same_at_every_call(shards):
     assert torch.equal(targets, tokens + 1)
     assert torch.equal(stream.evenly_spaced(4, slice(1, 3))[0], tokens[1:3])
     assert len(stream.evenly_spaced(100)[0]) == 11
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path):
+    """Control: the other documents are."""
+    both, others = tmp_path / "both.txt", tmp_path / "others.txt"
+    both.write_text("\n<|endoftext|>\n".join(TEXTS))
+    others.write_text("\n<|endoftext|>\n".join(TEXTS[:10]))
+    config = TokenizeConfig(data=(str(both),), validation=(str(others),), vocab_size=300)
+    shards = tokenize(config, tmp_path / "tokens", progress=silent)
+    documents = {
+        split: sum(x.num_documents for x in shards.shards if x.split == split) for split in ("train", "validation")
+    }
+    assert documents == {"train": 30, "validation": 10}
+    with pytest.raises(InputError, match="at least one train document"):
+        tokenize(replace(config, data=config.validation), tmp_path / "none", progress=silent)

@@ -1,12 +1,15 @@
 """The parts of an update against plain definitions: the loss and its gradients, schedules, optimisers, counting."""
 
+import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import short_run
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain import step as loss_module
@@ -16,8 +19,10 @@ from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import CapturableMuon, build_optimisers, learning_rate, set_learning_rate
 from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import TRAINING_PRESETS, changed, decoder_config, preset, resolve
+from sinkscope.pretrain.runs import num_machines
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
-from sinkscope.pretrain.train import train
+from sinkscope.pretrain.train import _note_another_set_up, train
+from sinkscope.results.run_folder import RunFolder
 
 TINY = TRAINING_PRESETS["tiny"]
 ALONE = Processes(mode="single", rank=0, num_processes=1, device=torch.device("cpu"))
@@ -387,3 +392,42 @@ def test_the_held_out_windows_depend_on_no_batch_size(tmp_path):
         assert {count for count, *_ in seen} == {7}
         assert seen[-1][2] == 7
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("training", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"batch_size": 1}])
+def test_a_variance_across_sequences_needs_all_of_them_in_one_pass(tmp_path, training):
+    """Control: another variant, and the whole batch."""
+    asked = {"batch_size": 4} | training
+    refused, softmax, whole = (tmp_path / name for name in ("refused", "softmax", "whole"))
+    for folder in (refused, softmax, whole):
+        folder.mkdir()
+    with pytest.raises(InputError, match="all in one pass of one process: equal_variance"):
+        short_run(refused, variant="equal_variance", **asked)
+    assert not (refused / "run").exists()
+    short_run(softmax, **asked)
+    short_run(whole, variant="equal_variance", batch_size=4)
+
+
+def test_held_out_text_beside_shards_is_refused(tmp_path):
+    run = short_run(tmp_path)
+    with pytest.raises(InputError, match="no `validation` beside token shards"):
+        train(run / "tokens", tmp_path / "other", validation="held_out.txt", steps=1)
+
+
+def test_an_entry_of_a_file_is_taken_back_by_none(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("training: {batch_size: 4, micro_batch_size: 2}")
+    changed_back = resolve(str(path), data=["x"], training={"micro_batch_size": None})
+    assert (changed_back.training.batch_size, changed_back.training.micro_batch_size) == (4, None)
+
+
+def test_a_run_that_goes_on_with_another_set_up_shares_its_seconds_with_none(tmp_path):
+    run = short_run(tmp_path)
+    folder, before = RunFolder(run), json.loads((run / "environment.json").read_text())
+    _note_another_set_up(folder, before | {"started_at": "later"})
+    assert json.loads((run / "environment.json").read_text()) == before
+    _note_another_set_up(folder, before | {"parallel": "ddp", "num_processes": 2})
+    after = json.loads((run / "environment.json").read_text())
+    assert (after["parallel"], after["num_processes"]) == ("single, then ddp", "1, then 2")
+    same, other = SimpleNamespace(environment=before), SimpleNamespace(environment=after)
+    assert [num_machines(runs) for runs in ([same, same], [same, other], [other, other])] == [1, 2, 2]

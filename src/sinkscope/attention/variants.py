@@ -58,6 +58,9 @@ class RMSNorm(nn.Module):
 class Softmax(nn.Module):
     """a_ts = exp(q_t . k_s / sqrt(D)) / sum over visible keys: the baseline, whose steps the others override."""
 
+    whole_batch = False
+    """Whether training must see all sequences of a batch in one pass."""
+
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
         self.shape = shape
@@ -139,6 +142,8 @@ class FirstNorm(HeadNorm):
 
 class EqualVariance(Softmax):
     """o <- mu + s (o - mu) at position 0 only, s the factor that leaves it the variance of later positions."""
+
+    whole_batch = True  # the variance is that of its sequences
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -105,9 +105,9 @@ def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  
     from sinkscope.pretrain.tokens import is_shards
     from sinkscope.results.run_folder import check_output
 
-    if not is_shards(asked.data):
-        check_sources(asked.data)
-    if not is_begun(user_path(asked.out), overwrite=asked.overwrite):
+    if not is_begun(user_path(asked.out), overwrite=asked.overwrite):  # else the run has the tokens of its texts
+        if not is_shards(asked.data):
+            check_sources([*asked.data, *asked.validation])
         check_output(asked.out, asked.overwrite)
     config = resolve(
         asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes

@@ -126,7 +126,7 @@ def resolve(
 ) -> PretrainConfig:
     """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
     model, vocab_size, settings = _recipe(config)
-    settings = changed(settings, {key: value for key, value in training.items() if value is not None})
+    settings = changed(settings, training)
     if variant is not None:
         model["attention_variant"] = variant
     if training.get("seed") is not None or "seed" not in model:

@@ -91,7 +91,8 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
         layers = _layers(findings, position)
         num_super_neurons = sum(unit.position == position for unit in findings.super_neurons)
     whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
-    whole["num_sinks"] = len(findings.sinks)
+    judged = bool(eligible_positions(findings.recording.batch.length).any())
+    whole["num_sinks"] = len(findings.sinks) if judged else None
     whole["num_massive_dimensions"] = len({e.dimension for e in findings.massive if e.position == position})
     whole["num_super_neurons"] = num_super_neurons
     return Probe(whole, {name: _numbers(values) for name, values in layers.items()})

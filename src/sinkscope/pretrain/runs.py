@@ -47,6 +47,8 @@ WITHOUT_EFFECT = (
         "seed",
     ),
 )
+THEN = ", then "
+"""Between the set-ups of a run that went on with another one, in its environment.json."""
 CONFIG = {
     "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
     "training": {"steps": Int(1), "seed": Maybe(Int(0, LARGEST_INT))},
@@ -187,7 +189,9 @@ def replicas(runs: list[FinishedRun]) -> Groups:
 def num_machines(runs: Sequence[FinishedRun]) -> int:
     """The number of different machines and set-ups that the runs were timed on."""
     names = ("device_name", "num_processes", "parallel", "precision", "compiled", "num_threads")
-    return len({tuple(str(run.environment.get(name)) for name in names) for run in runs})
+    found = [tuple(str(run.environment.get(name)) for name in names) for run in runs]
+    # A run that went on elsewhere shares its seconds with none.
+    return len({each if not any(THEN in name for name in each) else number for number, each in enumerate(found)})
 
 
 def unequal_conditions(groups: Groups) -> list[str]:

@@ -124,10 +124,13 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
     if config.validation:
+        held_out_draws = set()
         for text in documents(config.validation):
+            held_out_draws.add(_draw(text))
             yield "validation", text
         for text in _texts(config):
-            yield "train", text
+            if _draw(text) not in held_out_draws:  # what is held out is not trained on
+                yield "train", text
         return
     total, held_out = _chosen(config)
     # The last document waits: of it something is held out if nothing else was.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from sinkscope.attention.variants import VARIANTS
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, is_begun
 from sinkscope.pretrain.decoder import Decoder
@@ -23,14 +24,14 @@ from sinkscope.pretrain.metrics import (
 )
 from sinkscope.pretrain.parallel import Processes, processes
 from sinkscope.pretrain.presets import resolve
-from sinkscope.pretrain.runs import decoder_config_of_run, saved_configuration, shards_of_run
+from sinkscope.pretrain.runs import THEN, decoder_config_of_run, saved_configuration, shards_of_run
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
 from sinkscope.results.atomic import DISK_FULL, explained, locked
-from sinkscope.results.run_folder import run_folder
-from sinkscope.results.validated import read_json
+from sinkscope.results.run_folder import RunFolder, run_folder
+from sinkscope.results.validated import SCALAR, Each, read_json
 from sinkscope.runtime import environment
 from sinkscope.user_paths import check_path, user_path
 
@@ -57,7 +58,7 @@ def pretrain(
     """
     out = user_path(out)
     say = say if group.is_first else lambda text: None
-    config.training.rows(group.rank, group.num_processes)
+    _check(config, group)
     compile = group.device.type == "cuda" if compile is None else compile
     with locked(out) if group.is_first else contextlib.nullcontext():
         if group.is_first:
@@ -111,6 +112,24 @@ def _sources(name: str, given: Any) -> list[str]:
     return [str(check_path(name, source, expected="a path, or a list of them,")) for source in several]
 
 
+def _check(config: PretrainConfig, group: Processes) -> None:
+    """Refuses what cannot be trained, or not as it is asked for."""
+    passes = config.training.rows(group.rank, group.num_processes)
+    variant = config.model.get("attention_variant", "softmax")
+    if VARIANTS[variant].whole_batch and passes != [slice(0, max(2, config.training.batch_size))]:
+        raise InputError(
+            expected=f"two sequences or more, and all in one pass of one process: {variant} goes by their variance",
+            found=f"{group.num_processes} x {len(passes)} passes of {passes[0].stop - passes[0].start}",
+            next_step="Leave `micro_batch_size` out, and take one process",
+        )
+    if config.validation and is_shards(config.data):
+        raise InputError(
+            expected="no `validation` beside token shards, which hold their own",
+            found=", ".join(config.validation),
+            next_step="Leave it out, or give it to `sinkscope tokenize`",
+        )
+
+
 def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Processes, compile: bool, say: Say) -> None:
     """Makes the run folder with all that training needs, or checks that the existing one has the same configuration.
 
@@ -124,20 +143,11 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
                 next_step="Choose another `out`, or replace the run with `overwrite=True`",
             )
         shards_of_run(config, out).verify()
+        _note_another_set_up(RunFolder(out), _environment(group, compile))
         return
     with run_folder(out, overwrite, later=WRITTEN_LATER) as folder:
         folder.write_yaml("config.yaml", config.plain())
-        precision = "bfloat16 autocast" if group.device.type == "cuda" else "float32"
-        folder.write_json(
-            "environment.json",
-            environment(
-                device=group.device,
-                precision=precision,
-                compiled=compile,
-                parallel=group.mode,
-                num_processes=group.num_processes,
-            ),
-        )
+        folder.write_json("environment.json", _environment(group, compile))
         if not is_shards(config.data):
             texts = TokenizeConfig(
                 data=tuple(config.data), validation=tuple(config.validation), vocab_size=config.vocab_size
@@ -149,6 +159,28 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
         settings = config.training
         for split in SPLITS:
             TokenStream(shards, split, length=settings.sequence_length, batch_size=settings.batch_size, seed=0)
+
+
+def _environment(group: Processes, compile: bool) -> dict[str, Any]:
+    return environment(
+        device=group.device,
+        precision="bfloat16 autocast" if group.device.type == "cuda" else "float32",
+        compiled=compile,
+        parallel=group.mode,
+        num_processes=group.num_processes,
+    )
+
+
+def _note_another_set_up(folder: RunFolder, now: dict[str, Any]) -> None:
+    """Adds to environment.json what is another when a run goes on."""
+    before = read_json(folder.path / "environment.json", Each(SCALAR))
+    others = {
+        name: f"{before[name]}{THEN}{value}"
+        for name, value in now.items()
+        if name in before and name != "started_at" and str(before[name]).split(THEN)[-1] != str(value)
+    }
+    if others:
+        folder.write_json("environment.json", before | others)
 
 
 def _finished_summary(config: PretrainConfig, out: Path, say: Say) -> dict[str, Any] | None:

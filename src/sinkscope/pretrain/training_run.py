@@ -205,7 +205,7 @@ class TrainingRun:
         return InputError(
             expected="finite losses, gradients and weights",
             found=str(what),
-            next_step=f"The last good checkpoint is {names[-1] if names else 'none yet'}; "
+            next_step=f"{f'The last good checkpoint is {names[-1]}' if names else 'There is no checkpoint yet'}; "
             "start anew with a lower `learning_rate`, more `warmup_steps` or a lower `clip`",
         )
 
