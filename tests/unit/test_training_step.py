@@ -424,6 +424,10 @@ def test_an_entry_of_a_file_is_taken_back_by_none(tmp_path):
 def test_a_run_that_goes_on_with_another_set_up_shares_its_seconds_with_none(tmp_path):
     run = short_run(tmp_path)
     folder, before = RunFolder(run), json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(before | {"num_threads": 99}))
+    short_run(tmp_path)  # it is complete, so nothing runs
+    assert json.loads((run / "environment.json").read_text())["num_threads"] == 99
+    folder.write_json("environment.json", before)
     _note_another_set_up(folder, before | {"started_at": "later"})
     assert json.loads((run / "environment.json").read_text()) == before
     _note_another_set_up(folder, before | {"parallel": "ddp", "num_processes": 2})

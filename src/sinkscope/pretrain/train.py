@@ -70,6 +70,8 @@ def pretrain(
         if summary is not None:
             say(f"the run in {out} is complete; choose another folder to train again, or overwrite it")
             return summary
+        if group.is_first:
+            _note_another_set_up(RunFolder(out), _environment(group, compile))
         model = Decoder(decoder_config_of_run(config, shards))
         with tracker(track if group.is_first else None, out, config.plain()) as send:
             run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
@@ -143,7 +145,6 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
                 next_step="Choose another `out`, or replace the run with `overwrite=True`",
             )
         shards_of_run(config, out).verify()
-        _note_another_set_up(RunFolder(out), _environment(group, compile))
         return
     with run_folder(out, overwrite, later=WRITTEN_LATER) as folder:
         folder.write_yaml("config.yaml", config.plain())
@@ -172,7 +173,7 @@ def _environment(group: Processes, compile: bool) -> dict[str, Any]:
 
 
 def _note_another_set_up(folder: RunFolder, now: dict[str, Any]) -> None:
-    """Adds to environment.json what is another when a run goes on."""
+    """Adds to environment.json what is another when a run goes on; of a new run nothing is."""
     before = read_json(folder.path / "environment.json", Each(SCALAR))
     others = {
         name: f"{before[name]}{THEN}{value}"
