@@ -409,7 +409,7 @@ class TestGiven:
             ([5], ["at least 2 positions", "[1, 1]"]),
             ([], ["token ids or texts", "none"]),
             ({"ids": [[1, 2]]}, ["input_ids", "found ids"]),
-            ("text", ["do not form a tensor"]),
+            ("text", ["texts or token ids", "'text'"]),
         ],
     )
     def test_refused(self, ids, parts):

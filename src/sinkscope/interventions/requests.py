@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from sinkscope.arguments import whole_numbers
 from sinkscope.errors import InputError
-from sinkscope.interventions.base import as_indices
 from sinkscope.interventions.kinds import KINDS, Kind, Setting
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def requests(
         where[option] = tuple(
             _read(chosen, option, "numbers such as 0-2,7", whole_numbers)
             if isinstance(chosen, str)
-            else as_indices(chosen) or ()
+            else (chosen if isinstance(chosen, Iterable) else [chosen])
         )
     return [
         Request(
