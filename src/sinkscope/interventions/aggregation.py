@@ -31,8 +31,8 @@ from sinkscope.interventions.base import (
     Place,
     active,
     all_layers,
-    as_calibration,
     as_indices,
+    batch_of,
     one_index,
     together,
     unless_suspended,
@@ -76,7 +76,7 @@ class AggregationEdit(Intervention):
         self.name, self.factor, self.position, self.needs = formula, factor, position, (position,)
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
-        calibration = as_calibration(model, calibration)
+        calibration = batch_of(model, calibration)
         if calibration.num_sequences < MIN_CALIBRATION:
             raise InputError(
                 expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",

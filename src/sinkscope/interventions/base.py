@@ -263,8 +263,8 @@ def active(anatomy: Anatomy) -> list[Intervention]:
     ]
 
 
-def as_calibration(model: Model, given: Any) -> TokenBatch:
-    """What an intervention is calibrated on: a batch, or ids."""
+def batch_of(model: Model, given: Any) -> TokenBatch:
+    """What a user gives to be read: a batch as it is, or ids as one."""
     return given if isinstance(given, TokenBatch) else given_batch(given, model=bare_model(model))
 
 

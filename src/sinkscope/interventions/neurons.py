@@ -26,8 +26,8 @@ from sinkscope.interventions.base import (
     Model,
     Place,
     TokenPlace,
-    as_calibration,
     as_indices,
+    batch_of,
     check_held,
     check_indices,
     indices,
@@ -153,7 +153,7 @@ class AblateNeurons(NeuronEdit):
                     found="none",
                     next_step="Pass calibration=token_batch(model, ...) with another seed",
                 )
-            self.seen = read_units(self.anatomy, bare_model(model), as_calibration(model, calibration).ids, self.groups)
+            self.seen = read_units(self.anatomy, bare_model(model), batch_of(model, calibration).ids, self.groups)
 
     @property
     def by_sequence(self) -> bool:

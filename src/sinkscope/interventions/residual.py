@@ -24,8 +24,8 @@ from sinkscope.interventions.base import (
     ResidualPlace,
     TokenPlace,
     all_layers,
-    as_calibration,
     as_indices,
+    batch_of,
     check_held,
     check_indices,
     check_text,
@@ -33,9 +33,9 @@ from sinkscope.interventions.base import (
     unless_suspended,
 )
 from sinkscope.interventions.neurons import ClampNeurons
-from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_unit
+from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
 from sinkscope.models.loading import bare_model
-from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.models.token_batches import TokenBatch
 
 
 class ResidualEdit(Intervention):
@@ -115,7 +115,7 @@ class SetDimensions(ResidualEdit):
             )
         self.mean_LTM: Tensor | None = None
         if mode == "mean" and calibration is not None:
-            ids_BT = as_calibration(model, calibration).ids
+            ids_BT = batch_of(model, calibration).ids
             reading = read_condition(self.anatomy, model, ids_BT, dimensions=chosen)
             self.mean_LTM = reading.dimensions_LBTM.mean(1)
 
@@ -204,12 +204,12 @@ def clamp(
 
     `untouched` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
     """
-    neurons = [as_unit(unit) for unit in neurons]
+    neurons = as_units(neurons)
     if not (neurons or dimensions or norms):
         raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
     if not isinstance(untouched, ConditionReading):
         owner = bare_model(model)
-        batch = untouched if isinstance(untouched, TokenBatch) else given_batch(untouched, model=owner)
+        batch = batch_of(model, untouched)
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
         untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
