@@ -1,17 +1,20 @@
 """The one exception for input that cannot be honoured; the command line turns it into exit code 2.
 
-Its phrases name the parameters of Python functions, in backticks and as Python writes them: `length`, `length=64`,
-`bos=False`, `keys=[0, 10]`. The command line prints the options of the command that runs in their place: --length,
---length 64, --no-bos, --keys 0,10. A parameter therefore has one name everywhere; what the command has no option for
-stays as it is.
+A message says in one or two plain sentences what is wrong and what to do. It names the parameters of Python functions,
+in backticks and as Python writes them: `length`, `length=64`, `bos=False`, `keys=[0, 10]`. The command line prints the
+options of the command that runs in their place: --length, --length 64, --no-bos, --keys 0,10. A parameter therefore has
+one name everywhere; what the command has no option for stays as it is.
 """
 
 
 class InputError(Exception):
-    """Says what was expected, what was found and what to do next, each as a short phrase without a full stop."""
+    """What is wrong and what to do, in plain sentences.
 
-    def __init__(self, *, expected: str, found: str, next_step: str) -> None:
+    Older messages still come as three phrases: what was expected, what was found and what to do next.
+    """
+
+    def __init__(self, message: str = "", *, expected: str = "", found: str = "", next_step: str = "") -> None:
         self.expected = expected
         self.found = found
         self.next_step = next_step
-        super().__init__(f"expected {expected}; found {found}. {next_step}.")
+        super().__init__(message or f"expected {expected}; found {found}. {next_step}.")
