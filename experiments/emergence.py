@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from sinkscope.capture.findings import Findings
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions

@@ -187,7 +187,7 @@ class _Failing(Intervention):
     def __init__(self, model) -> None:
         super().__init__(model, Place(on="nothing", layers=(0,)))
 
-    def opening(self, stack) -> None:
+    def opening(self, stack, acted) -> None:
         stack.callback(self.layers()[0].block.register_forward_pre_hook(lambda *_: None).remove)
         raise OSError("while entering")
 

@@ -5,7 +5,8 @@ import torch
 from tiny_models import tiny_model
 
 from sinkscope.capture.observables import CHAIN
-from sinkscope.capture.recorder import evaluation_mode, record, without_autograd
+from sinkscope.capture.recorder import record, without_autograd
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import given_batch
 

@@ -3,29 +3,32 @@
 Most families look up a function by name in the attention registry of transformers. A mask function of the same name
 must be registered too, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal,
 with or without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch
-function mode sees. Registration is process-wide, so both functions look up a context variable for the active tap. A
-pass of another thread has none and uses the functions that the model used before.
+function mode sees. Registration is process-wide, so both functions look for a tap that acts on the pass that runs.
+Where there is none, in another thread's pass or in a copy of the model, they use what the model used before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.capture.attention_rule import AttentionRule
-from sinkscope.capture.edits import row_edits
-from sinkscope.capture.sole_reader import in_this_thread, sole_reader
+from sinkscope.capture.edits import depth, row_edits
+from sinkscope.capture.sole_reader import sole_reader
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import Anatomy
+from sinkscope.models.anatomy import Anatomy, Layer, input_device
 
 NAME = "sinkscope"
 
@@ -52,66 +55,124 @@ class CausalMask:
     window: int | None
 
 
-@dataclass
-class _ActiveTap:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tap:
+    """A function that the attention of one model goes through."""
+
+    config: Any
+    """The configuration of the model, which says whose a mask is; None where masks are not asked for."""
     layer_of: dict[int, int]
+    """By the attention module's id."""
     on_attention: OnAttention
-    current_layer: int | None = None
+    depth: int
+    thread: int | None
+    """The thread whose passes go through it; None for all of them."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether it acts on the pass that runs here and now."""
+        return self.depth == depth() and self.thread in (None, threading.get_ident())
 
 
-_active: ContextVar[_ActiveTap | None] = ContextVar("sinkscope_attention_tap", default=None)
-_before: dict[int, str] = {}
-"""The attention implementation that each model used before, by its configuration's id: for passes of other threads.
-Entries stay, since such a pass may still call our function just after the tap is closed."""
+_taps: list[_Tap] = []
+"""The open ones of all models; what was opened last comes first."""
+_doors: WeakKeyDictionary[nn.Module, tuple[int, contextlib.ExitStack]] = WeakKeyDictionary()
+"""By decoder: how many taps are open, and what undoes the change that the first of them made to the model."""
+_doors_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def attention_tap(anatomy: Anatomy, on_attention: OnAttention) -> Iterator[None]:
-    """While open, every attention of the model goes through `on_attention`; on leaving, the model is as it was."""
+def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
+    """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every one.
+    Taps may be closed in any order; after the last one the model is as it was."""
+    tap = _Tap(
+        config=getattr(anatomy.decoder, "config", None),
+        layer_of={id(layer.attention): layer.index for layer in anatomy.layers},
+        on_attention=on_attention,
+        depth=depth(),
+        thread=None if every_thread else threading.get_ident(),
+    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sole_reader(anatomy.decoder))
-        door = anatomy.family.attention_door
-        config = None if door == "causal_sdpa" else anatomy.decoder.config
-        if config is not None:
-            before = config._attn_implementation
-            if before != NAME:
-                _before[id(config)] = before
-            stack.callback(setattr, config, "_attn_implementation", before)
-        layer_of = {id(layer.attention): layer.index for layer in anatomy.layers}
-        stack.callback(_active.reset, _active.set(_ActiveTap(layer_of, on_attention)))
-        if config is not None and door == "registry":
-            # What set_attn_implementation does, without its walk over all modules: each attention asks the
-            # configuration for the name at every call.
-            config._attn_implementation = NAME
-        else:
-            for layer in anatomy.layers:
-                enter = in_this_thread(lambda module, args, index=layer.index: enter_layer(index))
-                stack.callback(layer.attention.register_forward_pre_hook(enter).remove)
-            marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(anatomy.decoder.parameters()).device)
-            stack.enter_context(_SdpaCalls(anatomy, marker))
-            if config is not None:
-                # Falcon reads this attribute at every call, and only its sdpa branch makes the call that can be seen.
-                config._attn_implementation = "sdpa"
-                # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-                by_marker = in_this_thread(_mask_by_marker(marker))
-                stack.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+        if not every_thread:
+            stack.enter_context(sole_reader(anatomy.decoder))
+        _enter_door(anatomy)
+        stack.callback(_leave_door, anatomy.decoder)
+        _taps.append(tap)
+        stack.callback(_taps.remove, tap)
         yield
 
 
-def _tap() -> _ActiveTap:
-    tap = _active.get()
-    assert tap is not None
-    return tap
+def _enter_door(anatomy: Anatomy) -> None:
+    with _doors_lock:
+        count, undo = _doors.get(anatomy.decoder, (0, contextlib.ExitStack()))
+        if count == 0:
+            _open_door(anatomy, undo)
+        _doors[anatomy.decoder] = count + 1, undo
 
 
-def _name_before(config) -> str:
-    """The implementation that a pass of another thread uses."""
-    if id(config) not in _before:
-        raise RuntimeError(f"the attention implementation '{NAME}' only works inside sinkscope's attention tap")
-    return _before[id(config)]
+def _leave_door(decoder: nn.Module) -> None:
+    with _doors_lock:
+        count, undo = _doors.pop(decoder)
+        if count > 1:
+            _doors[decoder] = count - 1, undo
+        else:
+            undo.close()
+
+
+def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
+    """Changes a model so that its attention asks us."""
+    door, config = anatomy.family.attention_door, getattr(anatomy.decoder, "config", None)
+    if door != "causal_sdpa":
+        before = config._attn_implementation
+        # What set_attn_implementation does, without its walk over all modules: each attention asks the configuration
+        # for the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen.
+        ours = _name_over(before) if door == "registry" else "sdpa"
+        config._attn_implementation = ours
+
+        def restore() -> None:
+            if config._attn_implementation == ours:  # else its owner has chosen another meanwhile
+                config._attn_implementation = before
+
+        undo.callback(restore)
+    if door != "registry":
+        marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_device(anatomy))
+        for layer in anatomy.layers:
+            calls = _CallsOfLayer(anatomy, layer, marker)
+            undo.callback(calls.close)
+            undo.callback(layer.attention.register_forward_pre_hook(calls.enter).remove)
+            undo.callback(layer.attention.register_forward_hook(calls.leave, always_call=True).remove)
+        if door == "sdpa_call":
+            # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+            by_marker = _mask_by_marker(anatomy.decoder, marker)
+            undo.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+
+
+@cache
+def _name_over(before: str) -> str:
+    """The name under which our functions are registered for models that use the implementation `before`. It says what
+    to use where no tap is open: in other threads, and in a copy of the model."""
+    name = f"{NAME}_over_{len(_names)}"
+    _names[name] = before
+    AttentionInterface.register(name, partial(_attention, before))
+    AttentionMaskInterface.register(name, partial(_mask, before))
+    return name
+
+
+_names: dict[str, str] = {}
+
+
+def _tap_of(attention: nn.Module) -> _Tap | None:
+    """The tap that acts on a call of an attention."""
+    return next((tap for tap in reversed(_taps) if id(attention) in tap.layer_of and tap.acts), None)
+
+
+def _has_tap(config: Any) -> bool:
+    """Whether a tap acts on a pass of the model with this configuration."""
+    return any(tap.config is config and tap.acts for tap in _taps)
 
 
 def _attention(
+    before: str,
     module,
     query: Tensor,
     key: Tensor,
@@ -124,24 +185,23 @@ def _attention(
     sigmoid_bias=None,
     **others,
 ):
-    tap = _active.get()
-    if tap is None:
-        name = _name_before(module.config)
+    tap = _tap_of(module)
+    if tap is None and not isinstance(attention_mask, CausalMask):
         if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
-            own = variant.attend_plain if name == "eager" else variant.attend
+            own = variant.attend_plain if before == "eager" else variant.attend
             found = own(query, key, value, attention_mask)
-            return found if name == "eager" else (found, None)
+            return found if before == "eager" else (found, None)
         # The registry holds every implementation but the one that a model writes out itself, under this name.
         written_out: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        attend = AttentionInterface().get_interface(name, written_out)
+        attend = AttentionInterface().get_interface(before, written_out)
         given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
         others |= {name: value for name, value in given.items() if value is not None}
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
-    if id(module) not in tap.layer_of:
+    if tap is None:
         raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
     if not isinstance(attention_mask, CausalMask):
         raise RuntimeError(
-            f"layer {tap.layer_of.get(id(module))} got a mask of type {type(attention_mask)}, not sinkscope's own"
+            f"layer {tap.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
         )
     unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
     if unknown or dropout or others.get("is_causal") is False:
@@ -162,6 +222,7 @@ def _attention(
 
 
 def _mask(
+    before: str,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -173,11 +234,10 @@ def _mask(
     **others,
 ) -> Any:
     """The meaning of the mask that a model asks for; refuses padding, caches and shapes other than causal windows."""
-    if _active.get() is None:
-        mask = AttentionMaskInterface()[_name_before(others["config"])]
+    if not _has_tap(others.get("config")):
         others |= {} if local_size is None else {"local_size": local_size}
         asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-        return mask(*asked, **others)
+        return AttentionMaskInterface()[before](*asked, **others)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError(
             expected="sequences of equal length",
@@ -209,10 +269,12 @@ def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
     )
 
 
-def _mask_by_marker(marker: Tensor):
+def _mask_by_marker(decoder: nn.Module, marker: Tensor):
     """A hook that gives the decoder the marker for a mask, unless the caller hides tokens."""
 
     def hook(module, args, kwargs):
+        if module is not decoder or not _has_tap(module.config):
+            return None
         given = kwargs.get("attention_mask")
         if given is not None and given is not marker and not bool(given.all()):
             return None  # refused where attention is called
@@ -221,41 +283,73 @@ def _mask_by_marker(marker: Tensor):
     return hook
 
 
-def enter_layer(layer: int) -> None:
-    """Notes which layer's attention runs next, for families whose attention call does not say it."""
-    _tap().current_layer = layer
+class _CallsOfLayer:
+    """Sees the calls of scaled_dot_product_attention that one layer's attention makes, while it runs."""
+
+    def __init__(self, anatomy: Anatomy, layer: Layer, marker: Tensor) -> None:
+        self.layer, self.marker = layer, marker
+        self.by_flag = anatomy.family.attention_door == "causal_sdpa"
+        self.running: dict[int, list[_SdpaCalls | None]] = defaultdict(list)
+        """By thread."""
+
+    def enter(self, module, args) -> None:
+        """A hook before the attention."""
+        tap = _tap_of(module) if module is self.layer.attention else None
+        calls = None if tap is None else _SdpaCalls(tap, self.layer, self.marker, self.by_flag)
+        if calls is not None:
+            calls.__enter__()
+        self.running[threading.get_ident()].append(calls)
+
+    def leave(self, module, args, output) -> None:
+        """A hook after the attention, also where it fails."""
+        if running := self.running[threading.get_ident()]:
+            calls = running.pop()
+            if calls is not None:
+                calls.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Leaves what an interrupt left open."""
+        while self.running[threading.get_ident()]:
+            self.leave(None, None, None)
+
+
+@contextlib.contextmanager
+def direct_call(anatomy: Anatomy, layer: Layer) -> Iterator[None]:
+    """Around a call of a layer's `attention.forward` that goes past the hooks on the module."""
+    if anatomy.family.attention_door == "registry":
+        yield
+        return
+    tap = _tap_of(layer.attention)
+    assert tap is not None
+    marker = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with _SdpaCalls(tap, layer, marker, anatomy.family.attention_door == "causal_sdpa"):
+        yield
 
 
 class _SdpaCalls(TorchFunctionMode):
     """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
 
-    def __init__(self, anatomy: Anatomy, marker: Tensor) -> None:
+    def __init__(self, tap: _Tap, layer: Layer, marker: Tensor, by_flag: bool) -> None:
         super().__init__()
-        self.attentions = [layer.attention for layer in anatomy.layers]
-        self.marker, self.by_flag = marker, anatomy.family.attention_door == "causal_sdpa"
+        self.tap, self.layer, self.marker, self.by_flag = tap, layer, marker, by_flag
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        tap = _tap()
         query, key, value = args[:3]
         mask = kwargs.get("attn_mask")
         if self.by_flag:
             is_plain = len(args) == 3 and kwargs.keys() <= {"is_causal", "scale"} and kwargs.get("is_causal") is True
         else:
             is_plain = mask is not None and mask.shape == self.marker.shape
-        if not is_plain or tap.current_layer is None:
+        if not is_plain:
             raise InputError(
                 expected="a plain causal call of scaled_dot_product_attention",
                 found="a mask tensor (padding or a bias)",
                 next_step="Cut the sequences to one length, or use a model without an attention bias",
             )
         rule = AttentionRule(
-            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.attentions[tap.current_layer])
+            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.layer.attention)
         )
-        return tap.on_attention(tap.current_layer, query, key, value, rule).transpose(1, 2)
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+        return self.tap.on_attention(self.layer.index, query, key, value, rule).transpose(1, 2)

@@ -1,19 +1,24 @@
-"""What interventions change where a hook on a module is not enough: who may attend to whom, and the units of experts.
+"""Which interventions are on, model by model, and what they change where a hook on a module is not enough: who may
+attend to whom, and the neurons of experts.
 
-Interventions belong to a higher layer of the package. What capture must know of them is kept here, in context
-variables, so that two threads don't see each other's.
+Interventions belong to a higher layer of the package. What capture must know of them is kept here, by model and not by
+call, so that they may be closed in any order. An open intervention changes the model for every pass. The thread or
+task that opened it owns the model meanwhile: another one's reading or intervention is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 
@@ -32,7 +37,7 @@ class RowEdit:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertEdit:
-    """A change of some units of one expert, for every token of a pass, routed there or not."""
+    """A change of some neurons of one expert, for every token of a pass, routed there or not."""
 
     expert: int
     neurons: tuple[int, ...]
@@ -40,22 +45,118 @@ class ExpertEdit:
     """[N, n] current activations, routing weight included -> what they become."""
 
 
-_row_edits: ContextVar[dict[int, tuple[RowEdit, ...]] | None] = ContextVar("sinkscope_row_edits", default=None)
-_expert_edits: ContextVar[dict[int, tuple[ExpertEdit, ...]] | None] = ContextVar("sinkscope_expert_edits", default=None)
-_by_sequence: ContextVar[str | None] = ContextVar("sinkscope_by_sequence", default=None)
-_acting: ContextVar[tuple[str, ...]] = ContextVar("sinkscope_acting", default=())
-"""The names of the interventions that are on."""
-_depth: ContextVar[int] = ContextVar("sinkscope_edits_depth", default=0)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenIntervention:
+    """An intervention that is on."""
+
+    name: str
+    decoder: nn.Module
+    layers: tuple[int, ...]
+    """Where it must act in every pass."""
+    by_sequence: bool
+    """Whether it depends on the number of a sequence within the batch that runs."""
+    intervention: Any
+    """The object itself, for the layer above."""
+    depth: int
+    owner: tuple[int, int]
+    acted_in: set[int] = field(default_factory=set)
+    """Layers in which it has acted so far."""
+
+    def acted(self, layer: int) -> None:
+        """Notes that it acted in a layer."""
+        self.acted_in.add(layer)
 
 
-def row_edits(attention: object) -> tuple[RowEdit, ...]:
-    """The edits of one attention module that are on now."""
-    return (_row_edits.get() or {}).get(id(attention), ())
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Entry:
+    """An edit of one module of one layer, opened at some depth."""
+
+    edit: Any
+    layer: int
+    acted: Callable[[int], None]
+    depth: int
 
 
-def expert_edits(experts: object) -> tuple[ExpertEdit, ...]:
+_open: list[OpenIntervention] = []
+"""In the order in which they were opened, of all models."""
+_row_edits: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+_expert_edits: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+_depth: ContextVar[int] = ContextVar("sinkscope_depth", default=0)
+
+
+def owner() -> tuple[int, int]:
+    """This thread, and its asynchronous task if it runs one."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        task = None
+    return threading.get_ident(), id(task) if task is not None else 0
+
+
+def open_interventions(decoder: nn.Module | None = None) -> list[OpenIntervention]:
+    """Those that act now, on one model or on any that this thread or task works with."""
+    acting = [each for each in _open if each.depth == depth()]
+    if decoder is None:
+        return [each for each in acting if each.owner == owner()]
+    return [each for each in acting if each.decoder is decoder]
+
+
+def any_open(decoder: nn.Module) -> bool:
+    """Whether an intervention on the model is open, suspended or not."""
+    return any(each.decoder is decoder for each in _open)
+
+
+@contextlib.contextmanager
+def opened(intervention: OpenIntervention) -> Iterator[None]:
+    """While open, the intervention is among those that are on."""
+    _open.append(intervention)
+    try:
+        yield
+    finally:
+        _open.remove(intervention)
+
+
+def check_owner(model: nn.Module) -> None:
+    """Refuses a model that another thread or task has changed by an intervention: what is read of it would be of the
+    changed model, without a word."""
+    strangers = [each for each in _open if each.owner != owner()]
+    if not strangers:
+        return
+    modules = set(model.modules())
+    for each in strangers:
+        if each.decoder in modules or model in set(each.decoder.modules()):
+            raise InputError(
+                f"Another thread or task has {each.name} open on this model. Wait until it is closed, or load the "
+                "model a second time."
+            )
+
+
+def check_acted(decoder: nn.Module) -> None:
+    """Refuses the result of a pass in which an intervention did not act in every layer that it names."""
+    for each in open_interventions(decoder):
+        if silent := sorted(set(each.layers) - each.acted_in):
+            raise InputError(
+                f"{each.name} did not act in layer {silent[0]}: this model's forward pass goes around the module that "
+                "it changes, so nothing was changed there. Call the model as it was loaded, without a compiled, traced "
+                "or overridden forward."
+            )
+
+
+def row_edits(attention: nn.Module) -> tuple[RowEdit, ...]:
+    """The edits of one attention module that are on now, for the attention that is about to use them."""
+    return _edits(_row_edits, attention)
+
+
+def expert_edits(experts: Any) -> tuple[ExpertEdit, ...]:
     """The edits of one module of experts that are on now."""
-    return (_expert_edits.get() or {}).get(id(experts), ())
+    return _edits(_expert_edits, experts)
+
+
+def _edits(registry: WeakKeyDictionary[nn.Module, list[_Entry]], module: nn.Module) -> tuple:
+    acting = [entry for entry in registry.get(module, ()) if entry.depth == depth()]
+    for entry in acting:
+        entry.acted(entry.layer)
+    return tuple(entry.edit for entry in acting)
 
 
 def depth() -> int:
@@ -63,33 +164,14 @@ def depth() -> int:
     return _depth.get()
 
 
-@contextlib.contextmanager
-def going_by_sequence(name: str) -> Iterator[None]:
-    """Says that an intervention depends on the number of a sequence within the batch that runs."""
-    token = _by_sequence.set(name)
-    try:
-        yield
-    finally:
-        _by_sequence.reset(token)
-
-
-@contextlib.contextmanager
-def acting(name: str) -> Iterator[None]:
-    """Says that an intervention is on."""
-    token = _acting.set((*_acting.get(), name))
-    try:
-        yield
-    finally:
-        _acting.reset(token)
-
-
 def check_is_object(model: object) -> None:
     """Refuses a model by its name while an intervention is on: it acts on a model object, not on what is loaded
     anew."""
-    if (names := _acting.get()) and (model is None or isinstance(model, str | Path)):
+    acting = open_interventions()
+    if acting and (model is None or isinstance(model, str | Path)):
         raise InputError(
             expected="a model object, since an intervention is on",
-            found=f"{'no model' if model is None else repr(str(model))} beside {names[-1]}",
+            found=f"{'no model' if model is None else repr(str(model))} beside {acting[-1].name}",
             next_step="Load it first, model = sinkscope.load(...), and give that to both",
         )
 
@@ -111,43 +193,47 @@ def check_one_pass(num_lengths: int) -> None:
 
 
 def _refuse_by_sequence(expected: str, found: str, next_step: str) -> None:
-    if (name := _by_sequence.get()) is not None:
-        raise InputError(
-            expected=f"{expected}, since {name} acts on numbered sequences", found=found, next_step=next_step
-        )
+    for each in open_interventions():
+        if each.by_sequence:
+            raise InputError(
+                expected=f"{expected}, since {each.name} acts on numbered sequences", found=found, next_step=next_step
+            )
 
 
 @contextlib.contextmanager
 def suspend() -> Iterator[None]:
     """While open, no intervention acts but those that are entered inside: the model runs for a reading of its own."""
-    with contextlib.ExitStack() as stack:
-        inside: dict[ContextVar[Any], Any] = {
-            _depth: depth() + 1,
-            _row_edits: {},
-            _expert_edits: {},
-            _by_sequence: None,
-            _acting: (),
-        }
-        for variable, value in inside.items():
-            stack.callback(variable.reset, variable.set(value))
-        yield
-
-
-def editing_rows(edits: dict[int, list[RowEdit]]) -> contextlib.AbstractContextManager:
-    """Adds edits to each attention named by its id."""
-    return _adding(_row_edits, edits)
-
-
-def editing_experts(edits: dict[int, list[ExpertEdit]]) -> contextlib.AbstractContextManager:
-    """Adds edits to each module of experts named by its id."""
-    return _adding(_expert_edits, edits)
-
-
-@contextlib.contextmanager
-def _adding(variable: ContextVar, edits: dict[int, list]) -> Iterator[None]:
-    before = variable.get() or {}
-    token = variable.set(before | {key: (*before.get(key, ()), *added) for key, added in edits.items()})
+    token = _depth.set(depth() + 1)
     try:
         yield
     finally:
-        variable.reset(token)
+        _depth.reset(token)
+
+
+def editing_rows(
+    attentions: dict[int, nn.Module], edit: RowEdit, acted: Callable[[int], None]
+) -> contextlib.AbstractContextManager:
+    """Adds an edit to the attention of some layers; `acted` is called with the layer when it is used."""
+    return _adding(_row_edits, attentions, edit, acted)
+
+
+def editing_experts(layer: int, experts: nn.Module, edit: ExpertEdit) -> contextlib.AbstractContextManager:
+    """Adds an edit to the experts of a layer, for readings: what acts on the pass is a hook on them."""
+    return _adding(_expert_edits, {layer: experts}, edit, lambda layer: None)
+
+
+@contextlib.contextmanager
+def _adding(
+    registry: WeakKeyDictionary[nn.Module, list[_Entry]],
+    modules: dict[int, nn.Module],
+    edit: Any,
+    acted: Callable[[int], None],
+) -> Iterator[None]:
+    added = [(module, _Entry(edit=edit, layer=layer, acted=acted, depth=depth())) for layer, module in modules.items()]
+    for module, entry in added:
+        registry.setdefault(module, []).append(entry)
+    try:
+        yield
+    finally:
+        for module, entry in added:
+            registry[module].remove(entry)

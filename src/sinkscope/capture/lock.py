@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.attention_tap import CausalMask, attention_tap, enter_layer
+from sinkscope.capture.attention_tap import CausalMask, attention_tap, direct_call
 from sinkscope.capture.edits import suspend
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy, Layer
@@ -65,7 +65,8 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
     with making_keys(anatomy) as key_of:
         for layer, given in zip(anatomy.layers, inputs, strict=True):
             # Rows of another process come by the CPU.
-            rows: LockInput = moved(given, next(layer.attention.parameters()).device)
+            weight = next(layer.attention.parameters())
+            rows: LockInput = given if weight.is_meta else moved(given, weight.device)
             magnitude_BQE = rows.residual_BQE.abs()
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
             edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
@@ -104,9 +105,9 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
 
     def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
         args, kwargs = _at_positions(call, positions_Q, length)
-        enter_layer(layer.index)
         # Straight to forward: hooks that others put on the module are not meant for these few rows.
-        layer.attention.forward(state_BQE, *args, **kwargs)
+        with direct_call(anatomy, layer):
+            layer.attention.forward(state_BQE, *args, **kwargs)
         return made[layer.index]
 
     # An active intervention has acted on these rows already, and must not act again.

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from sinkscope import processes
 from sinkscope.arguments import check_count, check_keys
 from sinkscope.capture.attention_rule import ReadingRequest, distances
-from sinkscope.capture.edits import check_chunks
+from sinkscope.capture.edits import check_acted, check_chunks
 from sinkscope.capture.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.capture.merges import Cosine, Moments
 from sinkscope.capture.observables import SURVEY, Observable, Tap
-from sinkscope.capture.sole_reader import in_this_thread, sole_reader
+from sinkscope.capture.sole_reader import evaluation_mode, in_this_thread
 from sinkscope.capture.taps import open_taps
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
+from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
@@ -242,6 +242,7 @@ def record(
         for chunk in chunks:
             with without_autograd(loaded), evaluation_mode(loaded.model), recorder.listening(tuple(chunk.shape)):
                 anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)
+            check_acted(anatomy.decoder)
             done += 1
             if progress is not None:
                 progress(done, num_passes)
@@ -307,20 +308,6 @@ def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:
     return torch.no_grad() if may_be_trained else torch.inference_mode()
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off while reading, by this thread alone; each module's own mode is put back."""
-    with sole_reader(model):
-        training = [module for module in model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
 class _PassEndedError(Exception):
     """Ends a pass whose later modules are not needed."""
 
@@ -338,7 +325,3 @@ def ending_after(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         handle.remove()
-
-
-def input_device(anatomy: Anatomy) -> torch.device:
-    return anatomy.decoder.get_input_embeddings().weight.device

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import suspend
+from sinkscope.capture.edits import check_acted, suspend
 from sinkscope.capture.kept_writes import KeptWrites
 from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Merge, Own, Rows
 from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
-from sinkscope.capture.sole_reader import in_this_thread
+from sinkscope.capture.recorder import Recorder
+from sinkscope.capture.sole_reader import evaluation_mode, in_this_thread
 from sinkscope.capture.taps import besides, entering, leaving
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
-from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units, input_device
 from sinkscope.models.loading import bare_model
 
 LOSS_TOKENS = 1024
@@ -232,6 +232,7 @@ class Replay:
                 for layer in layers:
                     args, kwargs = self._calls[layer.index]
                     hidden_BTE = leaving(layer.block(hidden_BTE, *args, **kwargs))
+        check_acted(self.anatomy.decoder)
         self.num_layer_passes += len(layers)
         found = recorder.results()
         (last_BTE,) = found.pop("last").values()

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from sinkscope.capture.edits import check_owner
 from sinkscope.errors import InputError
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -27,6 +28,7 @@ _eager = contextlib.ExitStack()
 def sole_reader(model: nn.Module) -> Iterator[None]:
     """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled,
     since a compiled graph may leave out our hooks."""
+    check_owner(model)
     with _making:
         lock = _locks.setdefault(getattr(model, "base_model", model), threading.RLock())
     if not lock.acquire(blocking=False):
@@ -36,15 +38,15 @@ def sole_reader(model: nn.Module) -> Iterator[None]:
             next_step="Wait for it, or load the model a second time",
         )
     try:
-        with _everything_eager():
+        with everything_eager():
             yield
     finally:
         lock.release()
 
 
 @contextlib.contextmanager
-def _everything_eager() -> Iterator[None]:
-    """Runs compiled modules eagerly. torch has one switch for all threads, which the last reader resets."""
+def everything_eager() -> Iterator[None]:
+    """Runs compiled modules eagerly. torch has one switch for all threads, which the last one to need it resets."""
     global _num_readings
     with _making:
         _num_readings += 1
@@ -63,3 +65,17 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on a module that does nothing in passes of other threads."""
     thread = threading.get_ident()
     return lambda *call: hook(*call) if threading.get_ident() == thread else None
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off while reading, by this thread alone; each module's own mode is put back."""
+    with sole_reader(model):
+        training = [module for module in model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

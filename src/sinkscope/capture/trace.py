@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from sinkscope.capture.edits import check_is_object, check_one_pass
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
-from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, evaluation_mode, record
+from sinkscope.capture.receipt import Receipt, check_reading, described, take_receipt
+from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.summary import hidden_sinks, story, trace_summary
 from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -38,6 +41,7 @@ class Trace(Result):
     sequences: Sequences | None = None
     """What each key of each sequence receives; None where the observables were not recorded."""
     tokenizer: PreTrainedTokenizerBase | None = None
+    receipt: Receipt | None = None
 
     @cached_property
     def findings(self) -> Findings:
@@ -77,7 +81,8 @@ class Trace(Result):
     def summary(self) -> dict:
         """The object written as summary.json. Unknown or not applicable is null."""
         hidden = [{**asdict(sink), "text": self.token_text(sink.id)} for sink in self.token_sinks]
-        return {**trace_summary(self.findings), **({"token_sinks": hidden} if hidden else {}), "story": self.story}
+        found = {**trace_summary(self.findings), **({"token_sinks": hidden} if hidden else {}), "story": self.story}
+        return {**found, **described(self.receipt)}
 
     @cached_property
     def story(self) -> str:
@@ -134,8 +139,10 @@ def trace(
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
     check_one_pass(len({len(ids) for ids in batch.whole}))
+    check_reading(loaded.model, anatomy_of(loaded.model))
     recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
-    result = Trace(recording, read_sequences(loaded, recording, chunk_tokens), loaded.tokenizer)
+    sequences = read_sequences(loaded, recording, chunk_tokens)
+    result = Trace(recording, sequences, loaded.tokenizer, take_receipt(loaded, batch))
     if result.has_findings:
         # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
         with evaluation_mode(loaded.model):

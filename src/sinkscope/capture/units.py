@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.capture.edits import expert_edits
 from sinkscope.capture.sole_reader import in_this_thread
 from sinkscope.kernels.token_statistics import weighted_largest
-from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer
+from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, held
 
 
 class UnitWrites(NamedTuple):
@@ -179,9 +179,9 @@ class LayerUnits:
         hidden_NE, index_Nk, weight_Nk = self.routed
         experts: AnyModule = self.layer.experts
         chosen = hidden_NE[tokens_n]
-        projection = experts.gate_up_proj[expert]
+        projection = held(experts, "gate_up_proj")[expert]
         gate_up = chosen @ (projection if experts.is_transposed else projection.T)
         if experts.has_bias:
-            gate_up = gate_up + experts.gate_up_proj_bias[expert]
+            gate_up = gate_up + held(experts, "gate_up_proj_bias")[expert]
         routing = (weight_Nk[tokens_n] * (index_Nk[tokens_n] == expert)).sum(-1, keepdim=True)
         return experts._apply_gate(gate_up) * routing.to(gate_up.dtype)

@@ -21,9 +21,11 @@ from torch import Tensor
 from sinkscope.capture.edits import depth, suspend
 from sinkscope.capture.kept_writes import KeptWrites
 from sinkscope.capture.layer_call import wide
-from sinkscope.capture.recorder import ending_after, evaluation_mode, input_device
+from sinkscope.capture.recorder import ending_after
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
+    Acted,
     AggregationPlace,
     BatchShape,
     Intervention,
@@ -33,13 +35,13 @@ from sinkscope.interventions.base import (
     all_layers,
     as_indices,
     batch_of,
+    hook_on,
     one_index,
     together,
-    unless_suspended,
 )
 from sinkscope.interventions.formulas import FORMULAS, LATER, OF_DEVIATION, LayerCalibration
 from sinkscope.interventions.neurons import NeuronEdit
-from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
+from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 
@@ -144,23 +146,24 @@ class AggregationEdit(Intervention):
                 self._batch,
                 self.place,
                 others,
-                lambda layer: self._edit(layer, calibrating=True),
+                lambda layer: self._edit(layer, lambda index: None, calibrating=True),
                 whole=self.name in LATER,
             )
             self._calibrations[others] = self.calibrated  # now that it is whole: a level may have been refused
         self.calibrated = self._calibrations[others]
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         # While another is calibrated this one is too, layer by layer on what runs there: what it found before, with
         # less on, would no longer be right, and in which order they were entered would matter.
         if inside := depth() > 0:
             stack.callback(setattr, self, "calibrated", self.calibrated)
             self.calibrated = {}
         for layer in self.layers():
-            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, calibrating=inside))
+            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, acted, calibrating=inside))
 
-    def _edit(self, layer: Layer, *, calibrating: bool) -> AtAggregation:
+    def _edit(self, layer: Layer, acted: Acted, *, calibrating: bool) -> AtAggregation:
         def edit(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
+            acted(layer.index)
             if calibrating:
                 seen_BTC = aggregation_BTC[..., chosen]
                 self.calibrated[layer.index] = LayerCalibration.of(seen_BTC, self.position, LATER.get(self.name))
@@ -212,7 +215,7 @@ def at_aggregation(
 
     entered = layer.aggregation_norm if before_norm else layer.output_projection
     assert entered is not None
-    stack.callback(entered.register_forward_pre_hook(unless_suspended(hook)).remove)
+    hook_on(stack, entered, hook)
 
 
 def _channels(aggregation_BTC: Tensor, num_heads: int, place: Place) -> slice | Tensor:

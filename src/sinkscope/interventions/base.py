@@ -18,13 +18,18 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.edits import acting, depth, going_by_sequence
+from sinkscope.capture.edits import OpenIntervention, check_acted, depth, open_interventions, opened, owner
+from sinkscope.capture.receipt import check_reading
+from sinkscope.capture.restored import restored
+from sinkscope.capture.sole_reader import everything_eager, sole_reader
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.token_batches import TokenBatch, given_batch
 
+Acted = Callable[[int], None]
+"""Notes that an intervention acted in a layer."""
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 
@@ -75,8 +80,6 @@ class Place:
         )
 
 
-_active: ContextVar[tuple[tuple[int, Intervention], ...]] = ContextVar("sinkscope_interventions", default=())
-"""With the depth that each was entered at."""
 _gathering: ContextVar[bool] = ContextVar("sinkscope_gathering_interventions", default=False)
 
 
@@ -90,7 +93,9 @@ class Intervention(contextlib.AbstractContextManager):
     """The positions that a text must have so that this acts as on a longer one; None: it goes by the whole text."""
 
     def __init__(self, model: Model, place: Place) -> None:
-        self.anatomy: Anatomy = anatomy_of(bare_model(model))
+        owner = bare_model(model)
+        self.anatomy: Anatomy = anatomy_of(owner)
+        check_reading(owner, self.anatomy)
         layers = _checked_layers(self.anatomy, place.layers)
         chosen = (place.positions, place.heads, place.sequences, place.items)
         # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
@@ -125,11 +130,15 @@ class Intervention(contextlib.AbstractContextManager):
     def layers(self) -> list[Layer]:
         return [self.anatomy.layers[index] for index in self.place.layers]
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
-        """Registers hooks and enters contexts; everything is undone by the stack."""
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
+        """Registers hooks and enters contexts; everything is undone by the stack. `acted` is called with the layer
+        whenever the intervention acts in one."""
         raise NotImplementedError
 
     def __enter__(self):
+        decoder = self.anatomy.decoder
+        with sole_reader(decoder):  # refuses while another thread reads the model
+            pass
         for other in active(self.anatomy):
             if other.place.overlaps(self.place):
                 raise InputError(
@@ -137,15 +146,23 @@ class Intervention(contextlib.AbstractContextManager):
                     found=f"{other.name} and {self.name} both set the {self.place.on} at the same place",
                     next_step="Leave one of them out, or move it to other layers, positions, heads or sequences",
                 )
+        intervention = OpenIntervention(
+            name=self.name,
+            decoder=decoder,
+            layers=self.place.layers,
+            by_sequence=self.by_sequence,
+            intervention=self,
+            depth=depth(),
+            owner=owner(),
+        )
         with contextlib.ExitStack() as stack:
-            token = _active.set((*_active.get(), (depth(), self)))
-            stack.callback(_active.reset, token)
-            stack.enter_context(acting(self.name))
-            if self.by_sequence:
-                stack.enter_context(going_by_sequence(self.name))
+            stack.enter_context(restored(self.name, self.anatomy))
+            stack.enter_context(everything_eager())
+            stack.enter_context(opened(intervention))
             if self.place.positions is not None:
-                stack.callback(self.anatomy.decoder.register_forward_pre_hook(_refuse_cache, with_kwargs=True).remove)
-            self.opening(stack)
+                hook_on(stack, decoder, _refuse_cache, with_kwargs=True)
+            hook_on(stack, decoder, lambda module, args, output: check_acted(decoder), after=True)
+            self.opening(stack, intervention.acted)
             _calibrate()
             self._opened.append(stack.pop_all())
         return self
@@ -167,11 +184,25 @@ def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
         )
 
 
+def hook_on(
+    stack: contextlib.ExitStack, module: Any, function: Callable, *, after: bool = False, with_kwargs: bool = False
+) -> None:
+    """Calls a function before or after a module, as torch's hooks do, until the stack is closed. It is silent while
+    interventions are suspended, and on a copy of the module, which takes the hooks of its original along."""
+    opened_at = depth()
+
+    def acting(called, *others):
+        return function(called, *others) if called is module and depth() == opened_at else None
+
+    register = module.register_forward_hook if after else module.register_forward_pre_hook
+    stack.callback(register(acting, with_kwargs=with_kwargs).remove)
+
+
 def _calibrate() -> None:
     """Calibrates what is on, with the others on. Inside of a calibration the others act as they are."""
     if depth() == 0 and not _gathering.get():
-        for _, intervention in _active.get():
-            intervention.calibrate()
+        for each in open_interventions():
+            each.intervention.calibrate()
 
 
 @contextlib.contextmanager
@@ -204,7 +235,7 @@ class BatchShape:
 
     def __init__(self, layer: Layer, stack: contextlib.ExitStack) -> None:
         self.value: tuple[int, int] | None = None
-        stack.callback(layer.block.register_forward_pre_hook(self._note, with_kwargs=True).remove)
+        hook_on(stack, layer.block, self._note, with_kwargs=True)
 
     def _note(self, module, args, kwargs) -> None:
         num_batch, length, _ = entering(args, kwargs).shape
@@ -244,23 +275,9 @@ def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
     return slice(None) if chosen is None else torch.tensor(chosen, dtype=torch.long, device=device)
 
 
-def unless_suspended(hook: Callable) -> Callable:
-    """The hook of an intervention, silent while those that are on now are suspended."""
-    opened_at = depth()
-
-    def acting(*args, **kwargs):
-        return hook(*args, **kwargs) if depth() == opened_at else None
-
-    return acting
-
-
 def active(anatomy: Anatomy) -> list[Intervention]:
     """The interventions on this model that act now, in the order in which they were entered."""
-    return [
-        intervention
-        for opened_at, intervention in _active.get()
-        if opened_at == depth() and intervention.anatomy.decoder is anatomy.decoder
-    ]
+    return [each.intervention for each in open_interventions(anatomy.decoder)]
 
 
 def batch_of(model: Model, given: Any) -> TokenBatch:

@@ -13,7 +13,16 @@ from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
 from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError
-from sinkscope.interventions.base import AttentionPlace, Intervention, Model, Place, all_layers, as_indices, one_index
+from sinkscope.interventions.base import (
+    Acted,
+    AttentionPlace,
+    Intervention,
+    Model,
+    Place,
+    all_layers,
+    as_indices,
+    one_index,
+)
 
 
 class MaskEdit(Intervention):
@@ -49,13 +58,14 @@ class MaskEdit(Intervention):
         self.needs = (*rows, *columns)
         self.edit = RowEdit(queries=rows, mode=mode, keys=columns, heads=place.heads, sequences=place.sequences)
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         if not self.place.layers:
             return  # also the last bit of the logits stays as it is
         # With no key to read this is attention and nothing else: the model may be called as its owner calls it.
         # A trace inside opens a tap of its own.
-        stack.enter_context(attention_tap(self.anatomy, _attend))
-        stack.enter_context(editing_rows({id(layer.attention): [self.edit] for layer in self.layers()}))
+        stack.enter_context(attention_tap(self.anatomy, _attend, every_thread=True))
+        attentions = {layer.index: layer.attention for layer in self.layers()}
+        stack.enter_context(editing_rows(attentions, self.edit, acted))
 
 
 def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> MaskEdit:

@@ -21,6 +21,7 @@ from sinkscope.capture.replay import ConditionReading, read_units
 from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
+    Acted,
     BatchShape,
     Intervention,
     Model,
@@ -30,8 +31,8 @@ from sinkscope.interventions.base import (
     batch_of,
     check_held,
     check_indices,
+    hook_on,
     indices,
-    unless_suspended,
 )
 from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
 from sinkscope.models.loading import bare_model
@@ -71,26 +72,24 @@ class NeuronEdit(Intervention):
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         """What the group's units become, everywhere; where the edit does not act it is ignored."""
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
-        experts: dict[int, list[ExpertEdit]] = {}
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for group, neurons in self.groups.items():
             layer = self.anatomy.layers[group[0]]
             shape = BatchShape(layer, stack)
             if group[1] in (None, SHARED_EXPERT):
                 projection = layer.down_projection if group[1] is None else layer.shared_down_projection
-                hook = unless_suspended(self._dense_hook(group, neurons, shape))
-                stack.callback(projection.register_forward_pre_hook(hook).remove)  # type: ignore[union-attr]
+                hook_on(stack, projection, self._dense_hook(group, neurons, shape, acted))
             else:
                 assert group[1] is not None
-                hook = unless_suspended(self._expert_hook(group, neurons, shape))
-                stack.callback(layer.experts.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
+                hook = self._expert_hook(group, neurons, shape, acted)
+                hook_on(stack, layer.experts, hook, after=True, with_kwargs=True)
                 values = self._expert_values(group, shape)
                 edit = ExpertEdit(expert=group[1], neurons=neurons, new_values=values)
-                experts.setdefault(id(layer.experts), []).append(edit)
-        stack.enter_context(editing_experts(experts))
+                stack.enter_context(editing_experts(layer.index, layer.experts, edit))
 
-    def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape):
+    def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, acted: Acted):
         def hook(module, args):
+            acted(group[0])
             all_BTF = shape.unflatten(args[0], self.place).clone()
             chosen = indices(neurons, all_BTF.device)
             all_BTF[..., chosen] = self._edited(group, all_BTF[..., chosen])
@@ -104,10 +103,11 @@ class NeuronEdit(Intervention):
 
         return new_values
 
-    def _expert_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape):
+    def _expert_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, acted: Acted):
         layer, expert = self.anatomy.layers[group[0]], group[1]
 
         def hook(module, args, kwargs, output):
+            acted(layer.index)
             chosen = torch.tensor(neurons, device=output.device)
             with suspend():  # what the experts made of the token, before any edit
                 units = LayerUnits(layer)
@@ -256,16 +256,16 @@ class DensifyNeurons(Intervention):
             after = dict(zip(before, new_En.split(sizes, dim=1), strict=True))
         self.change = {group: after[group] - before[group] for group in before}
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for (index, expert), neurons in self.groups.items():
             layer = self.anatomy.layers[index]
             dense = {None: layer.down_projection, SHARED_EXPERT: layer.shared_down_projection}
-            module = dense.get(expert, layer.experts)
-            hook = unless_suspended(self._hook((index, expert), neurons, routed=expert not in dense))
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[union-attr]
+            hook = self._hook((index, expert), neurons, acted, routed=expert not in dense)
+            hook_on(stack, dense.get(expert, layer.experts), hook, after=True, with_kwargs=True)
 
-    def _hook(self, group: Group, neurons: tuple[int, ...], *, routed: bool):
+    def _hook(self, group: Group, neurons: tuple[int, ...], acted: Acted, *, routed: bool):
         def hook(module, args, kwargs, output):
+            acted(group[0])
             chosen = torch.tensor(neurons, device=output.device)
             if routed:
                 units = LayerUnits(self.anatomy.layers[group[0]])

@@ -17,6 +17,7 @@ from sinkscope.capture.replay import ConditionReading, read_condition
 from sinkscope.capture.taps import leaving
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
+    Acted,
     Indices,
     Intervention,
     Model,
@@ -29,8 +30,8 @@ from sinkscope.interventions.base import (
     check_held,
     check_indices,
     check_text,
+    hook_on,
     indices,
-    unless_suspended,
 )
 from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
@@ -68,12 +69,13 @@ class ResidualEdit(Intervention):
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
         """The stream as it should be everywhere; where the edit does not act it is ignored."""
 
-    def opening(self, stack: contextlib.ExitStack) -> None:
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for layer in self.layers():
-            stack.callback(layer.block.register_forward_hook(unless_suspended(self._hook(layer.index))).remove)
+            hook_on(stack, layer.block, self._hook(layer.index, acted), after=True)
 
-    def _hook(self, layer: int):
+    def _hook(self, layer: int, acted: Acted):
         def hook(module, args, output):
+            acted(layer)
             hidden_BTE = leaving(output)
             num_batch, length, _ = hidden_BTE.shape
             check_text(self.place, num_batch, length)

@@ -109,7 +109,7 @@ class Layer:
         if self.down_projection is not None:
             return [(None, projection_weight(self.down_projection))]
         assert self.experts is not None
-        weights = self.experts.down_proj.detach()
+        weights = held(self.experts, "down_proj")
         oriented = weights.transpose(1, 2) if self.experts.is_transposed else weights
         groups: list[tuple[int | None, Tensor]] = [(expert, oriented[expert]) for expert in range(oriented.shape[0])]
         if self.shared_down_projection is not None:
@@ -180,8 +180,7 @@ class Layer:
         if self.post_norm is None:
             _, weight_EF = self.down_weights()[0]
             return torch.ones(weight_EF.shape[0], device=weight_EF.device)
-        gain_E = self.post_norm.weight
-        return self.post_norm.forward(torch.ones_like(gain_E)).detach().float()
+        return self.post_norm.forward(torch.ones_like(held(self.post_norm, "weight"))).detach().float()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -377,12 +376,15 @@ def _submodule(block: AnyModule, path: str | None) -> AnyModule | None:
 
 
 def _is_plain(projection: AnyModule) -> bool:
-    """Whether a module multiplies by its weight and nothing else. An adapter or a scale would not be in that weight.
+    """Whether a module multiplies by one weight and nothing else, the low-rank change of a PEFT adapter included. A
+    scale would not be in that weight.
 
     A class that is no Linear says so by `acts_by_weight_alone`.
     """
     if getattr(projection, "acts_by_weight_alone", False):
         return True
+    if _is_low_rank_adapter(projection):
+        return _is_plain(projection.get_base_layer())
     own = {name for name, _ in projection.named_parameters(recurse=False)}
     return is_linear(projection) and own <= {"weight", "bias"}
 
@@ -406,7 +408,37 @@ def _adapted(index: int, module: AnyModule) -> InputError:
     )
 
 
+def _is_low_rank_adapter(projection: AnyModule) -> bool:
+    """Whether PEFT has put an adapter around a projection that it can say the change of the weight of."""
+    return hasattr(projection, "get_base_layer") and hasattr(projection, "get_delta_weight")
+
+
 def projection_weight(projection: AnyModule) -> Tensor:
-    """[out, in] weight of a Linear or a Conv1D."""
-    weight = projection.weight.detach()
-    return weight.T if is_transposed(projection) else weight
+    """[out, in] weight of a Linear or a Conv1D, with what an adapter that is on adds to it."""
+    if not _is_low_rank_adapter(projection):
+        weight = held(projection, "weight")
+        return weight.T if is_transposed(projection) else weight
+    base = projection.get_base_layer()
+    weight = held(base, "weight")
+    if not projection.merged and not projection.disable_adapters:
+        for name in projection.active_adapters:
+            if name in projection.lora_A:
+                weight = weight + projection.get_delta_weight(name).detach().to(weight)
+    return weight.T if is_transposed(base) else weight
+
+
+def held(module: AnyModule, name: str) -> Tensor:
+    """The values of a module's parameter, also where accelerate keeps them on the CPU or on disk between passes."""
+    parameter = getattr(module, name)
+    if not parameter.is_meta:
+        return parameter.detach()
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return getattr(module, name).detach()
+
+
+def input_device(anatomy: Anatomy) -> torch.device:
+    """Where ids must be. An embedding that accelerate keeps elsewhere gets them moved by its hooks."""
+    device = anatomy.decoder.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device

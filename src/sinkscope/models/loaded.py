@@ -22,9 +22,15 @@ class LoadedModel:
     revision: str | None = None
     """The commit on the Hub, where the model came from there."""
     source: Literal["hub", "folder", "gguf", "given", "reference"]
-    weight_hash: str
     dtype: str
     trust_remote_code: bool
+
+    @property
+    def weight_hash(self) -> str:
+        """SHA-256 of the weights as they are now."""
+        from sinkscope.models.weights import weight_hash
+
+        return weight_hash(self.model)
 
 
 Model = LoadedModel | nn.Module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +21,6 @@ from sinkscope.models.checkpoint_checks import (
     check_safetensors,
     check_weight_names,
     check_weights,
-    each_weight,
     looks_like_hub_name,
 )
 from sinkscope.models.gguf_files import gguf_tokenizer, load_gguf, read_gguf_header
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-HASHED_ELEMENTS = 1 << 20
 
 
 class LoadOptions(TypedDict, total=False):
@@ -177,24 +174,6 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
     return folder, folder.name
 
 
-def weight_hash(model: nn.Module) -> str:
-    """SHA-256 of the parameters: name, shape, dtype and values, in the order of their names.
-
-    A tensor with more than 2^20 elements is sampled: every n-th element, with the smallest n that leaves at most
-    2^20, then the first and the last 4,096. So the hash tells checkpoints apart, but may miss a single edited weight.
-    """
-    digest = hashlib.sha256()
-    for name, weight in each_weight(model):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
-        values = weight.reshape(-1)
-        if values.numel() > HASHED_ELEMENTS:
-            stride = -(-values.numel() // HASHED_ELEMENTS)
-            values = torch.cat([values[::stride], values[:4096], values[-4096:]])
-        if values.numel():
-            digest.update(values.contiguous().view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
-
-
 def bos_id(loaded: LoadedModel) -> int:
     """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
     for place in (loaded.tokenizer, getattr(loaded.model, "generation_config", None), text_config(loaded.model)):
@@ -278,7 +257,6 @@ def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: An
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        weight_hash=weight_hash(model),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         trust_remote_code=trust_remote_code,
         **origin,

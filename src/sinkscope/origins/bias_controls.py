@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.recorder import evaluation_mode, input_device
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.taps import besides, between_parts, entering, leaving
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
-from sinkscope.models.anatomy import Anatomy, AnyModule, Layer, anatomy_of
+from sinkscope.models.anatomy import Anatomy, AnyModule, Layer, anatomy_of, input_device
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from sinkscope import processes
 from sinkscope.arguments import BIAS_SEQUENCES
 from sinkscope.capture.overflow import overflow
-from sinkscope.capture.recorder import Recorder, evaluation_mode, input_device
+from sinkscope.capture.recorder import Recorder
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.measures.token_preference import (
     prediction_ratio,
@@ -24,7 +25,7 @@ from sinkscope.measures.token_preference import (
     probability_ratio,
     uniform_entropy,
 )
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.origins.contraction import Contraction, contraction, contraction_observables

@@ -27,7 +27,7 @@ from torch import Tensor
 from sinkscope import processes
 from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sinkscope.capture.findings import Findings
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
@@ -109,14 +109,13 @@ def text_batch(windows_BT: Tensor, *, length: int) -> TokenBatch:
 
 
 def loaded_model(model: Any) -> LoadedModel:
-    """A model in memory, ready to trace; unlike `load`, without a hash of the weights, which keep changing."""
+    """A model in memory, ready to trace; unlike `load`, without a look at the weights, which keep changing."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return LoadedModel(
         model=model,
         tokenizer=None,
         name="model in training",
         source="given",
-        weight_hash="",
         dtype=dtype,
         trust_remote_code=False,
     )

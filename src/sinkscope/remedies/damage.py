@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import bare_model
 from sinkscope.remedies.schemes import Scheme, window_size

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sinkscope.capture.attention_rule import AttentionRule
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.progress import Progress
 from sinkscope.remedies.damage import Prefix

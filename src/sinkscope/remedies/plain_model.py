@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel, quiet

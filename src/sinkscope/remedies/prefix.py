@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkscope.arguments import AUDIT_LENGTH
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load

@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.capture.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
-from sinkscope.capture.recorder import evaluation_mode, input_device, record, without_autograd
+from sinkscope.capture.recorder import record, without_autograd
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.measures.sink_score import are_sinks
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch, check_one_length

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, check_batch
 from sinkscope.capture.overflow import overflow
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, bos_id
 from sinkscope.models.prompts import as_batch

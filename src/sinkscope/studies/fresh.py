@@ -17,10 +17,10 @@ from torch import Tensor
 from sinkscope.capture.layer_call import LayerCall
 from sinkscope.capture.merges import Rows
 from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder, input_device
+from sinkscope.capture.recorder import Recorder
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import squared_deviation
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
 from sinkscope.pretrain.model_specs import Configuration, draw

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sinkscope.arguments import check_sizes
-from sinkscope.capture.recorder import evaluation_mode
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION, AggregationEdit

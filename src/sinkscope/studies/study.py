@@ -15,8 +15,8 @@ import torch
 
 from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
-from sinkscope.capture.recorder import evaluation_mode
 from sinkscope.capture.replay import Replay
+from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import MIN_CALIBRATION

@@ -1,0 +1,64 @@
+"""Which weights a model has now: a hash to know a checkpoint by, and a cheap one that tells when it has changed."""
+
+from __future__ import annotations
+
+import hashlib
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.models.checkpoint_checks import each_weight
+
+HASHED_ELEMENTS = 1 << 20
+SAMPLED = 8
+"""Values of each weight that the cheap checksum reads."""
+
+_hashed: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
+"""By model: the checksum that its weights had, and their hash."""
+
+
+def weight_hash(model: nn.Module) -> str:
+    """SHA-256 of the parameters as they are now: name, shape, dtype and values, in the order of their names.
+
+    A tensor with more than 2^20 elements is sampled: every n-th element, with the smallest n that leaves at most
+    2^20, then the first and the last 4,096. So the hash tells checkpoints apart, but may miss a single edited weight.
+    """
+    checksum = weight_checksum(model)
+    known = _hashed.get(model)
+    if known is None or known[0] != checksum:
+        known = checksum, _sha256(model)
+        _hashed[model] = known
+    return known[1]
+
+
+def _sha256(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, weight in each_weight(model):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
+        values = weight.reshape(-1)
+        if values.numel() > HASHED_ELEMENTS:
+            stride = -(-values.numel() // HASHED_ELEMENTS)
+            values = torch.cat([values[::stride], values[:4096], values[-4096:]])
+        if values.numel():
+            digest.update(values.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def weight_checksum(model: nn.Module) -> str:
+    """A cheap hash of a model's weights: where they are, how often they were changed in place, and a few values of
+    each. Weights that accelerate keeps elsewhere count by their names alone."""
+    digest = hashlib.sha256()
+    samples: dict[torch.device, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.device};".encode())
+        if parameter.is_meta or not parameter.numel():
+            continue
+        if not parameter.is_inference():  # else torch does not count its changes
+            digest.update(f"{parameter.data_ptr()} {parameter._version};".encode())
+        values = parameter.detach().reshape(-1)[:: -(-parameter.numel() // SAMPLED)]
+        samples.setdefault(parameter.device, []).append(values.double())
+    for values in samples.values():
+        digest.update(torch.cat(values).cpu().numpy().data)
+    return digest.hexdigest()
