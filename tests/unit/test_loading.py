@@ -30,9 +30,10 @@ from transformers import (
 from transformers.utils import logging
 
 from sinkscope.errors import InputError
-from sinkscope.models import gguf_files, loading
+from sinkscope.models import gguf_files, loading, weights
 from sinkscope.models.gguf_files import read_gguf_header
-from sinkscope.models.loading import bos_id, load, weight_hash
+from sinkscope.models.loading import bos_id, load
+from sinkscope.models.weights import weight_hash
 
 LLAMA = {
     "hidden_size": 32,
@@ -377,7 +378,7 @@ class TestWeightHash:
         assert len({of(weight), *others}) == 6
 
     def test_large_tensors_are_sampled_to_both_ends(self, monkeypatch):
-        monkeypatch.setattr(loading, "HASHED_ELEMENTS", 100)
+        monkeypatch.setattr(weights, "HASHED_ELEMENTS", 100)
         module = torch.nn.Linear(200, 100, bias=False)
         hashes = [weight_hash(module)]
         for index in (0, 200, -1, -2):

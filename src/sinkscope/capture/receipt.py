@@ -52,9 +52,10 @@ class Receipt:
     """Ids that stand before the text, or before random tokens."""
     interventions: tuple[dict[str, Any], ...]
     """Those that were on: name, and the layers in which they acted."""
-    difference: float
-    """Largest difference of a final state between the owner's plain pass and the pass that reads, over its norm."""
-    tolerance: float
+    difference: float | None
+    """Largest difference of a final state between the owner's plain pass and the pass that reads, over its norm; None
+    where the owner's own pass was read."""
+    tolerance: float | None
     compared_tokens: int
     seconds: float
     """What the comparison took; it is made once for each model object, and again when the model changes."""
@@ -77,7 +78,9 @@ _compared: WeakKeyDictionary[nn.Module, tuple[str, _Comparison]] = WeakKeyDictio
 def described(*receipts: Receipt | None) -> dict[str, Any]:
     """The entry `receipt` of a summary: of one model, or of each of several."""
     entries = [asdict(each) for each in receipts if each is not None]
-    return {"receipt": entries[0] if len(entries) == 1 else entries} if entries else {}
+    if not entries:
+        return {}
+    return {"receipt": entries[0] if len(receipts) == 1 else entries}
 
 
 def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receipt:
@@ -95,6 +98,21 @@ def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receip
         tolerance=comparison.tolerance,
         compared_tokens=math.prod(PROBED),
         seconds=comparison.seconds,
+        states=states(loaded.model),
+    )
+
+
+def receipt_of_own_pass(loaded: LoadedModel) -> Receipt:
+    """The receipt of a reading that calls the model as its owner does, and looks at nothing but what it gives back."""
+    return Receipt(
+        weights=loaded.weight_hash,
+        dtype=loaded.dtype,
+        leading_ids=(),
+        interventions=(),
+        difference=None,
+        tolerance=None,
+        compared_tokens=0,
+        seconds=0.0,
         states=states(loaded.model),
     )
 
@@ -216,8 +234,8 @@ def _calls(anatomy: Anatomy):
         yield
     if blocks != list(range(len(anatomy.layers))):
         raise InputError(
-            f"A forward pass runs the blocks in the order {str(blocks)[:80]}, but each must run once, from the first to "
-            "the last. A model that uses a block twice cannot be read layer by layer."
+            f"A forward pass runs the blocks in the order {str(blocks)[:80]}, but each must run once, first to last. A "
+            "model that uses a block twice cannot be read layer by layer."
         )
 
 

@@ -439,6 +439,12 @@ def held(module: AnyModule, name: str) -> Tensor:
 
 
 def input_device(anatomy: Anatomy) -> torch.device:
-    """Where ids must be. An embedding that accelerate keeps elsewhere gets them moved by its hooks."""
-    device = anatomy.decoder.get_input_embeddings().weight.device
+    """Where a model's ids must be."""
+    return embedding_device(anatomy.decoder)
+
+
+def embedding_device(model: AnyModule) -> torch.device:
+    """The same of a model without its anatomy. An embedding that accelerate keeps elsewhere gets ids moved by its
+    hooks."""
+    device = model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 from torch import Tensor
 
 from sinkscope.arguments import Method, check_fingerprint
+from sinkscope.capture.receipt import described
 from sinkscope.errors import InputError
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
@@ -125,6 +126,7 @@ class Fingerprint(Result):
             "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
             "unrelated": [each.name for each in self.unrelated],
             "pairs": [asdict(pair) for pair in self.pairs],
+            **described(*(each.receipt for each in self.signatures)),
         }
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from sinkscope.arguments import check_bias, check_choice
+from sinkscope.capture.receipt import Receipt, described, take_receipt
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -49,6 +50,7 @@ class Bias(Result):
     headline = ("bias", "quantity", "over", "value", "value_low", "value_high")
     schemas = BIAS_TABLES
     readings: BiasReadings
+    receipt: Receipt
 
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:
@@ -57,7 +59,7 @@ class Bias(Result):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return bias_summary(self.readings, self.tables)
+        return bias_summary(self.readings, self.tables) | described(self.receipt)
 
     @property
     def story(self) -> str:
@@ -147,7 +149,8 @@ def bias(
             controls={name: each for name, each in under.items() if name not in refused},
             refused=refused,
             checkpoints=checkpoints,
-        )
+        ),
+        take_receipt(first, batches[0]),
     )
 
 

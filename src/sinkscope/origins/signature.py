@@ -27,8 +27,10 @@ from torch import Tensor
 from sinkscope import processes
 from sinkscope.arguments import check_inputs
 from sinkscope.capture.overflow import overflow
+from sinkscope.capture.receipt import Receipt, receipt_of_own_pass
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
+from sinkscope.models.anatomy import embedding_device
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
@@ -102,6 +104,8 @@ class Signature:
     """Ids that the model has embeddings for; the inputs may use fewer."""
     config: dict[str, Any] | None
     """Of the model, with its model_type; None where transformers has none to draw a model from."""
+    receipt: Receipt | None = None
+    """None for what was read before, and kept in a file."""
 
     @property
     def width(self) -> int:
@@ -213,6 +217,7 @@ def sign(
         dtype=loaded.dtype,
         vocabulary=num_embeddings(loaded.model),
         config=_fields(loaded),
+        receipt=receipt_of_own_pass(loaded),
     )
 
 
@@ -223,7 +228,7 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
     Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
     """
     body: Any = loaded.model.base_model
-    ids_BT = ids_BT.to(loaded.model.device)
+    ids_BT = ids_BT.to(embedding_device(loaded.model))
     with evaluation_mode(loaded.model):
         last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
         embedded = body.get_input_embeddings()(ids_BT[:, -1])

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION, check_audit
+from sinkscope.capture.receipt import take_receipt
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -72,6 +73,7 @@ def audit(
     held_out = TokenBatch(ids=setting.ids, kind=batch.kind, seed=batch.seed, bos=batch.bos, source=batch.source)
     return Audit(
         loaded=loaded,
+        receipt=take_receipt(loaded, held_out),
         batch=held_out,
         setting=setting,
         cells=tuple(cells),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.capture.receipt import Receipt, described
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -47,6 +48,7 @@ class Audit(Result):
     headline = ("damages", "level", "place", "scheme", "predicted", "measured", "measured_low", "measured_high")
     schemas = AUDIT_TABLES
     loaded: LoadedModel
+    receipt: Receipt
     batch: TokenBatch
     """The held-out texts."""
     setting: Setting
@@ -120,7 +122,7 @@ class Audit(Result):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return _summary(self)
+        return _summary(self) | described(self.receipt)
 
     @property
     def story(self) -> str:

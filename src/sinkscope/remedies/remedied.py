@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.capture.receipt import Receipt, described
 from sinkscope.models.loading import LoadedModel
 from sinkscope.remedies.advice import NEGLIGIBLE, needs_remedy
 from sinkscope.remedies.damage import Damage, damage
@@ -91,6 +92,7 @@ class Remedied(Result):
     headline = ("losses", "model", "scheme", "loss", "change", "won_back")
     schemas = (LOSSES,)
     loaded: LoadedModel
+    receipt: Receipt
     """The remedied model under the original's name, with its tokenizer."""
     prefix: SinkPrefix | None
     units: tuple[Any, ...]
@@ -195,6 +197,7 @@ class Remedied(Result):
             "static_scales": SCALES_FILE if self.scales else None,
             "verdicts": self.verdicts,
             "losses": rows_where(self.tables[LOSSES.name]),
+            **described(self.receipt),
         }
 
     def write(self, folder: RunFolder) -> None:

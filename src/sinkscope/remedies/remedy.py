@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION, check_audit, check_remedies
+from sinkscope.capture.receipt import take_receipt
 from sinkscope.interventions.neurons import matched_units
 from sinkscope.models import rotation
 from sinkscope.models.anatomy import anatomy_of
@@ -126,6 +127,7 @@ def remedy(
         step(len(readings), len(treated))
     return Remedied(
         loaded=replace(loaded, model=last.model),
+        receipt=take_receipt(loaded, held_out),
         prefix=found if found is not None and found.ids else None,
         units=units,
         exempted=tuple(last.exempted),

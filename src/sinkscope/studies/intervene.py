@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sinkscope.arguments import check_sizes
+from sinkscope.capture.receipt import described
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
@@ -113,6 +114,7 @@ class Intervened(Result):
             "control_is": self.control_is,
             "calibrated_on": self.calibrated_on,
             **arms,
+            **described(self.after.receipt),
             "sink_rate_by_position": rates,
         }
 

@@ -15,6 +15,7 @@ import torch
 
 from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
+from sinkscope.capture.receipt import Receipt, described
 from sinkscope.capture.replay import Replay
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
@@ -73,6 +74,14 @@ class Study(Result):
         return self.measured.plan
 
     @property
+    def receipt(self) -> Receipt | None:
+        """That of the baseline's trace, with every condition that was run."""
+        if self.trace.receipt is None:
+            return None
+        conditions = [{"name": condition.part} for condition in self.measured.outcomes]
+        return replace(self.trace.receipt, interventions=tuple(conditions))
+
+    @property
     def minimal_set(self) -> tuple[Unit, ...]:
         return self.measured.minimal
 
@@ -106,6 +115,7 @@ class Study(Result):
         ]
         return {
             **self.trace.summary,
+            **described(self.receipt),
             "verdict": self.verdict,
             "counts": self.counts,
             "claims": claims,

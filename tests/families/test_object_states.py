@@ -1,0 +1,494 @@
+"""What a model object may be like, crossed with what one can do with it: the numbers of the plain model, or a refusal.
+
+A state is one entry of STATES: how a tiny model is brought into it, and what the receipt says of it. For each thing in
+DOES the numbers must be those of the plain model, or the refusal must say why. Never other numbers.
+"""
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+import sinkscope
+from sinkscope import InputError
+from sinkscope.interventions.base import Intervention, Place
+
+IDS = torch.randint(10, 97, (3, 40), generator=torch.Generator().manual_seed(0))
+CALIBRATION = torch.randint(10, 97, (64, 40), generator=torch.Generator().manual_seed(1))
+
+
+# States
+
+
+@contextlib.contextmanager
+def plain(model) -> Iterator[Any]:
+    yield model
+
+
+@contextlib.contextmanager
+def wrapped_by_compile(model):
+    compiled = torch.compile(model, backend="eager")
+    compiled(IDS)
+    yield compiled
+
+
+@contextlib.contextmanager
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    model(IDS)
+    yield model
+
+
+@contextlib.contextmanager
+def compiled_by_block(model):
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    model(IDS)
+    yield model
+
+
+@contextlib.contextmanager
+def offloaded_to_cpu(model):
+    from accelerate import cpu_offload
+
+    yield cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def offloaded_to_disk(model, folder):
+    from accelerate import disk_offload
+
+    disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+    yield model
+
+
+@contextlib.contextmanager
+def under_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        yield model
+
+
+@contextlib.contextmanager
+def in_training_mode(model):
+    model.train()
+    yield model
+    assert model.training
+
+
+@contextlib.contextmanager
+def with_hooks_of_its_owner(model):
+    calls = []
+    handle = model.model.layers[1].register_forward_hook(lambda *call: calls.append(1))
+    yield model
+    handle.remove()
+    assert calls
+
+
+@contextlib.contextmanager
+def in_two_threads(model):
+    """Another thread opens and closes an intervention first; what it did must be gone."""
+
+    def other():
+        with sinkscope.mask_to_self(model, 3):
+            model(IDS)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    yield model
+
+
+@contextlib.contextmanager
+def copied_inside_an_intervention(model):
+    with sinkscope.mask_to_self(model, 4), sinkscope.ablate_neurons(model, [(0, 1), (1, 2)]):
+        changed = copy.deepcopy(model)
+    yield changed
+
+
+@dataclass(frozen=True)
+class State:
+    enter: Callable
+    says: tuple[str, ...] = ()
+    """What the receipt says of it."""
+    tolerance: float = 1e-5
+    trainable: bool = False
+
+
+STATES: dict[str, State] = {
+    "plain": State(plain),
+    "wrapped by torch.compile": State(wrapped_by_compile, ("compiled",)),
+    "compiled in place": State(compiled_in_place, ("compiled",)),
+    "compiled block by block": State(compiled_by_block, ("compiled",)),
+    "offloaded to the CPU": State(offloaded_to_cpu, ("offloaded",)),
+    "offloaded to disk": State(offloaded_to_disk, ("offloaded",)),
+    "under autocast": State(under_autocast, ("autocast",), tolerance=0.05),
+    "in training mode": State(in_training_mode),
+    "with hooks of its owner": State(with_hooks_of_its_owner),
+    "after another thread": State(in_two_threads),
+    "copied inside an intervention": State(copied_inside_an_intervention),
+}
+
+
+# What one can do: each gives a tensor
+
+
+def traced(model) -> Tensor:
+    return sinkscope.trace(model, IDS).recording["received"]
+
+
+def probed(model) -> Tensor:
+    found = sinkscope.probe(model, IDS)
+    return torch.tensor([found.whole["sink_rate"] or 0.0])
+
+
+def logits_under(open_it: Callable) -> Callable:
+    """The owner's own forward pass under an intervention, and a trace under it."""
+
+    def do(model) -> Tensor:
+        with open_it(model):
+            with torch.no_grad():
+                logits = model(IDS).logits
+            received = sinkscope.trace(model, IDS).recording["received"]
+        return torch.cat([logits.flatten().float(), received.flatten()])
+
+    return do
+
+
+NEURONS = [(0, 3), (1, 5)]
+DOES: dict[str, Callable] = {
+    "trace": traced,
+    "probe": probed,
+    "sink_tokens": lambda model: sinkscope.sink_tokens(model, IDS).received,
+    "mask_to_self": logits_under(lambda model: sinkscope.mask_to_self(model, 10)),
+    "amplify_variance": logits_under(lambda m: sinkscope.amplify_variance(m, 10, 4.0, calibration=CALIBRATION)),
+    "ablate_neurons": logits_under(lambda model: sinkscope.ablate_neurons(model, NEURONS)),
+    "densify_neurons": logits_under(lambda model: sinkscope.densify_neurons(model, NEURONS)),
+    "transplant_neurons": logits_under(lambda model: sinkscope.transplant_neurons(model, NEURONS, 0, 10)),
+    "set_dimensions": logits_under(lambda model: sinkscope.set_dimensions(model, [7], positions=[5])),
+    "clamp": logits_under(lambda model: sinkscope.clamp(model, IDS, neurons=NEURONS, positions=[5])),
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    return {name: do(tiny_model("llama")) for name, do in DOES.items()}
+
+
+@pytest.mark.parametrize("what", DOES)
+@pytest.mark.parametrize("name", STATES)
+def test_the_numbers_of_the_plain_model_or_a_refusal(name, what, expected, tmp_path):
+    state, model = STATES[name], tiny_model("llama")
+    arguments = (model, tmp_path) if name == "offloaded to disk" else (model,)
+    with state.enter(*arguments) as prepared:
+        found = DOES[what](prepared)
+    apart = (found - expected[what]).abs().max() / expected[what].abs().max()
+    assert float(apart) <= state.tolerance
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_receipt_says_what_is_not_plain(name, tmp_path):
+    model = tiny_model("llama")
+    arguments = (model, tmp_path) if name == "offloaded to disk" else (model,)
+    with STATES[name].enter(*arguments) as prepared:
+        receipt = sinkscope.trace(prepared, IDS).summary["receipt"]
+    assert receipt["states"] == STATES[name].says
+    assert receipt["difference"] <= receipt["tolerance"]
+    assert receipt["dtype"] == ("bfloat16" if "autocast" in STATES[name].says else "float32")
+
+
+def test_a_study_of_two_conditions_of_a_compiled_model():
+    loaded = sinkscope.load("reference:softmax")
+    options = dict(num_sequences=4, length=24)
+    plain = sinkscope.intervene(loaded, {"mask_to_self": 5, "ablate": "5:148"}, **options)
+    copied = copy.deepcopy(loaded.model)
+    copied.compile(backend="eager")
+    compiled = sinkscope.intervene(copied, {"mask_to_self": 5, "ablate": "5:148"}, **options)
+    assert compiled.tables["means"]["after"] == pytest.approx(plain.tables["means"]["after"], rel=1e-3, nan_ok=True)
+    fired = {each["name"]: each["layers"] for each in plain.summary["receipt"]["interventions"]}
+    assert fired == {"mask_to_self": list(range(16)), "ablate_neurons": [5]}
+
+
+# Adapters
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["down_proj", "o_proj", "q_proj"], r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("what", ["trace", "mask_to_self", "ablate_neurons", "densify_neurons"])
+def test_an_adapter_is_read_as_it_is_and_as_it_is_off(what, expected):
+    model = adapted(tiny_model("llama"))
+    on = DOES[what](model)
+    with model.disable_adapter():
+        off = DOES[what](model)
+    assert torch.allclose(off, expected[what], atol=1e-5)
+    merged = DOES[what](adapted(tiny_model("llama")).merge_and_unload())
+    assert torch.allclose(on, merged, atol=1e-4)
+    assert not torch.allclose(on, off, atol=1e-3)  # the control: the adapter does something
+    assert sinkscope.trace(model, IDS).summary["receipt"]["states"] == ("adapted",)
+
+
+def test_an_adapter_whose_weight_is_not_what_it_multiplies_by_is_refused():
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    config = peft.LoraConfig(target_modules=["down_proj"], r=4, use_dora=True, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(1.5)
+    with pytest.raises(InputError, match="does not give its input times its weight"):
+        sinkscope.trace(model, IDS)
+
+
+# Models whose own pass is not the one that is read
+
+
+def looks_ahead(model):
+    model.model.layers[1].self_attn.is_causal = False
+
+
+def other_forward(model):
+    inner = model.model.forward
+    model.model.forward = lambda *args, **kwargs: inner(*args, **{**kwargs, "position_ids": torch.arange(16)[None] * 3})
+
+    def forward(input_ids, **kwargs):
+        return nn.Module.__call__(model.model, input_ids=input_ids.flip(1), **kwargs)
+
+    model.forward = forward
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def linear_of_another_kind(model):
+    before = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = Doubling(before.in_features, before.out_features, bias=False)
+
+
+def block_used_twice(model):
+    model.model.layers[2] = model.model.layers[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (looks_ahead, "end in different states"),
+        (other_forward, "end in different states"),
+        (linear_of_another_kind, "does not give its input times its weight"),
+        (block_used_twice, "each must run once"),
+    ],
+)
+def test_a_model_that_is_not_what_would_be_read_is_refused(change, says):
+    model = tiny_model("llama")
+    sinkscope.trace(model, IDS)  # also when it was compared before
+    change(model)
+    for do in (lambda: sinkscope.trace(model, IDS), lambda: sinkscope.mask_to_self(model, 10)):
+        with pytest.raises(InputError, match=says):
+            do()
+
+
+def test_the_weight_hash_is_of_the_weights_as_they_are():
+    loaded = sinkscope.load(tiny_model("llama"))
+    before = sinkscope.trace(loaded, IDS).summary["receipt"]["weights"]
+    assert before == loaded.weight_hash
+    with torch.no_grad():
+        loaded.model.model.layers[0].mlp.down_proj.weight[3, 4] += 1
+    assert sinkscope.trace(loaded, IDS).summary["receipt"]["weights"] != before
+
+
+# Every intervention acts, and the model is left as it was
+
+
+class Silent(Intervention):
+    """Says that it acts in layer 1, and does not."""
+
+    name = "silent"
+
+    def __init__(self, model) -> None:
+        super().__init__(model, Place(on="nothing", layers=(1,)))
+
+    def opening(self, stack, acted) -> None:
+        pass
+
+
+class Staying(Intervention):
+    """Leaves a hook behind."""
+
+    name = "staying"
+
+    def __init__(self, model) -> None:
+        super().__init__(model, Place(on="nothing", layers=()))
+
+    def opening(self, stack, acted) -> None:
+        self.handle = self.anatomy.layers[1].block.register_forward_hook(lambda *call: None)
+
+
+def test_an_intervention_that_does_not_act_is_refused_in_the_first_pass():
+    model = tiny_model("llama")
+    before = model(IDS).logits
+    for run in (model, lambda ids: sinkscope.trace(model, ids)):
+        with pytest.raises(InputError, match="silent did not act in layer 1"), Silent(model):
+            run(IDS)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_hook_that_stays_is_found():
+    model = tiny_model("llama")
+    staying = Staying(model)
+    with pytest.raises(InputError, match=r"the hooks of layers\.1 are not as before"), staying:
+        model(IDS)
+    staying.handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model: model.model.layers[0].mlp.down_proj.weight.data.add_(1), "the weights are"),
+        (lambda model: setattr(model.config, "rms_norm_eps", 1e-3), "the configuration"),
+        (lambda model: model.set_attn_implementation("eager"), "the configuration, or the attention"),
+    ],
+)
+def test_what_its_owner_changes_meanwhile_is_told(change, says):
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match=says), sinkscope.mask_to_self(model, 10):
+        change(model)
+    with sinkscope.mask_to_self(model, 10):  # and it goes on from there
+        pass
+
+
+def test_a_model_may_be_trained_inside_an_intervention():
+    model = tiny_model("llama").requires_grad_(True)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sinkscope.ablate_neurons(model, NEURONS):
+        model(IDS, labels=IDS).loss.backward()
+        optimiser.step()
+
+
+# Opened and closed in any order
+
+
+MAKERS: list[Callable] = [
+    lambda model: sinkscope.mask_to_self(model, 10),
+    lambda model: sinkscope.mask_to_self(model, 5),
+    lambda model: sinkscope.ablate_neurons(model, NEURONS),
+    lambda model: sinkscope.set_dimensions(model, [7], positions=[5]),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(order=st.permutations([*range(len(MAKERS)), *range(len(MAKERS))]))
+def test_interleavings_of_open_and_close(family, order):
+    """Each number opens its intervention the first time it comes, and closes it the second time."""
+    model = _cached_model(family)
+    made: dict[int, Intervention] = {}
+    for number in order:
+        if number in made:
+            made.pop(number).__exit__(None, None, None)
+        else:
+            made[number] = MAKERS[number](model)
+            made[number].__enter__()
+        assert torch.equal(_logits(model), _logits_with(family, frozenset(made)))
+
+
+_models: dict[str, Any] = {}
+_kept: dict[tuple[str, frozenset], Tensor] = {}
+
+
+def _cached_model(family: str):
+    if family not in _models:
+        _models[family] = tiny_model(family, seed=0) if family == "llama" else tiny_model(family)
+    return _models[family]
+
+
+def _logits(model) -> Tensor:
+    with torch.no_grad():
+        return model(IDS[:1]).logits
+
+
+def _logits_with(family: str, on: frozenset) -> Tensor:
+    """What a fresh model gives with some of the interventions on, opened one after another."""
+    if (family, on) not in _kept:
+        model = copy.deepcopy(tiny_model(family))
+        with contextlib.ExitStack() as stack:
+            for number in sorted(on):
+                stack.enter_context(MAKERS[number](model))
+            _kept[family, on] = _logits(model)
+    return _kept[family, on]
+
+
+def test_a_generator_may_close_late():
+    model = tiny_model("llama")
+    before = _logits(model)
+
+    def masked(position):
+        with sinkscope.mask_to_self(model, position):
+            yield _logits(model)
+
+    first, second = masked(10), masked(5)
+    next(first), next(second)
+    first.close()
+    assert not torch.equal(_logits(model), before)
+    second.close()
+    assert torch.equal(_logits(model), before)
+
+
+def test_overlapping_tasks():
+    """A second task neither reads the changed model nor changes it too; when the first is done it may."""
+    model = tiny_model("llama")
+    before, refused = _logits(model), []
+
+    async def first(opened: asyncio.Event, tried: asyncio.Event):
+        with sinkscope.mask_to_self(model, 10):
+            opened.set()
+            await tried.wait()
+            return sinkscope.trace(model, IDS).recording["received"]
+
+    async def second(opened: asyncio.Event, tried: asyncio.Event):
+        await opened.wait()
+        for do in (lambda: sinkscope.trace(model, IDS), lambda: sinkscope.mask_to_self(model, 5).__enter__()):
+            with pytest.raises(InputError, match="Another thread or task has mask_to_self open") as raised:
+                do()
+            refused.append(raised)
+        tried.set()
+
+    async def both():
+        events = asyncio.Event(), asyncio.Event()
+        received, _ = await asyncio.gather(first(*events), second(*events))
+        return received
+
+    received = asyncio.run(both())
+    assert len(refused) == 2
+    with sinkscope.mask_to_self(model, 10):
+        assert torch.equal(sinkscope.trace(model, IDS).recording["received"], received)
+    assert torch.equal(_logits(model), before)
+
+
+def test_another_thread_is_refused_while_an_intervention_is_open():
+    model, raised = tiny_model("llama"), []
+
+    def other():
+        with pytest.raises(InputError, match="Another thread or task") as error:
+            sinkscope.trace(model, IDS)
+        raised.append(error)
+
+    with sinkscope.ablate_neurons(model, NEURONS):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert raised
