@@ -25,7 +25,6 @@ from sinkscope.capture.tiles import TILE_ELEMENTS
 from sinkscope.errors import InputError
 
 
-@torch.no_grad()
 def with_edited_rows(
     reading: AttentionReading,
     query_BHTD: Tensor,
@@ -35,6 +34,19 @@ def with_edited_rows(
     request: ReadingRequest,
 ) -> AttentionReading:
     """The reading as it is when the edited queries see other keys."""
+    # Not under the owner's autocast: the few rows are worked out in at least float32.
+    with torch.no_grad(), torch.autocast(query_BHTD.device.type, enabled=False):
+        return _with_edited_rows(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
+
+
+def _with_edited_rows(
+    reading: AttentionReading,
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    rule: AttentionRule,
+    request: ReadingRequest,
+) -> AttentionReading:
     num_batch, num_heads, length, _ = query_BHTD.shape
     device = query_BHTD.device
     rows = sorted({query for edit in rule.edits for query in edit.queries})

@@ -47,7 +47,7 @@ class Receipt:
     weights: str
     """SHA-256 of the weights as they are now: see `load`."""
     dtype: str
-    """The type that attention was computed in."""
+    """The type that attention was computed in; under autocast, its type."""
     leading_ids: tuple[int, ...]
     """Ids that stand before the text, or before random tokens."""
     interventions: tuple[dict[str, Any], ...]
@@ -151,10 +151,11 @@ def _state_of_model(model: nn.Module, anatomy: Anatomy) -> str:
         for kept in (module._forward_pre_hooks, module._forward_hooks)
         if kept
     ]
+    forwards = [(id(type(module)), id(vars(module).get("forward"))) for module in model.modules()]
     config = getattr(anatomy.decoder, "config", None)
     attention = None if config is None or open_interventions(anatomy.decoder) else config._attn_implementation
     flags = [getattr(layer.attention, "is_causal", None) for layer in anatomy.layers]
-    text = f"{weight_checksum(model)} {hooks} {attention} {flags} {states(model)}"
+    text = f"{weight_checksum(model)} {hooks} {forwards} {attention} {flags} {states(model)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -178,7 +179,10 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> _Comparison:
             "Readings would be of another pass than yours: call the decoder as a module, or give the model the "
             "attribute `sinkscope_anatomy`."
         )
-    tolerance = TOLERANCE.get(dtypes[0] if dtypes else torch.float32, TOLERANCE[torch.float32])
+    # Under autocast some steps are computed in the lower type and others not.
+    device_type = ids_BT.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtypes[0]
+    tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
     difference = _difference(plain[-1], read[-1])
     if not difference <= tolerance:
         raise InputError(
@@ -187,7 +191,7 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> _Comparison:
             "from its family's: is_causal on an attention, position ids, an overridden forward. Undo it first."
         )
     return _Comparison(
-        difference=difference, tolerance=tolerance, dtype=dtypes[0], seconds=time.perf_counter() - started_at
+        difference=difference, tolerance=tolerance, dtype=dtype, seconds=time.perf_counter() - started_at
     )
 
 
