@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.capture import taps
+from sinkscope.capture.receipt import check_reading
 from sinkscope.capture.trace import trace
 from sinkscope.capture.units import LayerUnits
 from sinkscope.models.anatomy import anatomy_of
@@ -158,8 +159,8 @@ def test_units_hold_nothing_once_their_layer_has_ended(family, monkeypatch):
     trace(model, ids)
     for handle in handles:
         handle.remove()
-    assert held_between == [0, 0, 0]
-    assert min(held_inside) > 0  # control: inside a layer there is something to hold
+    assert set(held_between) == {0}
+    assert min(held_inside[-3:]) > 0  # control: inside a layer there is something to hold
 
 
 def bytes_alive() -> int:
@@ -180,6 +181,8 @@ def growth_per_layer(model, ids, run) -> float:
         layer.block.register_forward_pre_hook(lambda *_: alive.append(bytes_alive()))
         for layer in anatomy_of(model).layers
     ]
+    check_reading(model, anatomy_of(model))
+    alive.clear()  # the short passes of the receipt
     gc.collect()
     gc.freeze()  # what is there already, the model and this process's modules, is not looked at again
     try:

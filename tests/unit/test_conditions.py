@@ -134,7 +134,9 @@ def test_layers_before_the_restart_are_not_run(family):
     ]
     before = replay.num_layer_passes
     try:
-        with mask_to_self(model_of(family), 10, layers=[num_layers - 1]) as on:
+        on = mask_to_self(model_of(family), 10, layers=[num_layers - 1])
+        calls.clear()  # the short passes of the receipt
+        with on:
             replay.read(on.first_layer, loss=True)
             assert calls == [num_layers - 1]
         replay.read(1)
