@@ -134,7 +134,8 @@ class Signature:
     def save(self, path: Path) -> None:
         """Writes the signature to a safetensors file, whole or not at all."""
         tensors = {"states": self.states, "embeddings": self.embeddings}
-        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in tensors}
+        left_out = {*tensors, "receipt"}  # a receipt is of one reading, not of what is read again from the file
+        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
         kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
         with whole_file(path) as partial:
