@@ -204,10 +204,11 @@ def test_signatures_are_saved_and_refused(tmp_path):
     again = load_signature(tmp_path / "one.safetensors")
     assert torch.equal(again.states, found.states)
     assert torch.equal(again.embeddings, found.embeddings)
-    tensors = ("states", "embeddings")
+    others = ("states", "embeddings", "receipt")
     assert all(
-        getattr(again, f.name) == getattr(found, f.name) for f in dataclasses.fields(found) if f.name not in tensors
+        getattr(again, f.name) == getattr(found, f.name) for f in dataclasses.fields(found) if f.name not in others
     )
+    assert again.receipt is None
     assert list(tmp_path.iterdir()) == [tmp_path / "one.safetensors"]
     with pytest.raises(InputError, match="a signature made with 256 sequences"):
         fingerprint([tmp_path / "one.safetensors", draw(SHAPE, 2)], num_sequences=256)
