@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import sinkscope
 from sinkscope import InputError
 from sinkscope.interventions.base import Intervention, Place
+from sinkscope.origins.signature import Inputs, sign
 
 IDS = torch.randint(10, 97, (3, 40), generator=torch.Generator().manual_seed(0))
 CALIBRATION = torch.randint(10, 97, (64, 40), generator=torch.Generator().manual_seed(1))
@@ -164,6 +165,19 @@ def logits_under(open_it: Callable) -> Callable:
     return do
 
 
+def signed(model) -> Tensor:
+    return sign(sinkscope.load(model), Inputs(vocabulary=97, num_sequences=64, length=8)).states
+
+
+def intervened(model) -> Tensor:
+    """A study of two conditions: what each changed, from the last layers to the first."""
+    found = sinkscope.intervene(model, {"mask_to_self": 5, "ablate": "1:5"}, num_sequences=2, length=24)
+    fired = {each["name"]: each["layers"] for each in found.summary["receipt"]["interventions"]}
+    assert fired == {"mask_to_self": [0, 1, 2], "ablate_neurons": [1]}
+    means = found.tables["means"]
+    return torch.tensor([means["after"], means["control"]])
+
+
 NEURONS = [(0, 3), (1, 5)]
 DOES: dict[str, Callable] = {
     "trace": traced,
@@ -176,6 +190,8 @@ DOES: dict[str, Callable] = {
     "transplant_neurons": logits_under(lambda model: sinkscope.transplant_neurons(model, NEURONS, 0, 10)),
     "set_dimensions": logits_under(lambda model: sinkscope.set_dimensions(model, [7], positions=[5])),
     "clamp": logits_under(lambda model: sinkscope.clamp(model, IDS, neurons=NEURONS, positions=[5])),
+    "sign": signed,
+    "intervene": intervened,
 }
 
 
@@ -198,16 +214,41 @@ def test_the_numbers_of_the_plain_model(name, expected, tmp_path):
     assert receipt["dtype"] == ("bfloat16" if "autocast" in STATES[name].says else "float32")
 
 
-def test_a_study_of_two_conditions_of_a_compiled_model():
-    loaded = sinkscope.load("reference:softmax")
-    options = dict(num_sequences=4, length=24)
-    plain = sinkscope.intervene(loaded, {"mask_to_self": 5, "ablate": "5:148"}, **options)
-    copied = copy.deepcopy(loaded.model)
-    copied.compile(backend="eager")
-    compiled = sinkscope.intervene(copied, {"mask_to_self": 5, "ablate": "5:148"}, **options)
-    assert compiled.tables["means"]["after"] == pytest.approx(plain.tables["means"]["after"], rel=1e-3, nan_ok=True)
-    fired = {each["name"]: each["layers"] for each in plain.summary["receipt"]["interventions"]}
-    assert fired == {"mask_to_self": list(range(16)), "ablate_neurons": [5]}
+class Packed(nn.Module):
+    """A projection whose weight is packed, two numbers of four bits a byte."""
+
+    def __init__(self, linear) -> None:
+        super().__init__()
+        self.shape = linear.weight.shape
+        self.scale = linear.weight.detach().abs().max() / 7
+        codes = (linear.weight.detach() / self.scale).round().to(torch.int8).flatten().add(8).byte()
+        self.weight = nn.Parameter((codes[::2] | (codes[1::2] << 4))[:, None], requires_grad=False)
+
+    def forward(self, x):
+        codes = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten().float() - 8
+        return x @ (codes * self.scale).view(self.shape).T
+
+
+def quantised_by_packing(model):
+    for block in model.model.layers:
+        block.mlp.down_proj = Packed(block.mlp.down_proj)
+    return model
+
+
+def quantised_by_torch(model):
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("quantised", [quantised_by_packing, quantised_by_torch])
+def test_a_quantised_model_is_refused(quantised):
+    model = quantised(tiny_model("llama"))
+    assert model(IDS).logits.isfinite().all()  # its owner can run it
+    for what, do in DOES.items():
+        if what == "sign" and quantised is quantised_by_torch:
+            continue  # it calls the model as its owner does, and needs no weight
+        with pytest.raises(InputError, match="in full precision"):
+            do(model)
 
 
 # Adapters
