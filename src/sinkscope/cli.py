@@ -95,9 +95,9 @@ def main() -> None:
     """Runs a command; input that cannot be honoured ends with a message and exit code 2, never a traceback."""
     escape_what_cannot_be_printed()
     # A termination must unwind the stack, so that no half-written folder stays behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _end_once)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background
-        signal.signal(signal.SIGINT, _interrupt_once)
+        signal.signal(signal.SIGINT, _end_once)
     shares = next(iter(sys.argv[1:]), "") in SHARED
     try:
         with (
@@ -124,10 +124,13 @@ def main() -> None:
     _refuse(refused)  # here the error is gone, and with it the frames that filled the memory
 
 
-def _interrupt_once(number: int, frame: object) -> NoReturn:
-    """The first Ctrl-C ends the command; more of them would end in a traceback while it tidies up and leaves."""
+def _end_once(number: int, frame: object) -> NoReturn:
+    """The first Ctrl-C or termination ends the command; more would end in a traceback while it tidies up and leaves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,15 +62,15 @@ def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
         )
     import webbrowser
 
-    from sinkscope.explore.server import listening, serve
+    from sinkscope.explore.server import listening, private_redirect, serve
     from sinkscope.report.text import say
 
     def opened(address: str) -> None:
         say(f"Page: {address}\nCtrl-C ends it.")
         if asked.browser:
-            webbrowser.open(address)
+            webbrowser.open(until_the_end.enter_context(private_redirect(address)).as_uri())
 
-    with listening(asked.port) as at:
+    with ExitStack() as until_the_end, listening(asked.port) as at:
         sources = [_opened(source, asked.bos)]
         if asked.beside is not None:
             sources.append(_opened(replace(source, model=asked.beside), asked.bos))

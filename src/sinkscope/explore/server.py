@@ -1,8 +1,8 @@
 """The page of `sinkscope explore` as a web application for this machine alone.
 
 Every address begins with a random token, and the names of other machines and pages are refused, so that neither another
-user of the machine nor a page open in the same browser can make the model read anything. One thread runs the models;
-requests that would have to wait long are refused with a reason.
+user of the machine nor a page open in the same browser can make the model read anything. The main thread runs the
+models, so that a signal ends a long reading too; requests that would have to wait long are refused with a reason.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from __future__ import annotations
 import asyncio
 import importlib.resources
 import json
+import logging
 import os
+import queue
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -59,12 +65,51 @@ BUSY = InputError(
 NO_MEMORY = InputError(
     expected="memory for this prompt", found="the device full", next_step="Give a shorter prompt, or a smaller model"
 )
+ENDED = InputError(expected="a page that runs", found="that it was ended", next_step="Start `sinkscope explore` again")
+REDIRECT = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>sinkscope explore</title><meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={address}"></head>
+<body><a href="{address}">sinkscope explore</a></body></html>
+"""
 
 
-def application(sources: Sequence[Source], *, prompts: Sequence[str], token: str, port: int) -> Starlette:
-    """The page, for requests to this machine that know the token."""
+class CallingThread(Executor):
+    """Runs what is submitted in the thread that calls `run`."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """What the call will give."""
+        future: Future[Any] = Future()
+        self._calls.put((future, lambda: function(*args, **kwargs)))
+        return future
+
+    def stop(self) -> None:
+        """Lets `run` return after the calls that wait."""
+        self._calls.put(None)
+
+    def run(self) -> None:
+        """Runs calls until `stop`. What ends the process also ends the call that runs."""
+        while (next_call := self._calls.get()) is not None:
+            future, call = next_call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException:
+                future.set_exception(ENDED)
+                raise
+
+
+def application(
+    sources: Sequence[Source], *, prompts: Sequence[str], token: str, port: int, worker: Executor | None = None
+) -> Starlette:
+    """The page, for requests to this machine that know the token. `worker` runs the models, one call at a time."""
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
-    worker = ThreadPoolExecutor(1)
+    worker = worker or ThreadPoolExecutor(1)
     waiting = 0
 
     async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -105,6 +150,8 @@ def application(sources: Sequence[Source], *, prompts: Sequence[str], token: str
                 waiting -= 1
         except InputError as error:
             return _told(error, 400)
+        except ClientDisconnect:
+            return PlainTextResponse("cut off", 400)  # which nobody reads
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -153,11 +200,48 @@ def listening(port: int) -> socket.socket:
 def serve(
     sources: Sequence[Source], *, prompts: Sequence[str], at: socket.socket, opened: Callable[[str], None]
 ) -> None:
-    """Answers until the process is interrupted; `opened` is called with the address."""
+    """Answers until the process is interrupted, and runs the models in this thread; `opened` is called with the
+    address."""
     token, port = secrets.token_urlsafe(24), at.getsockname()[1]
-    app = application(sources, prompts=prompts, token=token, port=port)
-    config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=1
+    worker = CallingThread()
+    app = application(sources, prompts=prompts, token=token, port=port, worker=worker)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
     )
-    opened(f"http://127.0.0.1:{port}/{token}/")
-    uvicorn.Server(config).run(sockets=[at])
+
+    def answer() -> None:
+        try:
+            server.run(sockets=[at])
+        finally:
+            worker.stop()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        opened(f"http://127.0.0.1:{port}/{token}/")
+        worker.run()
+    finally:
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that this end cuts off are no errors
+        server.should_exit = True
+        thread.join(timeout=5)
+
+
+@contextmanager
+def private_redirect(address: str) -> Iterator[Path]:
+    """A file that leads a browser to the address, which its user alone can read; it is gone when the block ends.
+
+    The command line of a browser, unlike this file, is visible to every user of the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="sinkscope-") as folder:
+        path = Path(folder) / "explore.html"
+        path.touch(mode=0o600)
+        path.write_text(REDIRECT.format(address=address), encoding="utf-8")
+        yield path
