@@ -32,7 +32,7 @@ from sinkscope.commands.trace import trace_command
 from sinkscope.errors import InputError
 from sinkscope.memory import is_out_of_memory
 from sinkscope.report.text import escape_what_cannot_be_printed, say, visible
-from sinkscope.results.atomic import DISK_FULL
+from sinkscope.results.atomic import CANNOT_GROW
 
 app = typer.Typer(
     name="sinkscope",
@@ -84,13 +84,6 @@ OUT_OF_MEMORY = InputError(
 )
 
 
-NO_ROOM = InputError(
-    expected="room on the disk that standard output is written to",
-    found="none left",
-    next_step="Free some space, or print to another place",
-)
-
-
 def main() -> None:
     """Runs a command; input that cannot be honoured ends with a message and exit code 2, never a traceback."""
     escape_what_cannot_be_printed()
@@ -113,9 +106,12 @@ def main() -> None:
     except Exception as error:
         # Memory first: code that reads strangers' files takes any error for a damaged file.
         refused = OUT_OF_MEMORY if is_out_of_memory(error) else error
-        if isinstance(refused, OSError) and refused.errno in DISK_FULL:
+        if isinstance(refused, OSError) and refused.errno in CANNOT_GROW:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is printed
-            refused = NO_ROOM
+            reason, remedy = os.strerror(refused.errno), CANNOT_GROW[refused.errno]
+            refused = InputError(f"Cannot write the output: {reason}. {remedy}, or print to another place.")
+        if isinstance(refused, FileNotFoundError) and "No usable temporary directory" in str(refused):  # of tempfile
+            refused = InputError("No folder for temporary files takes one. Free some space, or name a folder in TMPDIR.")
         if not isinstance(refused, InputError):
             raise
     except KeyboardInterrupt:

@@ -225,13 +225,16 @@ def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
         MemoryError(),
     ],
 )
-def test_a_full_memory_is_explained(sinkscope, monkeypatch, error):
+def test_a_full_memory_or_folder_for_temporary_files_is_explained(sinkscope, monkeypatch, error):
     monkeypatch.setattr("sinkscope.capture.trace.record", raises(error))
     result = sinkscope("trace", "--out", "run")
     assert result.code == 2
     assert "fewer or shorter sequences" in result.err
     assert "Traceback" not in result.err
     assert not Path("run").exists()
+    no_place = FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+    monkeypatch.setattr("sinkscope.capture.trace.record", raises(no_place))
+    assert "name a folder in TMPDIR" in sinkscope("trace", "--out", "run").err
     # Control: another failure of the program is not mistaken for it.
     monkeypatch.setattr("sinkscope.capture.trace.record", raises(RuntimeError("shapes")))
     with pytest.raises(RuntimeError, match="shapes"):

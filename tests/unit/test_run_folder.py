@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -467,8 +468,11 @@ def test_what_is_half_removed_is_still_ours(tmp_path, monkeypatch):
     assert names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_the_persons_error(tmp_path, monkeypatch, code):
+@pytest.mark.parametrize(
+    ("code", "next_step"),
+    [(errno.ENOSPC, "Free some space"), (errno.EDQUOT, "Free some space"), (errno.EFBIG, "ulimit -f")],
+)
+def test_a_file_that_cannot_grow_is_the_persons_error(tmp_path, monkeypatch, code, next_step):
     path = tmp_path / "run"
     write_run(path, "before")
 
@@ -476,11 +480,23 @@ def test_a_full_disk_is_the_persons_error(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(module.tables, "write_table", full)
-    with pytest.raises(InputError, match="Free some space"), run_folder(path, overwrite=True) as folder:
+    with pytest.raises(InputError, match=next_step), run_folder(path, overwrite=True) as folder:
         folder.write_json("summary.json", {"text": "half"})
         folder.write_table(SCHEMA, {"position": [0]})
     assert names(tmp_path) == {"run"}
     assert text_of(path) == "before"
+
+
+def test_a_limit_on_file_sizes_is_the_persons_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(InputError, match="File too large.*ulimit -f"), run_folder(tmp_path / "run") as folder:
+            folder.write_text("long.txt", "a" * 2000)
+        assert names(tmp_path) == set()
+        write_run(tmp_path / "run")  # control: what is short enough is written
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def full_by_safetensors(tensors, path):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-PART_COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert)|\w+\.(block|attention\.head|expert)_count")
+PART_COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert|label)|\w+\.(block|attention\.head|expert)_count")
 """What config.json and GGUF files call them."""
 MOST_PARTS = 4096
-"""Layers, heads or experts of a model."""
+"""Layers, heads, experts or labels of a model."""
 CHUNK = 1 << 24
 """Elements looked at together when weights are checked: this bounds the memory of the check."""
 
@@ -92,14 +92,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_counts(described: dict[str, Any]) -> None:
     """Refuses a configuration of more parts than any model has: they are built one by one, which takes for ever."""
-    inner = described.get("text_config")
-    for name, value in (described | (inner if isinstance(inner, dict) else {})).items():
-        if PART_COUNTS.match(name) and isinstance(value, int) and value > MOST_PARTS:
-            raise InputError(
-                expected=f"a model of at most {MOST_PARTS} layers, heads and experts",
-                found=f"{name} {shortened(str(value))}",
-                next_step="Fetch the checkpoint again, or mend its configuration",
-            )
+    sections = [described]
+    for section in sections:  # not by recursion, which depth would break
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        for name, value in section.items():
+            if PART_COUNTS.match(str(name)) and isinstance(value, int) and value > MOST_PARTS:
+                raise InputError(
+                    f"The configuration gives {name} {shortened(str(value))}, but no model has more than {MOST_PARTS} "
+                    "layers, heads, experts or labels. Fetch the checkpoint again, or mend its configuration."
+                )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
-from sinkscope.results.atomic import DISK_FULL, explained, locked
+from sinkscope.results.atomic import CANNOT_GROW, explained, locked
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.results.validated import SCALAR, Each, read_json
 from sinkscope.runtime import environment
@@ -76,7 +76,7 @@ def pretrain(
         with tracker(track if group.is_first else None, out, config.plain()) as send:
             run = TrainingRun(out, model, shards, config.training, group, compile=compile, say=say, track=send)
             say(_opening(run, config, shards, compile))
-            with explained(out, only=DISK_FULL):
+            with explained(out, only=CANNOT_GROW):
                 return run.train()
 
 

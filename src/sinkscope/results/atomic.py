@@ -11,14 +11,16 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sinkscope.errors import InputError
 from sinkscope.user_paths import user_path
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+SPACE = "Free some space"
+CANNOT_GROW = {errno.ENOSPC: SPACE, errno.EDQUOT: SPACE, errno.EFBIG: "Raise the limit on file sizes (ulimit -f)"}
+"""Errors of the system when a file can take no more bytes, with what to do."""
 
 _holders: dict[Path, int] = {}
 """The thread of this process that holds the lock of a path."""
@@ -79,7 +81,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
+def explained(path: Path, only: Container[int] | None = None) -> Iterator[None]:
     """Turns an error of the system, any or one of `only`, into an InputError about writing to `path`."""
     try:
         yield
@@ -90,7 +92,7 @@ def explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]
         raise InputError(
             expected=f"to be able to write to {path}",
             found=os.strerror(code),
-            next_step=f"{'Free some space, or choose' if code in DISK_FULL else 'Choose'} another `out`",
+            next_step=f"{CANNOT_GROW[code]}, or choose another `out`" if code in CANNOT_GROW else "Choose another `out`",
         ) from error
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from sinkscope import processes
-from sinkscope.results.atomic import DISK_FULL, explained, hidden_sibling, whole_file
+from sinkscope.results.atomic import CANNOT_GROW, explained, hidden_sibling, whole_file
 from sinkscope.user_paths import user_path
 
 
@@ -34,7 +34,7 @@ class Parts:
         """The folder, made or cleared for this request on first use, since a refused run must change nothing."""
         if self.path is None:
             return None
-        with explained(self.path, only=DISK_FULL):
+        with explained(self.path, only=CANNOT_GROW):
             stated = self.path / "request.json"
             if stated.is_file() and stated.read_text(encoding="utf-8") == self._request:
                 return self.path
@@ -62,7 +62,7 @@ class Parts:
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         if self._folder is None:
             return
-        with explained(self._folder, only=DISK_FULL), whole_file(self._folder / f"{name}.safetensors") as partial:
+        with explained(self._folder, only=CANNOT_GROW), whole_file(self._folder / f"{name}.safetensors") as partial:
             save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
 
     def kept(

@@ -25,7 +25,7 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results import tables
-from sinkscope.results.atomic import DISK_FULL, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
+from sinkscope.results.atomic import CANNOT_GROW, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
 from sinkscope.results.validated import read_yaml
 from sinkscope.user_paths import user_path
 
@@ -79,7 +79,7 @@ def run_folder(path: Path, overwrite: bool = False, *, later: Sequence[str] = ()
             with explained(path):
                 partial.mkdir()
             folder = RunFolder(partial)
-            with explained(path, only=DISK_FULL):  # other errors in the block need not be about this folder
+            with explained(path, only=CANNOT_GROW):  # other errors in the block need not be about this folder
                 yield folder
                 _mark(partial, later)
             with explained(path):
