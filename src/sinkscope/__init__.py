@@ -20,6 +20,7 @@ What there is to call:
     sink_neurons(model, calibration)  a few neurons that recognise sinks without reading attention
     remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
     anatomy_of(model)             where a model keeps its modules
+    load_result(folder)           a saved result, without its model
 
 Each of trace, study, intervene, audit, bias, fingerprint and compare_training gives a result with .story, .summary,
 .tables, .table(name) for pyarrow and pandas, .plot(), .save(folder) and .report(file).
@@ -60,6 +61,8 @@ _HOMES = {
     "Intervened": "sinkscope.studies.intervene",
     "InputError": "sinkscope.errors",
     "Result": "sinkscope.results.result",
+    "load_result": "sinkscope.report.saved",
+    "SavedResult": "sinkscope.report.saved",
     "Unit": "sinkscope.models.anatomy",
     "mask_to_self": "sinkscope.interventions.mask",
     "edit_mask": "sinkscope.interventions.mask",
@@ -163,6 +166,8 @@ if TYPE_CHECKING:
     from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
     from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
     from sinkscope.remedies.unplug import unplug as unplug
+    from sinkscope.report.saved import SavedResult as SavedResult
+    from sinkscope.report.saved import load_result as load_result
     from sinkscope.results.result import Result as Result
     from sinkscope.studies.intervene import Intervened as Intervened
     from sinkscope.studies.intervene import intervene as intervene

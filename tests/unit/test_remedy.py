@@ -307,5 +307,5 @@ def test_a_remedied_model_is_no_run_to_report(remedied, tmp_path):
 
 
 def test_the_table_below_the_figure_names_models_as_they_are(remedied):
-    (figure,) = remedied_figures(remedied)
+    (figure,) = remedied_figures(remedied.tables)
     assert figure.rows[0][0] == "original"

@@ -12,11 +12,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import small_results as small
 import torch
 import yaml
 from study_tables import write_study_folder
 from training_folders import write_training_folder
 
+import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.origins.bias_schemas import BIAS_TABLES, QUANTITIES
 from sinkscope.origins.signature import Inputs, Signature, load_signature
@@ -204,10 +206,47 @@ def bias(folder: Path, page: Path) -> None:
     write_page_of_run(folder, page)
 
 
+def audited(folder: Path, page: Path) -> None:
+    sinkscope.load_result(folder).report(page)
+
+
+def remedied(folder: Path, page: Path) -> None:
+    sinkscope.load_result(folder).report(page)
+
+
+def intervened(folder: Path, page: Path) -> None:
+    sinkscope.load_result(folder).report(page)
+
+
+def fingerprinted(folder: Path, page: Path) -> None:
+    sinkscope.load_result(folder).report(page)
+
+
+def compared(folder: Path, page: Path) -> None:
+    sinkscope.load_result(folder).report(page)
+
+
+def write_remedied(path: Path) -> Path:
+    """Its result alone: the model beside it is not read."""
+    with run_folder(path) as folder:
+        sinkscope.Result.write(small.remedied(), folder)
+    return path
+
+
+def write_comparison(path: Path) -> Path:
+    with tempfile.TemporaryDirectory() as runs:
+        return sinkscope.compare_training(small.planted_runs(Path(runs))).save(path)
+
+
 READERS = {
     study: (write_study_folder, 60),
     bias: (write_bias_folder, 60),
     comparison: (write_training_folder, 40),
+    audited: (lambda path: small.audited().save(path), 60),
+    remedied: (write_remedied, 60),
+    intervened: (lambda path: small.intervened_chain().save(path), 60),
+    fingerprinted: (lambda path: small.fingerprinted().save(path), 60),
+    compared: (write_comparison, 60),
 }
 
 
@@ -235,7 +274,7 @@ def test_a_run_folder_is_read_or_refused(tmp_path, monkeypatch, read: Callable[[
                 assert not made.exists()
             else:
                 assert "\\u003ca href" not in made.read_text(encoding="utf-8"), "a link in a figure"
-    assert times / 3 < len(told) < times
+    assert times / 4 < len(told) < times
     assert max(map(len, told)) < 1000
 
 

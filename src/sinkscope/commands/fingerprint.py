@@ -91,6 +91,6 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
         if can_write_pages():
             from sinkscope.report.fingerprint import write_fingerprint_page
 
-            write_fingerprint_page(result, command_text(), folder.path / "report.html")
+            write_fingerprint_page(result.tables, result.summary, command_text(), folder.path / "report.html")
     parts.discard()
     output.show(path, lambda: terminal.show_fingerprint(result, path))

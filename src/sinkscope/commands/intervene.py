@@ -74,5 +74,5 @@ def intervene_command(
         if can_write_pages():
             from sinkscope.report.intervened import write_intervened_page
 
-            write_intervened_page(result, command_text(), folder.path / "report.html")
+            write_intervened_page(result.tables, result.summary, command_text(), folder.path / "report.html")
     output.show(path, lambda: terminal.show_intervened(result, path))

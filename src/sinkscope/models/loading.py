@@ -171,6 +171,10 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
         return folder, folder.parent.name
     if folder.parent.name == "snapshots" and is_training_run(run := folder.parent.parent):
         return folder, f"{run.name}, {folder.name}"
+    if (folder / "summary.json").is_file() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder} is a saved result, not a model. Read it with sinkscope.load_result({str(folder)!r})."
+        )
     return folder, folder.name
 
 

@@ -38,7 +38,7 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
     tokens = summary["tokens"]
     circumstances = (
         f"{summary['family']}, {summary['num_layers']} layers; "
-        f"{held_out_in_words(tokens['count'], tokens['length'], tokens['source'])}; loss {summary['loss']:.3f}"
+        f"{held_out_in_words(tokens['count'], tokens['length'], tokens.get('source'))}; loss {summary['loss']:.3f}"
     )
     figures = audit_figures(tables, summary)
     by_id = {figure.id: figure for figure in figures}
@@ -67,6 +67,11 @@ def audit_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> li
     return [*([remedies] if remedies else []), _scatter(tables["damages"], summary), *_maps(tables)]
 
 
+def _two_digits(value: float | None) -> str:
+    """A correlation; of values that are all equal there is none, which a file keeps as null."""
+    return "nan" if value is None else f"{value:.2f}"
+
+
 def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, str]:
     return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
 
@@ -87,7 +92,7 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
     )
     rows = sorted(rows_where(remedies), key=lambda row: (not row["holds"], -row["won"]))
     nothing = ""
-    if why := summary["why_nothing"]:
+    if why := summary.get("why_nothing"):
         short = "Nothing needed" if summary["nothing_needed"] else "Nothing helps" if rows else "Nothing to do"
         nothing = f"<p>{short}: {escaped(why)}.</p>"
     if not rows:
@@ -231,8 +236,8 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
         "scatter",
         "Predicted and measured damage",
         f"{len(rows)} cells: each scheme in each third of the layers, in nats a token. Rank correlation "
-        f"{summary['rank_correlation']:.2f}; of the measurements on one half of the texts with those on the other half "
-        f"{summary['repeatability']:.2f}."
+        f"{_two_digits(summary.get('rank_correlation'))}; of the measurements on one half of the texts with those on "
+        f"the other half {_two_digits(summary.get('repeatability'))}."
         + f" {hidden} cells without measured damage are in the table alone."
         * (hidden > 0),
         ("damages",),

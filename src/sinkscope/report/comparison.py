@@ -145,7 +145,13 @@ def write_training_page(
         comparison.write(folder)
         part = training_parts(comparison, tables_path(destination))
         # Inside the block: a page that cannot be written leaves no tables either.
-        _write(destination, _title(beside, len(comparison.runs)), runs, [*comparison.variants], *part)
+        _write(
+            destination,
+            _title(beside, len(comparison.tables["training_runs"]["run"])),
+            runs,
+            [*comparison.variants],
+            *part,
+        )
 
 
 def _write(

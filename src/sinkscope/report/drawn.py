@@ -104,7 +104,7 @@ def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> 
     errors = {}
     for name in ("x", "y"):
         if ends := trace.get(f"error_{name}"):
-            errors[f"{name}err"] = [[_known(end) for end in ends[side]] for side in ("arrayminus", "array")]
+            errors[f"{name}err"] = [[max(0.0, _known(end)) for end in ends[side]] for side in ("arrayminus", "array")]
     places = {
         name: [
             order.setdefault(place, len(order)) if isinstance(place, str) else _known(place, math.nan)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, categories, heat_map
 from sinkscope.report.html import header, write_page
 from sinkscope.report.text import escaped, interval, isolated, plotted
+from sinkscope.results.tables import rows_where
 
+Table = Mapping[str, list]
 METHOD = {
     "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
     "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
@@ -24,52 +27,61 @@ METHOD = {
 }
 
 
-def write_fingerprint_page(result: Fingerprint, command: str, destination: Path) -> None:
-    """Writes the page of a result."""
-    inputs = result.signatures[0].inputs
-    title = "Origins of " + ", ".join(signature.name for signature in result.signatures[:4])
-    circumstances = f"{inputs.num_sequences} sequences of {inputs.length} ids below {inputs.vocabulary}"
-    figure = pairs_map(result)
+def write_fingerprint_page(
+    tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path
+) -> None:
+    """Writes the page from a run's tables and summary."""
+    inputs = summary["inputs"]
+    title = "Origins of " + ", ".join(model["name"] for model in summary["models"][:4])
+    circumstances = f"{inputs['num_sequences']} sequences of {inputs['length']} ids below {inputs['vocabulary']}"
+    figure = pairs_map(tables, summary)
     columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
     rows = [
         (
-            pair.base,
-            pair.suspect,
-            pair.verdict,
-            _known(pair.effect),
-            "" if math.isnan(pair.low) else interval(pair.low, pair.high),
-            *map(_known, (pair.z, pair.p, pair.q, pair.unrelated_z)),
+            pair["base"],
+            pair["suspect"],
+            pair["verdict"],
+            _known(pair["effect"]),
+            "" if _known(pair["low"]) is None else interval(pair["low"], pair["high"]),
+            *(_known(pair[name]) for name in ("z", "p", "q", "unrelated_z")),
         )
-        for pair in sorted(result.pairs, key=lambda pair: (math.isnan(pair.z), -pair.z))
+        for pair in sorted(rows_where(tables["pairs"]), key=_by_z)
     ]
     unrelated = [
-        (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"])) for row in result.unrelated_rows
+        (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"]))
+        for row in rows_where(tables["unrelated"])
     ]
     compared = html.table(("model", "unrelated model", "alignment", "z"), unrelated)
     body = [
         header(title, circumstances),
         '<main id="main">',
-        f'<p class="answer">{isolated(result.story)}</p>',
-        f"<p>{escaped(result.caveat)}</p>",
+        f'<p class="answer">{isolated(summary["story"])}</p>',
+        f"<p>{escaped(summary['caveat'])}</p>",
         f"<h2>Pairs</h2>{html.table(columns, rows)}",
         f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
         f'<h2>Map</h2><div class="figures">{html.figure(figure, wide=True)}</div>',
-        f"<h2>Method</h2><p>{escaped(METHOD[result.method])}</p><p><code>{isolated(command)}</code></p></main>",
+        f"<h2>Method</h2><p>{escaped(METHOD[summary['method']])}</p><p><code>{isolated(command)}</code></p></main>",
     ]
     write_page(destination, title, "".join(body), [figure])
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
 
 
-def pairs_map(result: Fingerprint) -> Figure:
+def _by_z(pair: Mapping[str, Any]) -> tuple[bool, float]:
+    """The largest z first, unknown ones last."""
+    z = _known(pair["z"])
+    return z is None, -(z or 0.0)
+
+
+def pairs_map(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> Figure:
     """The effect of every pair."""
-    names = [signature.name for signature in result.signatures]
+    names, pairs = [model["name"] for model in summary["models"]], rows_where(tables["pairs"])
     values = np.full((len(names), len(names)), np.nan)
-    for pair in result.pairs:
-        place = names.index(pair.base), names.index(pair.suspect)
-        values[place] = values[place[::-1]] = pair.effect
+    for pair in pairs:
+        place = names.index(pair["base"]), names.index(pair["suspect"])
+        values[place] = values[place[::-1]] = np.nan if pair["effect"] is None else pair["effect"]
     shown = [plotted(name) for name in names]
     return Figure(
         "pairs",
@@ -79,6 +91,6 @@ def pairs_map(result: Fingerprint) -> Figure:
         [heat_map(shown, shown, values, "effect", "%{y} and %{x}", largest=1.0)],
         {"xaxis": categories(shown), "yaxis": categories(shown)},
         ("base", "suspect", "effect"),
-        [(pair.base, pair.suspect, _known(pair.effect)) for pair in result.pairs],
+        [(pair["base"], pair["suspect"], _known(pair["effect"])) for pair in pairs],
         height=min(900, 220 + 24 * len(names)),
     )

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.report import html
-from sinkscope.report.figure import Figure, axis, line, log_axis
+from sinkscope.report.figure import Figure, axis, floats, line, log_axis
 from sinkscope.report.html import header, write_page
 from sinkscope.report.text import escaped, isolated, token_text
 from sinkscope.report.trace import with_texts
-from sinkscope.studies.intervene import ARMS, Intervened
+from sinkscope.studies.intervene import ARMS, MOST_POSITIONS
 
-MOST_POSITIONS = 256
-"""Positions that a curve shows."""
+Table = Mapping[str, list]
 
 
-def write_intervened_page(result: Intervened, command: str, destination: Path) -> None:
-    """Writes the page of a result."""
-    recording, figures = result.before.recording, intervened_figures(result)
-    title, count = f"Interventions on {recording.model_name}", recording.batch.num_sequences
+def write_intervened_page(
+    tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path
+) -> None:
+    """Writes the page from a run's tables and summary."""
+    tokens, figures = summary["before"]["tokens"], intervened_figures(tables, summary)
+    title, count = f"Interventions on {summary['before']['model']}", tokens["count"]
     many = "one sequence" if count == 1 else f"{count} sequences"
     told = "".join(
-        f"<section><h3>{name}</h3><p>{isolated(getattr(result, arm).story)}</p></section>"
+        f"<section><h3>{name}</h3><p>{isolated(summary[arm]['story'])}</p></section>"
         for arm, name in zip(ARMS, ("Before", "After", "Under the control"), strict=True)
     )
-    means, texts = dict(result.tables["means"]), position_texts(result)
+    means, texts = dict(tables["means"]), position_texts(summary)
     if texts:
-        means = {"token": [texts[position] for position in means["position"]], **means}
+        means = {"token": [texts.get(position, "") for position in means["position"]], **means}
     listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
     drawn = "".join(html.figure(figure) for figure in figures)
     body = [
-        header(title, f"{many} of {recording.batch.length} tokens"),
+        header(title, f"{many} of {tokens['length']} tokens"),
         f'<main id="main"><div class="runs">{told}</div>',
-        f"<p>The control: {escaped(result.control_is)}. Calibrated on {escaped(result.calibrated_on)}.</p>",
+        f"<p>The control: {escaped(summary['control_is'])}. Calibrated on {escaped(summary['calibrated_on'])}.</p>",
         f'<div class="figures">{drawn}</div>',
         f"<h2>Means over layers</h2><p>At the positions acted on and at the first sinks.</p>{listed}",
         f"<h2>Method</h2><p><code>{isolated(command)}</code></p></main>",
@@ -41,30 +46,38 @@ def write_intervened_page(result: Intervened, command: str, destination: Path) -
     write_page(destination, title, "".join(body), figures)
 
 
-def position_texts(result: Intervened) -> dict[int, str]:
-    """The tokens by position, where one text was read and can be written."""
-    before = result.before
-    if before.tokenizer is None or before.recording.batch.num_sequences > 1:
-        return {}
-    return {at: token_text(before.token_text(token)) for at, token in enumerate(before.recording.batch.ids[0].tolist())}
+def position_texts(summary: Mapping[str, Any]) -> dict[int, str]:
+    """The tokens by position that the page shows, where one text was read and can be written."""
+    return {token["position"]: token_text(token["text"]) for token in summary.get("texts") or ()}
 
 
-def intervened_figures(result: Intervened) -> list[Figure]:
+def intervened_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> list[Figure]:
     """Curves by position and by layer, before, after and under the control."""
-    length = result.before.recording.batch.length
+    length, texts = summary["before"]["tokens"]["length"], position_texts(summary)
     judged = min(max(length - LATER_QUERIES, 1), MOST_POSITIONS)
     cut = "" if judged == length else f" The first {judged} of {length} positions; the last ones have few queries."
     return [
-        _curves(result, "sink_rate", "Sink rate by position", f"Mean over layers.{cut}", judged),
-        _curves(result, "received", "Attention received by position", f"Mean over layers and heads.{cut}", judged),
-        *(_by_layer(result, position) for position in result.shown[:4]),
+        with_texts(texts, _curves(tables, "sink_rate", "Sink rate by position", f"Mean over layers.{cut}", judged)),
+        with_texts(
+            texts,
+            _curves(tables, "received", "Attention received by position", f"Mean over layers and heads.{cut}", judged),
+        ),
+        *(_by_layer(tables, position, texts) for position in sorted(set(tables["means"]["position"]))[:4]),
     ]
 
 
-def _curves(result: Intervened, quantity: str, title: str, caption: str, num_positions: int) -> Figure:
-    values = [arm[quantity].double().mean(0)[:num_positions].tolist() for arm in result.observables]
+def _arms(tables: Mapping[str, Table], quantity: str) -> list[np.ndarray]:
+    """[L, T] before, after and under the control."""
+    observables = tables["observables"]
+    rows = [row for row, name in enumerate(observables["quantity"]) if name == quantity]
+    num_layers = len({observables["layer"][row] for row in rows})
+    return [floats([observables[arm][row] for row in rows]).reshape(num_layers, -1) for arm in ARMS]
+
+
+def _curves(tables: Mapping[str, Table], quantity: str, title: str, caption: str, num_positions: int) -> Figure:
+    values = [arm[:, :num_positions].mean(0).tolist() for arm in _arms(tables, quantity)]
     places = list(range(num_positions))
-    drawn = Figure(
+    return Figure(
         quantity.replace("_", "-"),
         title,
         caption,
@@ -74,15 +87,14 @@ def _curves(result: Intervened, quantity: str, title: str, caption: str, num_pos
         ("position", *ARMS),
         list(zip(places, *values, strict=True)),
     )
-    return with_texts(position_texts(result), drawn)
 
 
-def _by_layer(result: Intervened, position: int) -> Figure:
-    values = [arm["dom_ratio"].double()[:, position].tolist() for arm in result.observables]
-    layers, texts = list(range(len(values[0]))), position_texts(result)
+def _by_layer(tables: Mapping[str, Table], position: int, texts: Mapping[int, str]) -> Figure:
+    values = [arm[:, position].tolist() for arm in _arms(tables, "dom_ratio")]
+    layers = list(range(len(values[0])))
     return Figure(
         f"dom-ratio-{position}",
-        f"DomRatio at position {position}" + (f", {texts[position]}" if texts else ""),
+        f"DomRatio at position {position}" + (f", {texts[position]}" if position in texts else ""),
         "max |h| / mean |h| of the residual, by layer.",
         ("observables",),
         [line(layers, own, arm, look) for look, (arm, own) in enumerate(zip(ARMS, values, strict=True))],

@@ -89,7 +89,7 @@ def _variance(panel, positions, layers: list[int], shown: int) -> None:
 
 def _writes(panel, positions, summary, shown: int) -> None:
     panel.set_title("Largest neuron write by position")
-    of_units = sorted({unit["layer"] for unit in summary["super_neurons"]})[:2]
+    of_units = sorted({unit["layer"] for unit in summary.get("super_neurons") or ()})[:2]
     layers = births_of(summary) or of_units or [before_the_sink(summary)]
     for layer, marker in zip(layers[:3], "osv", strict=False):
         panel.plot(

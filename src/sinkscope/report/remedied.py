@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from sinkscope.remedies.remedied import LOSSES, Remedied
+from sinkscope.remedies.remedied import LOSSES
 from sinkscope.remedies.texts import held_out_in_words
 from sinkscope.report import html
 from sinkscope.report.figure import Figure, axis, categories, level, levels, line
@@ -12,23 +14,25 @@ from sinkscope.report.html import header, write_page
 from sinkscope.report.text import interval, isolated, plotted
 from sinkscope.results.tables import rows_where
 
+Table = Mapping[str, list]
 
-def write_remedied_page(result: Remedied, destination: Path) -> None:
-    """Writes the page of a result."""
-    title = f"What helps in 8 bits: {result.loaded.name}"
-    figures = remedied_figures(result)
+
+def write_remedied_page(tables: Mapping[str, Table], summary: Mapping[str, Any], destination: Path) -> None:
+    """Writes the page from a run's table and summary."""
+    title = f"What helps in 8 bits: {summary['model']}"
+    figures = remedied_figures(tables)
     body = [
-        header(title, held_out_in_words(*result.num_tokens, result.source)),
-        f'<main id="main"><p class="answer">{isolated(result.story)}</p>',
+        header(title, held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))),
+        f'<main id="main"><p class="answer">{isolated(summary["story"])}</p>',
         *(html.figure(figure, wide=True) for figure in figures),
         "</main>",
     ]
     write_page(destination, title, "".join(body), figures)
 
 
-def remedied_figures(result: Remedied) -> list[Figure]:
+def remedied_figures(tables: Mapping[str, Table]) -> list[Figure]:
     """The loss of each treated model above the original's, in 16 bits and in 8."""
-    rows = rows_where(result.tables[LOSSES.name])
+    rows = rows_where(tables[LOSSES.name])
     names = {row["model"]: row["model"] + " (control)" * row["control"] for row in rows}
     traces = []
     for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):

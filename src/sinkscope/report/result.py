@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
-from sinkscope.origins.fingerprint import Fingerprint
 from sinkscope.pretrain.comparison import TrainingComparison
-from sinkscope.remedies.audited import Audit
-from sinkscope.remedies.remedied import Remedied
 from sinkscope.report import html
 from sinkscope.report.audit import audit_figures, write_audit_page
 from sinkscope.report.bias import bias_section
@@ -25,15 +22,15 @@ from sinkscope.report.fingerprint import pairs_map, write_fingerprint_page
 from sinkscope.report.intervened import intervened_figures, write_intervened_page
 from sinkscope.report.picture import can_draw, chain_figure
 from sinkscope.report.remedied import remedied_figures, write_remedied_page
-from sinkscope.report.run import read_run
-from sinkscope.report.run_page import write_page_of_run
+from sinkscope.report.run import Run, read_run
+from sinkscope.report.run_page import write_page_of
+from sinkscope.report.saved import KINDS, SavedResult
 from sinkscope.report.study import study_page_figures
 from sinkscope.report.text import isolated
 from sinkscope.report.training import write_training_run_page
 from sinkscope.report.training_figures import birth_figures, training_figures
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import check_page
-from sinkscope.studies.intervene import Intervened
 from sinkscope.studies.study import Study
 
 if TYPE_CHECKING:
@@ -44,9 +41,9 @@ MOST_ROWS = 40
 SMALL_DPI = 50
 """Of the picture beside a story."""
 MAIN = {
-    TrainingComparison: ("loss-tokens", "sink-rate", "dom-ratio"),
-    Audit: ("remedies", "scatter"),
-    Intervened: ("sink-rate", "received"),
+    "training": ("loss-tokens", "sink-rate", "dom-ratio"),
+    "audit": ("remedies", "scatter"),
+    "intervene": ("sink-rate", "received"),
 }
 """The figures that say most, of a kind whose first figure does not."""
 
@@ -65,7 +62,7 @@ def in_notebook(result: Result) -> str:
         shown = html.table([column.replace("_", " ") for column in columns], rows)
         parts.append(f"<p>{name.replace('_', ' ')}{cut}</p>{shown}" if rows else "")
     chain = _chain_of(result)
-    if chain is not None and not chain.lacking and can_draw():
+    if chain is not None and not _lacking(chain) and can_draw():
         image = io.BytesIO()
         chain.plot().savefig(image, format="png", dpi=SMALL_DPI)
         data = base64.b64encode(image.getvalue()).decode()
@@ -83,19 +80,33 @@ def plot(result: Result, names: Sequence[str]) -> Drawing:
         raise InputError(
             expected=f"names of figures: {', '.join(found)}", found=repr(unknown[0]), next_step="Choose some of them"
         )
-    main = [name for name in MAIN.get(type(result), ()) if name in found]
+    main = [name for name in MAIN.get(_kind(result) or "", ()) if name in found]
     return drawing([found[name] for name in names or main or list(found)[:1]])
 
 
-def _chain_of(result: Result) -> Trace | None:
+def _kind(result: Result) -> str | None:
+    if isinstance(result, TrainingComparison):
+        return "training"
+    if isinstance(result, SavedResult):
+        return result.kind
+    return next((kind for kind, live in KINDS.items() if isinstance(result, live)), None)
+
+
+def _chain_of(result: Result) -> Trace | SavedResult | None:
     chain = result.trace if isinstance(result, Study) else result
+    if isinstance(chain, SavedResult):
+        return chain if chain.kind in ("trace", "study") else None
     return chain if isinstance(chain, Trace) else None
 
 
-def _whole_chain_of(result: Result) -> Trace | None:
+def _lacking(chain: Trace | SavedResult) -> list[str]:
+    return chain.lacking if isinstance(chain, Trace) else []  # a folder that lacks something is refused
+
+
+def _whole_chain_of(result: Result) -> Trace | SavedResult | None:
     """The same; refused where it lacks what its page draws."""
     chain = _chain_of(result)
-    if chain is not None and (lacking := chain.lacking):
+    if chain is not None and (lacking := _lacking(chain)):
         raise InputError(
             expected="a trace of all observables, to draw its page",
             found=f"one without {', '.join(lacking)}",
@@ -104,39 +115,47 @@ def _whole_chain_of(result: Result) -> Trace | None:
     return chain
 
 
+def _run_of(result: Result) -> Run:
+    """The study, trace or bias, as its folder has it."""
+    if isinstance(result, SavedResult):
+        return result.run
+    with tempfile.TemporaryDirectory() as folder:
+        return read_run(result.save(Path(folder) / "run"))
+
+
 def _figures(result: Result) -> list[Figure]:
     """What the result's page draws."""
+    kind = _kind(result)
     if isinstance(result, TrainingComparison):
         return training_figures(result) + birth_figures(result)
-    if isinstance(result, Fingerprint):
-        return [pairs_map(result)]
-    if isinstance(result, Audit):
+    if kind == "fingerprint":
+        return [pairs_map(result.tables, result.summary)]
+    if kind == "audit":
         return audit_figures(result.tables, result.summary)
-    if isinstance(result, Remedied):
-        return remedied_figures(result)
-    if isinstance(result, Intervened):
-        return intervened_figures(result)
-    with tempfile.TemporaryDirectory() as folder:
-        run = read_run(result.save(Path(folder) / "run"))
-    return bias_section(run)[1] if run.kind == "bias" else study_page_figures(run)
+    if kind == "remedy":
+        return remedied_figures(result.tables)
+    if kind == "intervene":
+        return intervened_figures(result.tables, result.summary)
+    run = _run_of(result)
+    return bias_section(run)[1] if kind == "bias" else study_page_figures(run)
 
 
 def write_report(result: Result, out: Path, *, overwrite: bool = False) -> None:
     """Writes the page of a result, from its tables alone."""
     check_page(out, overwrite)
     _whole_chain_of(result)
+    kind, command = _kind(result), result.run.command if isinstance(result, SavedResult) else ""
     if isinstance(result, TrainingComparison) and len(result.runs) == 1:
         write_training_run_page(result, out)
     elif isinstance(result, TrainingComparison):
         write_training_page(result, out, overwrite=overwrite)
-    elif isinstance(result, Fingerprint):
-        write_fingerprint_page(result, "", out)
-    elif isinstance(result, Audit):
-        write_audit_page(result.tables, result.summary, "", out)
-    elif isinstance(result, Remedied):
-        write_remedied_page(result, out)
-    elif isinstance(result, Intervened):
-        write_intervened_page(result, "", out)
+    elif kind == "fingerprint":
+        write_fingerprint_page(result.tables, result.summary, command, out)
+    elif kind == "audit":
+        write_audit_page(result.tables, result.summary, command, out)
+    elif kind == "remedy":
+        write_remedied_page(result.tables, result.summary, out)
+    elif kind == "intervene":
+        write_intervened_page(result.tables, result.summary, command, out)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            write_page_of_run(result.save(Path(folder) / "run"), out)
+        write_page_of(_run_of(result), out)

@@ -21,7 +21,7 @@ from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, chec
 from sinkscope.studies.study_schemas import CLAIMS, STUDY_TABLES
 
 Table = dict[str, list]
-Kind = Literal["study", "trace", "bias"]
+Kind = Literal["study", "trace", "bias", "audit", "remedy", "intervene", "fingerprint"]
 SUMMARY = {
     "model": Maybe(NAME),
     "family": NAME,
@@ -44,6 +44,7 @@ TRACED = {
     "writers": Maybe([{"layer": Int(0, "num_layers"), "expert": Maybe(Int()), "neuron": Int()}]),
     "sinks": [{"position": Int(0, "length"), "layers": Maybe([Int(0, "num_layers")])}],
     "birth_layers": [Int(-1, "num_layers")],
+    "super_neurons": Maybe([{"layer": Int(0, "num_layers")}]),
     "massive_dimensions": [Int()],
     "token_sinks": Maybe([{"text": Text(), "num_sequences": Int(), "num_with": Int(), "positions": [Int()]}]),
     "variance_ratio": Maybe([Maybe(Real())]),
@@ -63,13 +64,20 @@ NUMBERED = {
     "rank": Int(0, 2**31),
 }
 """Columns that index something, in every table."""
-FEW = {"id": 1000, "condition": 1000, "quantity": 1000, "target": 1000, "control": 1000, "checkpoint": 10_000}
+FEW = {
+    **{"id": 1000, "condition": 1000, "quantity": 1000, "target": 1000, "control": 1000, "checkpoint": 10_000},
+    **{"kind": 10_000, "what": 10_000, "remedy": 1000, "scheme": 1000, "model": 10_000, "variant": 1000},
+}
 """Columns of names, each of which gets a row, a line or a figure, and how many different names they may hold."""
 FEW_ROWS = 100_000
 """Rows of a table that a page lists as a whole."""
-LISTED = {"claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)}
+LISTED = {
+    *("claims", "mediation", "random_sets", "minimal_set", "effects", *(schema.name for schema in BIAS_TABLES)),
+    *("damages", "remedies", "sink_tokens", "means", "pairs", "unrelated", "variants", "training_runs", "births"),
+}
 ORDERED = {"positions": "position", "distances": "distance", "layers": "layer"}
 """Tables with the same rows for each layer, layer after layer, and the column that numbers these rows."""
+FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
 OF_TEXTS = (TOKENS.name, SEQUENCE_SINKS.name)
 """Tables of each sequence's own tokens, which may be longer than what is read by position."""
 PARTS = {"embeddings", "attention", "feed_forward"}
@@ -86,6 +94,10 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     tables: dict[str, Table]
+    schemas: tuple[Schema, ...]
+    """Of these tables, with the columns that were read."""
+    files: tuple[str, ...]
+    """What was written beside the page."""
     given_label: str = ""
     """What distinguishes it from the other runs of a page, where there are several."""
 
@@ -157,21 +169,25 @@ def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None)
     ranges = {name: allowed.ends(sizes) for name, allowed in NUMBERED.items()}
     longest = sizes | {"length": max([sizes["length"], *(summary["tokens"].get("whole") or ())])}
     of_texts = {name: allowed.ends(longest) for name, allowed in NUMBERED.items()}
+    # A page can do without what each sequence's own tokens receive.
+    schemas = tuple(
+        schema for schema in _schemas(kind, columns) if schema.name not in OF_TEXTS or _has_table(folder, schema.name)
+    )
     tables = {
         schema.name: read_table(folder / schema.name, schema, of_texts if schema.name in OF_TEXTS else ranges)
-        for schema in _schemas(kind, columns)
-        # A page can do without what each sequence's own tokens receive.
-        if schema.name not in OF_TEXTS or _has_table(folder, schema.name)
+        for schema in schemas
     }
-    for name, table in tables.items():
-        _check_table(name, table, sizes, folder / f"{name}.parquet")
+    for schema in schemas:
+        check_table(schema, tables[schema.name], sizes, folder / f"{schema.name}.parquet")
     run = Run(
         path=folder,
         kind=kind,
         summary=summary,
-        config=_optional(read_yaml, folder / "config.yaml"),
-        environment=_optional(read_json, folder / "environment.json"),
+        config=read_optional(read_yaml, folder / "config.yaml"),
+        environment=read_optional(read_json, folder / "environment.json"),
         tables=tables,
+        schemas=schemas,
+        files=files_of(folder),
     )
     if kind != "bias":
         _check_heads(run)
@@ -229,28 +245,35 @@ def _schemas(kind: Kind, columns: Mapping[str, Collection[str]] | None) -> Seque
     ]
 
 
+def files_of(folder: Path) -> tuple[str, ...]:
+    """The files of a run's folder, by name."""
+    return tuple(sorted(path.name for path in folder.iterdir() if path.suffix in FILES))
+
+
 def _has_table(folder: Path, name: str) -> bool:
     return (folder / f"{name}.parquet").is_file()
 
 
-def _optional(read: Callable[[Path, Any], Any], path: Path) -> dict[str, Any]:
+def read_optional(read: Callable[[Path, Any], Any], path: Path) -> dict[str, Any]:
     """The object in a file; empty where there is no file."""
     return read(path, {}) if path.exists() else {}
 
 
-def _check_table(name: str, table: Table, sizes: Mapping[str, int], path: Path) -> None:
+def check_table(schema: Schema, table: Table, sizes: Mapping[str, int], path: Path) -> None:
     """Refuses a table with more than a page can show, or in another order than a map is drawn in."""
-    num_rows, num_layers = len(next(iter(table.values()))), sizes["num_layers"]
+    name, num_rows = schema.name, len(next(iter(table.values())))
+    names = {column.name for column in schema.columns if column.type != "float"}
     if name in LISTED and num_rows > FEW_ROWS:
         raise refused(path, f"{num_rows:,} rows, of at most {FEW_ROWS:,}")
     for column, most in FEW.items():
-        if column in table and name != "tokens" and len(set(table[column])) > most:
+        if column in names and name != "tokens" and len(set(table[column])) > most:
             raise refused(path, f"more than {most:,} values of {column}")
     if name in NEVER_EMPTY and not num_rows:
         raise refused(path, "no rows")
     if unknown := set(table.get("part", ())) - PARTS:
         raise refused(path, f"{next(iter(unknown))!r} in column part, not one of {', '.join(sorted(PARTS))}")
     if name in ORDERED:
+        num_layers = sizes["num_layers"]
         inner = table[ORDERED[name]][: num_rows // num_layers]
         whole = {"positions": inner == list(range(sizes["length"])), "layers": num_rows == num_layers}.get(name, inner)
         layers = [layer for layer in range(num_layers) for _ in inner]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sinkscope.models.names import run_path
 from sinkscope.report.bias import write_bias_page
-from sinkscope.report.run import read_run
+from sinkscope.report.run import Run, read_run
 from sinkscope.report.study import write_study_page
 from sinkscope.results.run_folder import is_training_run
 
@@ -21,5 +21,10 @@ def write_page_of_run(name: str | Path, out: Path) -> str:
         write_training_run_page(trained := compare_training([folder]), out)
         return trained.story
     run = read_run(folder)
-    (write_bias_page if run.kind == "bias" else write_study_page)(run, out)
+    write_page_of(run, out)
     return run.answer
+
+
+def write_page_of(run: Run, out: Path) -> None:
+    """Writes the page of a study, a trace or a bias."""
+    (write_bias_page if run.kind == "bias" else write_study_page)(run, out)

@@ -83,7 +83,6 @@ SECTIONS = {
 NUM_UNITS_LISTED = 8
 WIDE = ("forest", "mediation-effects", "confounds", "map-attention-received")
 """Figures that take the whole width."""
-FILES = (".parquet", ".jsonl", ".json", ".yaml", ".safetensors")
 METHOD = (
     "Claims, statistics, controls, thresholds and rules are the same for every model. Units and means are chosen on "
     "one set of sequences, and the claims are judged on another. Intervals are bootstrap intervals over sequences at a "
@@ -252,10 +251,9 @@ def _tokens(run: Run) -> str:
 def method(run: Run, text: str = "") -> str:
     """The last section: how the numbers were made, what was typed, where it ran and which files it wrote."""
     shown = f"<pre><code>{isolated(run.command)}</code></pre>" if run.command else ""
-    files = sorted(path.name for path in run.path.iterdir() if path.suffix in FILES)
     return (
         f'<h2 id="method">Method</h2>{f"<p>{text}</p>" if text else ""}{shown}'
         + html.facts([*run.environment.items()])
         + f"<details open><summary>config.yaml</summary>{html.facts(run.config.items())}</details>"
-        + f'<p class="muted">Files of this run: {escaped(", ".join(files))}</p>'
+        + f'<p class="muted">Files of this run: {escaped(", ".join(run.files))}</p>'
     )

@@ -78,7 +78,7 @@ def _other_ways(run: Run) -> str:
             did[row["condition"], row["factor"], row["target"], row["entering"]].append(row)
     rows = []
     for (name, factor, target, entering), own in did.items():
-        seen = [[row[moment] for row in own if row[moment]] for moment in MOMENTS]
+        seen = [[row[moment] for row in own if (row[moment] or 0) > 0] for moment in MOMENTS]
         means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
         change = changes.get((name, factor, target), NO_VALUE)
         rows.append((name, target, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))

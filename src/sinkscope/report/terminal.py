@@ -120,7 +120,7 @@ def show_intervened(result: Intervened, path: Path) -> None:
     """Every observable at the positions acted on and at the sinks, before, after and under the control."""
     from sinkscope.report.intervened import position_texts
 
-    console, texts = Console(), position_texts(result)
+    console, texts = Console(), position_texts(result.summary)
     rows = [
         (quantity, f"{position} {texts.get(position, '')}".strip(), *(f"{value:.4g}" for value in values))
         for quantity, position, *values in zip(*result.tables["means"].values(), strict=True)

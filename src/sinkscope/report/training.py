@@ -156,13 +156,15 @@ def _tokens(count: int) -> str:
 
 
 def _runs(comparison: TrainingComparison, beside: Path) -> str:
-    """A row for each run; its name leads to its own page."""
+    """A row for each run; its name leads to its own page, where there is one."""
     columns = ("run", "variant", "seed", "tokens", "seconds", "validation loss", "ratio of tokens", "paired")
+    rows = comparison.rows("training_runs")
+    names = [html.to_run(run.name, run.path, beside) for run in comparison.runs]
     return html.table(
         columns,
         [
             (
-                html.to_run(row["run"], run.path, beside),
+                name,
                 row["variant"],
                 str(row["seed"]),
                 _tokens(row["tokens"]),
@@ -171,7 +173,8 @@ def _runs(comparison: TrainingComparison, beside: Path) -> str:
                 f"{row['bound']} {number(row['tokens_ratio'])}".strip(),
                 "yes" if row["is_paired"] else "no",
             )
-            for row, run in zip(comparison.rows("training_runs"), comparison.runs, strict=True)
+            # A saved comparison does not know where its runs are.
+            for name, row in zip(names or [row["run"] for row in rows], rows, strict=True)
         ],
     )
 

@@ -6,7 +6,6 @@ which the package root names in VIEWS. It imports this file, so what takes long 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +28,9 @@ MOST_SHOWN = 2000
 class Result:
     """What was found out: `story` in a few sentences, `summary` in one JSON object, `tables` in full."""
 
-    headline: Sequence[str]
-    """The table that says most, and those of its columns that a notebook shows."""
     # Any: a type checker lets neither a property nor a cached one stand for an attribute with a type.
+    headline: Any
+    """The table that says most, and those of its columns that a notebook shows."""
     story: Any
     """Text."""
     summary: Any

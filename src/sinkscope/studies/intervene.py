@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from sinkscope.interventions.requests import ByKind
 
 ARMS = ("before", "after", "control")
+MOST_POSITIONS = 256
+"""Positions that a curve of the page shows."""
 _QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
 _POSITION = Column("position", "int", "Position, counted from 0")
 _VALUES = (
@@ -101,6 +103,15 @@ class Intervened(Result):
         return {OBSERVABLES.name: columns, MEANS.name: means}
 
     @property
+    def _texts(self) -> list[dict[str, Any]]:
+        """The tokens that the page names, where one text was read and can be written."""
+        batch = self.before.recording.batch
+        if self.before.tokenizer is None or batch.num_sequences > 1:
+            return []
+        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.shown})
+        return [{"position": at, "text": self.before.token_text(int(batch.ids[0, at]))} for at in places]
+
+    @property
     def story(self) -> str:
         return f"Before: {self.before.story} After: {self.after.story} Under the control: {self.control.story}"
 
@@ -113,6 +124,7 @@ class Intervened(Result):
             "positions": self.positions,
             "control_is": self.control_is,
             "calibrated_on": self.calibrated_on,
+            **({"texts": texts} if (texts := self._texts) else {}),
             **arms,
             **described(self.after.receipt),
             "sink_rate_by_position": rates,
