@@ -111,7 +111,7 @@ def main() -> None:
             reason, remedy = os.strerror(refused.errno), CANNOT_GROW[refused.errno]
             refused = InputError(f"Cannot write the output: {reason}. {remedy}, or print to another place.")
         if isinstance(refused, FileNotFoundError) and "No usable temporary directory" in str(refused):  # of tempfile
-            refused = InputError("No folder for temporary files takes one. Free some space, or name a folder in TMPDIR.")
+            refused = InputError("No temporary file can be written. Free some space, or name a folder in TMPDIR.")
         if not isinstance(refused, InputError):
             raise
     except KeyboardInterrupt:

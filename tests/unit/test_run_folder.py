@@ -491,8 +491,14 @@ def test_a_limit_on_file_sizes_is_the_persons_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(InputError, match="File too large.*ulimit -f"), run_folder(tmp_path / "run") as folder:
+        with pytest.raises(InputError, match=r"File too large.*ulimit -f"), run_folder(tmp_path / "run") as folder:
             folder.write_text("long.txt", "a" * 2000)
+        with (
+            pytest.raises(InputError, match=f"{tmp_path}/run/page.html;"),
+            run_folder(tmp_path / "run") as folder,
+            module.explained(folder.path / "page.html"),
+        ):
+            folder.write_text("page.html", "a" * 2000)
         assert names(tmp_path) == set()
         write_run(tmp_path / "run")  # control: what is short enough is written
     finally:

@@ -89,10 +89,12 @@ def explained(path: Path, only: Container[int] | None = None) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else _code_in_text(error)
         if code is None or (only is not None and code not in only):
             raise
+        remedy = f"{CANNOT_GROW[code]}, or choose" if code in CANNOT_GROW else "Choose"
+        final = re.sub(r"(^|/)\.([^/]+)\.sinkscope-partial\b", r"\1\2", str(path))
         raise InputError(
-            expected=f"to be able to write to {path}",
+            expected=f"to be able to write to {final}",
             found=os.strerror(code),
-            next_step=f"{CANNOT_GROW[code]}, or choose another `out`" if code in CANNOT_GROW else "Choose another `out`",
+            next_step=f"{remedy} another `out`",
         ) from error
 
 

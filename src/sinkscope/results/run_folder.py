@@ -25,7 +25,15 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.results import tables
-from sinkscope.results.atomic import CANNOT_GROW, explained, flush, hidden_sibling, is_hidden_sibling, locked, whole_file
+from sinkscope.results.atomic import (
+    CANNOT_GROW,
+    explained,
+    flush,
+    hidden_sibling,
+    is_hidden_sibling,
+    locked,
+    whole_file,
+)
 from sinkscope.results.validated import read_yaml
 from sinkscope.user_paths import user_path
 
