@@ -24,12 +24,11 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import (
     batch_with_others,
-    first_ids,
     given_batch,
-    read_text,
     special_ids,
     token_batch,
 )
+from sinkscope.models.tokenized_text import first_ids, read_text
 
 NUM_ROWS, NUM_TOKENS, BOS, EOS = 96, 83, 1, 2
 """The embedding has rows beyond the tokenizer's vocabulary, as padded checkpoints do."""
@@ -390,23 +389,25 @@ class TestGiven:
     def test_one_sequence(self):
         assert given_batch(torch.tensor([4, 5, 6])).ids.tolist() == [[4, 5, 6]]
 
-    def test_padding(self):
-        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-        expected = "without padding", "mask with zeros", "equal length"
-        refused(lambda: given_batch(self.IDS, mask), *expected)
-        refused(lambda: given_batch({"input_ids": self.IDS, "attention_mask": mask}), *expected)
-        refused(lambda: given_batch(self.IDS, torch.ones(2, 1, 3, 3)), "mask of shape [2, 1, 3, 3]")
-        assert given_batch(self.IDS, torch.ones(2, 3)).ids.tolist() == self.IDS  # nothing masked: fine
+    def test_what_a_mask_leaves_out_is_left_out(self):
+        for mask in ([[1, 1, 1], [1, 1, 0]], torch.tensor([[1, 1, 1], [1, 1, 0]])):
+            for batch in (given_batch(self.IDS, mask), given_batch({"input_ids": self.IDS, "attention_mask": mask})):
+                assert [row.tolist() for row in batch.whole] == [[1, 7, 8], [1, 9]]
+        left = given_batch([[0, 0, 7, 8], [0, 0, 9, 10]], [[0, 0, 1, 1]] * 2)
+        assert (left.ids.tolist(), left.whole) == ([[7, 8], [9, 10]], ())
+        assert given_batch(self.IDS, torch.ones(2, 3)).ids.tolist() == self.IDS  # nothing masked
+        refused(lambda: given_batch(self.IDS, [[1, 0, 1], [1, 1, 1]]), "within a sequence")
+        refused(lambda: given_batch(self.IDS, torch.ones(2, 1, 3, 3)), "one number for each id")
 
     @pytest.mark.parametrize(
         ("ids", "parts"),
         [
             (torch.rand(2, 3), ["integer token ids", "float32"]),
             (torch.ones(2, 3, dtype=torch.bool), ["integer token ids", "bool"]),
-            ([[1, 2], [3]], ["equal length", "one batch for each length"]),
-            (torch.zeros(2, 3, 4, dtype=torch.long), ["[sequences, positions]", "[2, 3, 4]"]),
-            (torch.zeros(0, 3, dtype=torch.long), ["[0, 3]"]),
-            ([5], ["at least 2 positions", "[1, 1]"]),
+            ([[1, 2], [3]], ["at least 2 positions", "[1]"]),
+            (torch.zeros(2, 3, 4, dtype=torch.long), ["[sequences, positions]", "[3, 4]"]),
+            (torch.zeros(0, 3, dtype=torch.long), ["none"]),
+            ([5], ["at least 2 positions", "[1]"]),
             ([], ["token ids or texts", "none"]),
             ({"ids": [[1, 2]]}, ["input_ids", "found ids"]),
             ("text", ["texts or token ids", "'text'"]),

@@ -88,11 +88,10 @@ def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receip
     anatomy = anatomy_of(loaded.model)
     comparison = check_reading(loaded.model, anatomy)
     acting = open_interventions(anatomy.decoder)
-    first = () if batch is None else tuple(batch.ids[0, : 1 if batch.bos else 0].tolist())
     return Receipt(
         weights=loaded.weight_hash,
         dtype=str(comparison.dtype).removeprefix("torch."),
-        leading_ids=first,
+        leading_ids=() if batch is None else batch.leading_ids,
         interventions=tuple({"name": each.name, "layers": sorted(each.acted_in)} for each in acting),
         difference=comparison.difference,
         tolerance=comparison.tolerance,

@@ -26,6 +26,7 @@ from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.prompts import check_one_length
 from sinkscope.models.token_batches import TokenBatch, given_batch
 
 Acted = Callable[[int], None]
@@ -282,7 +283,9 @@ def active(anatomy: Anatomy) -> list[Intervention]:
 
 def batch_of(model: Model, given: Any) -> TokenBatch:
     """What a user gives to be read: a batch as it is, or ids as one."""
-    return given if isinstance(given, TokenBatch) else given_batch(given, model=bare_model(model))
+    batch = given if isinstance(given, TokenBatch) else given_batch(given, model=model)
+    check_one_length(batch, "interventions are calibrated by position")
+    return batch
 
 
 def as_indices(chosen: int | Sequence[int] | None) -> Indices:

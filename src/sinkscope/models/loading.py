@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -29,6 +30,7 @@ from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.models.loaded import LoadedModel, ModelLike, bare_model
 from sinkscope.models.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.models.quantised import INSTALL, dense, dequantising
+from sinkscope.models.tokenizer_loading import load_tokenizer
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import check_placement, check_torch_defaults, resolve_device, resolve_dtype
 from sinkscope.user_paths import user_path
@@ -73,11 +75,12 @@ def load(
     dtype "auto" is the checkpoint's own dtype on CUDA and float32 on the CPU, where bfloat16 is slow and less exact;
     a GGUF file has no such dtype and is dequantised to bfloat16 on CUDA, float32 on the CPU. `device_map` is handed to
     transformers, for models larger than one device, in place of `device`. Code that comes with a checkpoint runs only
-    with `trust_remote_code`. The global random state is left as it was.
+    with `trust_remote_code`. `tokenizer` is one at hand, or the folder of one, in place of the model's own. The global
+    random state is left as it was.
     """
     check_torch_defaults()
     if isinstance(source, LoadedModel):
-        return source
+        return source if tokenizer is None else replace(source, tokenizer=load_tokenizer(tokenizer))
     source = bare_model(source)
     if source is None:
         source = DEFAULT_MODEL
@@ -179,15 +182,23 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
 
 
 def bos_id(loaded: LoadedModel) -> int:
+    """The id of the beginning-of-sequence token; refused where there is none."""
+    if (found := find_bos(loaded)) is None:
+        raise InputError(
+            expected="a model with a beginning-of-sequence token",
+            found=f"none in {loaded.name}",
+            next_step="Give `bos=False`",
+        )
+    return found
+
+
+def find_bos(model: Any) -> int | None:
     """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
-    for place in (loaded.tokenizer, getattr(loaded.model, "generation_config", None), text_config(loaded.model)):
+    tokenizer, model = getattr(model, "tokenizer", None), bare_model(model)
+    for place in (tokenizer, getattr(model, "generation_config", None), text_config(model)):
         if isinstance(found := getattr(place, "bos_token_id", None), int):
             return found
-    raise InputError(
-        expected="a model with a beginning-of-sequence token",
-        found=f"none in {loaded.name}",
-        next_step="Give `bos=False`",
-    )
+    return None
 
 
 def text_config(model: Any) -> Any:
@@ -247,20 +258,9 @@ def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: An
     check_weights(model)
     if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
-    if isinstance(tokenizer, str | Path):
-        from transformers import AutoTokenizer
-
-        tokenizer = ask(
-            "a folder with a tokenizer that transformers can read",
-            "Fetch the tokenizer again, or remove its files to go without",
-            AutoTokenizer.from_pretrained,
-            Path(tokenizer),
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
     return LoadedModel(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         trust_remote_code=trust_remote_code,
         **origin,

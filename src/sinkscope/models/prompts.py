@@ -1,4 +1,4 @@
-"""Texts as batches of token ids: one prompt, or several of any length.
+"""Texts and chats as batches of token ids: one prompt, or several of any length.
 
 What is averaged by position needs sequences of one length. Texts of unequal length are cut to the shortest for it, and
 kept whole beside that (`TokenBatch.whole`), so that each can be read as it would be alone. Nothing is padded.
@@ -14,20 +14,23 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel, bos_id
-from sinkscope.models.token_batches import (
-    TokenBatch,
-    check_ids,
-    context_length,
-    given_batch,
-    tokenizer_adds_bos,
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch, batch_of_rows, check_ids, context_length, given_batch
+from sinkscope.models.tokenized_text import (
+    chat_ids,
+    found_leading,
+    leading_ids,
+    text_ids,
     tokenizer_of,
+    without_leading,
 )
 
 MOST_IN_A_NAME = 256
 """Characters of a text that is looked up as a file's name."""
-Tokens = TokenBatch | Tensor | str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
-"""What a model can be given to read: a batch, a text, texts, ids, or what a tokenizer returned."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, each with its role and content."""
+Tokens = TokenBatch | Tensor | str | Sequence[str] | Chat | Sequence[int] | Sequence[Sequence[Any]] | Mapping[str, Any]
+"""What a model can be given to read: a batch, a text, texts, chats, ids, or what a tokenizer returned."""
 
 
 def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
@@ -38,55 +41,69 @@ def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
         return tokens
     if isinstance(tokens, str):
         return prompt_batch(loaded, [tokens])
-    if isinstance(tokens, list | tuple) and tokens and all(isinstance(text, str) for text in tokens):
+    if isinstance(tokens, list | tuple) and tokens and (_is_chat(tokens) or all(map(_is_text, tokens))):
         return prompt_batch(loaded, tokens)  # type: ignore[arg-type]
-    return given_batch(tokens, model=loaded.model)
+    return given_batch(tokens, model=loaded)
 
 
-def prompt_batch(loaded: LoadedModel, texts: Sequence[str], *, bos: bool | None = None) -> TokenBatch:
-    """The tokens of some texts, at least two each; bos=None means what the tokenizer itself does with a text."""
+def prompt_batch(
+    loaded: LoadedModel, texts: Sequence[str] | Chat | Sequence[Chat], *, bos: bool | None = None
+) -> TokenBatch:
+    """The tokens of some texts or chats, at least two each; bos=None means what the tokenizer itself does with a text.
+
+    A text that is written with the ids in front, and a chat, get no second ones.
+    """
     tokenizer = tokenizer_of(loaded)
-    bos = tokenizer_adds_bos(loaded) if bos is None else bos
-    first = [bos_id(loaded)] if bos else []
-    whole: list[Tensor] = []
-    if not texts:
+    leading = leading_ids(loaded, bos)
+    several: Sequence[Any] = [texts] if _is_chat(texts) else texts
+    rows: list[Tensor] = []
+    if not several:
         raise InputError(expected="a text, or several", found="none", next_step="Give one")
-    for text in texts:
-        if _names_a_file(text):
-            file = text.removeprefix("text:")
+    for text in several:
+        if isinstance(text, str):
+            _check_text(text)
+            ids = [*leading, *without_leading(text_ids(tokenizer, text), leading)]
+        else:
+            ids = chat_ids(tokenizer, text)
+        name = repr(text if isinstance(text, str) else text[0].get("content"))[:40]
+        if len(ids) < 2:
             raise InputError(
-                expected="a text itself",
-                found=f"the name of a file, {file!r}",
-                next_step=f"Give `tokens='text:{file}'`, or in Python `token_batch(model, 'text:{file}')`",
+                expected="a text of at least 2 tokens", found=f"{len(ids)} in {name}", next_step="Give a longer text"
             )
-        if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
-            raise InputError(
-                expected="text in UTF-8",
-                found=f"other bytes in {text[:40]!r}",
-                next_step="Save or paste it as UTF-8, or give the text to `tokens` as a file",
-            )
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[assignment]
-        whole.append(torch.tensor([*first, *ids], dtype=torch.int64))
-        if len(whole[-1]) < 2:
-            raise InputError(
-                expected="a text of at least 2 tokens",
-                found=f"{len(whole[-1])} in {text[:40]!r}",
-                next_step="Give a longer text",
-            )
-        if (most := context_length(loaded.model)) is not None and len(whole[-1]) > most:
+        if (most := context_length(loaded.model)) is not None and len(ids) > most:
             raise InputError(
                 expected=f"a text of at most {most} tokens, the model's context",
-                found=f"{len(whole[-1])} in {text[:40]!r}",
+                found=f"{len(ids)} in {name}",
                 next_step="Give a shorter text",
             )
-        check_ids(loaded.model, whole[-1])
-    lengths = {len(ids) for ids in whole}
-    return TokenBatch(
-        ids=torch.stack([ids[: min(lengths)] for ids in whole]),
-        kind="text",
-        bos=bos,
-        whole=tuple(whole) if len(lengths) > 1 else (),
-    )
+        rows.append(torch.tensor(ids, dtype=torch.int64))
+        check_ids(loaded.model, rows[-1])
+    return batch_of_rows(rows, kind="text", leading_ids=found_leading(loaded, rows))
+
+
+def _is_chat(tokens: Any) -> bool:
+    """Whether these are the messages of a chat."""
+    return isinstance(tokens, list | tuple) and bool(tokens) and all(isinstance(each, Mapping) for each in tokens)
+
+
+def _is_text(each: Any) -> bool:
+    return isinstance(each, str) or _is_chat(each)
+
+
+def _check_text(text: str) -> None:
+    if _names_a_file(text):
+        file = text.removeprefix("text:")
+        raise InputError(
+            expected="a text itself",
+            found=f"the name of a file, {file!r}",
+            next_step=f"Give `tokens='text:{file}'`, or in Python `token_batch(model, 'text:{file}')`",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
+        raise InputError(
+            expected="text in UTF-8",
+            found=f"other bytes in {text[:40]!r}",
+            next_step="Save or paste it as UTF-8, or give the text to `tokens` as a file",
+        )
 
 
 def _names_a_file(text: str) -> bool:

@@ -6,28 +6,31 @@ B sequences, T positions.
 
 from __future__ import annotations
 
-import codecs
 import reprlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from sinkscope.arguments import STANDARD_INPUT, check_batch
+from sinkscope.arguments import check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, bare_model, bos_id, load, text_config
+from sinkscope.models.loading import LoadedModel, bare_model, load, text_config
+from sinkscope.models.tokenized_text import (
+    first_ids,
+    found_leading,
+    leading_ids,
+    read_text,
+    source_of,
+    tokenizer_of,
+    without_leading,
+)
 from sinkscope.runtime import check_torch_defaults
-from sinkscope.user_paths import user_path
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +40,8 @@ class TokenBatch:
     ids: Int64[Tensor, "B T"]
     kind: Literal["random", "text", "repeat", "given"]
     seed: int | None = None
-    bos: bool = False
+    leading_ids: tuple[int, ...] = ()
+    """The ids that every sequence begins with and that are no text: BOS, or all that the tokenizer puts in front."""
     source: str | None = None
     """The name of the text file, without its folder."""
     whole: tuple[Tensor, ...] = ()
@@ -46,6 +50,11 @@ class TokenBatch:
     left_out: int | None = None
     """For random tokens: how many ids, special ones aside, were left out because the tokenizer has no token for
     them or their embedding is zero or equal to another's."""
+
+    @property
+    def bos(self) -> bool:
+        """Whether BOS, or what the tokenizer puts in its place, stands before the text."""
+        return bool(self.leading_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -82,14 +91,14 @@ def token_batch(
     num_sequences: int = 32,
     seed: int = 0,
 ) -> TokenBatch:
-    """`num_sequences` sequences of `length` tokens, a BOS token at position 0 included where `bos` asks for one.
+    """`num_sequences` sequences of `length` tokens, with what stands before a text included where `bos` asks for it.
 
         batch = sinkscope.token_batch(model, "text:book.txt", length=128)
 
-    bos=None means no BOS for random and repeated tokens, and for text what the tokenizer itself does with a text.
-    Random tokens are uniform over the vocabulary without special and unused ids; sequence i depends on the seed and i
-    alone, and with BOS its later positions are the ones it has without. The global random state is neither read nor
-    changed.
+    bos=True puts in front what the tokenizer puts before a text, or the BOS token if it puts none. bos=None means
+    nothing for random and repeated tokens, and for text what the tokenizer itself does. Random tokens are uniform over
+    the vocabulary without special and unused ids; sequence i depends on the seed and i alone, and behind BOS its tokens
+    are the ones it has without. The global random state is neither read nor changed.
     """
     return batch_with_others(model, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
 
@@ -113,43 +122,41 @@ def batch_with_others(
     kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences + others, seed=seed)
     loaded = load(model)
     _check_length(loaded.model, length)
-    if bos is None:
-        bos = kind == "text" and tokenizer_adds_bos(loaded)
-    first = None
-    if bos:
-        first = bos_id(loaded)
-        _check_vocabulary(torch.tensor([first]), num_embeddings(loaded.model))
+    leading = leading_ids(loaded, kind == "text" and None if bos is None else bos)
+    _check_vocabulary(torch.tensor(leading, dtype=torch.int64), num_embeddings(loaded.model))
+    if (window := length - len(leading)) < 1:
+        raise InputError(f"{len(leading)} ids stand before each text. Give `length={len(leading) + 1}` or more.")
     source = left_out = None
     if kind == "random":
         ids, left_out = _random_ids(loaded, length, num_sequences + others, seed)
     elif kind == "repeat":
         ids = _repeated_id(loaded, argument).expand(num_sequences + others, length).clone()
     else:
-        source, total, window = source_of(argument), num_sequences + others, length - bos
-        read = partial(read_text, argument)
-        text = torch.tensor(first_ids(tokenizer_of(loaded), read, total * window), dtype=torch.int64)
-        _check_vocabulary(text, num_embeddings(loaded.model))
-        if total * window > len(text):
+        source, total = source_of(argument), num_sequences + others
+        read, tokenizer = partial(read_text, argument), tokenizer_of(loaded)
+        text = without_leading(first_ids(tokenizer, read, total * window + len(leading)), leading)
+        ids = torch.tensor(text, dtype=torch.int64)
+        _check_vocabulary(ids, num_embeddings(loaded.model))
+        if total * window > len(ids):
             beside = f" and {others} others" if others else ""
             raise InputError(
                 expected=f"{total * window} tokens for {num_sequences} sequences of {length}{beside}",
-                found=f"{len(text)} tokens in {source}",
-                next_step=_shorter(len(text), window, num_sequences, bos=bos, others=others, least=least),
+                found=f"{len(ids)} tokens in {source}",
+                next_step=_shorter(len(ids), window, num_sequences, leading=len(leading), others=others, least=least),
             )
         # Consecutive windows of the text.
-        ids = torch.nn.functional.pad(text[: total * window].view(total, window), (int(bos), 0))
-    if first is not None:
-        ids[:, 0] = first
+        ids = torch.nn.functional.pad(ids[: total * window].view(total, window), (len(leading), 0))
+    ids[:, : len(leading)] = torch.tensor(leading, dtype=torch.int64)
     seed_used = int(seed) if kind == "random" else None
-    return TokenBatch(ids=ids, kind=kind, seed=seed_used, bos=bos, source=source, left_out=left_out)
+    return TokenBatch(ids=ids, kind=kind, seed=seed_used, leading_ids=leading, source=source, left_out=left_out)
 
 
 def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
-    """The caller's own ids as a batch: a tensor, nested lists, or what a tokenizer returned.
+    """The caller's own ids as a batch: a tensor, lists of any lengths, or what a tokenizer returned.
 
-    One sequence may come without its batch axis. With a model, ids and length are checked against it.
+    One sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out here.
+    With a model, ids and length are checked against it.
     """
-    model = bare_model(model)
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
             raise InputError(
@@ -159,43 +166,95 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
             )
         attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
         ids = ids["input_ids"]
-    ids = _as_tensor(ids)
-    if ids.shape == (0,):
+    rows = _as_rows(ids)
+    if attention_mask is not None:
+        rows = _without_padding(rows, _as_rows(attention_mask))
+    _check_rows(rows)
+    rows = [row.long() for row in rows]
+    leading: tuple[int, ...] = ()
+    if model is not None:
+        for row in rows:
+            check_ids(bare_model(model), row)
+        if attention_mask is None:
+            _check_padding(rows, model)
+        leading = found_leading(model, rows)
+    return batch_of_rows(rows, kind="given", leading_ids=leading)
+
+
+def batch_of_rows(rows: Sequence[Tensor], **about: Any) -> TokenBatch:
+    """Sequences of any lengths as a batch; those of unequal length are kept whole beside their beginnings."""
+    lengths = {len(row) for row in rows}
+    ids = torch.stack([row[: min(lengths)] for row in rows])
+    return TokenBatch(ids=ids, whole=tuple(rows) if len(lengths) > 1 else (), **about)
+
+
+def _as_rows(values: Any) -> list[Tensor]:
+    """Each sequence of ids, or its mask, on the CPU."""
+    try:
+        several = isinstance(values, list | tuple) and any(
+            isinstance(row, list | tuple) or getattr(row, "ndim", 0) for row in values
+        )
+        rows = [torch.as_tensor(row) for row in values] if several else torch.atleast_2d(torch.as_tensor(values))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(
+            expected="texts or token ids",
+            found=reprlib.repr(values),
+            next_step="Pass a text, several, or the ids a tokenizer returns",
+        ) from error
+    return [row.to(device="cpu", copy=True) for row in rows]
+
+
+def _check_rows(rows: Sequence[Tensor]) -> None:
+    if not any(row.numel() for row in rows):
         raise InputError(
             expected="token ids or texts",
             found="none",
             next_step="Pass a text, several, or the ids a tokenizer returns",
         )
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise InputError(
-            expected="integer token ids",
-            found=f"a tensor of {str(ids.dtype).removeprefix('torch.')}",
-            next_step="Pass the ids a tokenizer returns",
-        )
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
-        raise InputError(
-            expected="ids of shape [sequences, positions] with at least 2 positions",
-            found=f"shape {list(ids.shape)}",
-            next_step="Pass one row of ids for each sequence",
-        )
-    if attention_mask is not None:
-        mask = _as_tensor(attention_mask)
-        fits = mask.numel() == ids.numel()
-        if not fits or not mask.bool().all():
+    for row in rows:
+        if row.dtype == torch.bool or row.is_floating_point() or row.is_complex():
             raise InputError(
-                expected="sequences without padding",
-                found=f"an attention mask {'with zeros' if fits else f'of shape {list(mask.shape)}'}",
-                next_step="Pass sequences of equal length, one batch for each length, without a mask",
+                expected="integer token ids",
+                found=f"a tensor of {str(row.dtype).removeprefix('torch.')}",
+                next_step="Pass the ids a tokenizer returns",
             )
-    ids = ids.to(device="cpu", dtype=torch.int64, copy=True)
-    begins_with_bos = False
-    if model is not None:
-        check_ids(model, ids)
-        bos = getattr(text_config(model), "bos_token_id", None)
-        begins_with_bos = isinstance(bos, int) and bool((ids[:, 0] == bos).all())
-    return TokenBatch(ids=ids, kind="given", bos=begins_with_bos)
+        if row.ndim != 1 or len(row) < 2:
+            raise InputError(
+                expected="ids of shape [sequences, positions] with at least 2 positions",
+                found=f"a sequence of shape {list(row.shape)}",
+                next_step="Pass one row of ids for each sequence",
+            )
+
+
+def _without_padding(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    """The ids that a mask keeps; refused where they are not next to each other."""
+    if [row.shape for row in rows] != [mask.shape for mask in masks]:
+        raise InputError(
+            "The attention mask must have one number for each id, and it has other rows. Pass the one that the "
+            "tokenizer returns."
+        )
+    places = [mask.nonzero().flatten() for mask in masks]
+    if any(len(place) and int(place[-1] - place[0]) >= len(place) for place in places):
+        raise InputError(
+            "The attention mask leaves out ids within a sequence, which are no padding. Pass sequences without them."
+        )
+    return [row[place] for row, place in zip(rows, places, strict=True)]
+
+
+def _check_padding(rows: Sequence[Tensor], model: Any) -> None:
+    """Refuses padding at either end. Where the same id stands for BOS or EOS, one alone is that."""
+    tokenizer = getattr(model, "tokenizer", None)
+    places = [bare_model(model)] if tokenizer is None else [tokenizer]
+    for pad in _named_ids(places, "pad_token_id"):
+        also = _named_ids([tokenizer, bare_model(model)], "bos_token_id", "eos_token_id")
+        for number, row in enumerate(rows):
+            others = (row != pad).nonzero().flatten().tolist() or [len(row)]
+            for run, end in ((others[0], "begins"), (len(row) - 1 - others[-1], "ends")):
+                if run > (pad in also):
+                    raise InputError(
+                        f"Sequence {number} {end} with padding (id {pad}, {run} times), which would be read as text. "
+                        "Pass the ids without it, or all that the tokenizer returns, with the `attention_mask`."
+                    )
 
 
 def special_ids(loaded: LoadedModel) -> set[int]:
@@ -205,12 +264,18 @@ def special_ids(loaded: LoadedModel) -> set[int]:
         special.update(loaded.tokenizer.all_special_ids)
         added = getattr(loaded.tokenizer, "added_tokens_decoder", {})
         special.update(token_id for token_id, token in added.items() if token.special)
-    for config in (text_config(loaded.model), getattr(loaded.model, "generation_config", None)):
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(config, key, None)
-            # What is no number is no id: these files come from strangers.
-            special.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
-    return special
+    return special | _named_ids([loaded.model], "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _named_ids(places: Sequence[Any], *names: str) -> set[int]:
+    """The ids that tokenizers, or the configurations of models, give these names."""
+    found: set[int] = set()
+    for place in places:
+        for config in (place, text_config(place), getattr(place, "generation_config", None)):
+            for value in (getattr(config, name, None) for name in names):
+                # What is no number is no id: these files come from strangers.
+                found.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    return found
 
 
 def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> tuple[Int64[Tensor, "B T"], int]:
@@ -254,82 +319,17 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
     return token
 
 
-def _shorter(num_ids: int, window: int, num_sequences: int, *, bos: bool, others: int, least: tuple[int, int]) -> str:
+def _shorter(
+    num_ids: int, window: int, num_sequences: int, *, leading: int, others: int, least: tuple[int, int]
+) -> str:
     """What to ask for of a text that has too few tokens."""
     least_length, least_sequences = least
-    most, longest = num_ids // window - others, num_ids // (num_sequences + others) + bos
+    most, longest = num_ids // window - others, num_ids // (num_sequences + others) + leading
     ways = [f"`num_sequences={most}`"] * (most >= least_sequences) + [f"`length={longest}`"] * (longest >= least_length)
-    longest = num_ids // (least_sequences + others) + bos
+    longest = num_ids // (least_sequences + others) + leading
     if not ways and longest >= least_length:
         ways = [f"`length={longest}` with `num_sequences={least_sequences}`"]
     return f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text"
-
-
-def source_of(name: str) -> str:
-    """A text file as it is called in words."""
-    return "standard input" if name == STANDARD_INPUT else user_path(name).name
-
-
-def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer that came with a model."""
-    if loaded.tokenizer is None:
-        raise InputError(
-            expected="a tokenizer, to read text with",
-            found=f"none with {loaded.name}",
-            next_step="Give ids or `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
-        )
-    return loaded.tokenizer
-
-
-def first_ids(tokenizer: PreTrainedTokenizerBase, read: Callable[[int], tuple[str, bool]], wanted: int) -> list[int]:
-    """At least the first `wanted` ids of a text, as the tokenizer gives them for the whole text; all of a short one.
-
-    `read` gives so much of the text's beginning, and whether that is all. A long text is not read to its end. A cut
-    changes the tokens near it, so twice as much is read until the wanted ones stay as they are.
-    """
-    amount, before = 8 * wanted, []
-    while True:
-        text, is_all = read(amount)
-        # Without verbose=False the tokenizer warns that a text is longer than the model's context.
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore
-        if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
-            return ids
-        amount, before = 2 * amount, ids
-
-
-@cache
-def _standard_input() -> bytes:
-    """All of it, kept: a text is read more than once."""
-    return sys.stdin.buffer.read()
-
-
-def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
-    """(the text in the file's first bytes, or in all of them, whether that is all of it)."""
-    source, next_step = source_of(name), "Name a text file"
-    limit = None if num_bytes is None else num_bytes + 1
-    try:
-        if name == STANDARD_INPUT:
-            content = _standard_input()[:limit]
-        else:
-            with user_path(name).open("rb") as file:  # bytes, so that line endings stay as they are
-                content = file.read(limit)
-        is_all = num_bytes is None or len(content) <= num_bytes
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
-    except (UnicodeDecodeError, OSError) as error:
-        reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
-        raise InputError(expected="text in UTF-8", found=f"{source}, which {reason}", next_step=next_step) from error
-    if "\0" in text:
-        raise InputError(expected="text in UTF-8", found=f"{source}, a binary file", next_step=next_step)
-    if is_all and not text.strip():
-        raise InputError(expected="a text file with text in it", found=f"{source}, empty", next_step=next_step)
-    return text, is_all
-
-
-def tokenizer_adds_bos(loaded: LoadedModel) -> bool:
-    """Whether the tokenizer puts a BOS token before a text."""
-    if loaded.tokenizer is None or loaded.tokenizer.bos_token_id is None:
-        return False
-    return loaded.tokenizer("a")["input_ids"][:1] == [loaded.tokenizer.bos_token_id]
 
 
 def num_embeddings(model: Any) -> int:
@@ -368,23 +368,3 @@ def _check_vocabulary(ids: Tensor, num_embeddings: int) -> None:
             found=str(bad),
             next_step="Use an id, or a tokenizer, of this model's vocabulary",
         )
-
-
-def _as_tensor(values: Any) -> Tensor:
-    try:
-        if isinstance(values, list | tuple) and values and all(isinstance(row, Tensor) for row in values):
-            return torch.stack(list(values))
-        return torch.as_tensor(values)
-    except (ValueError, TypeError, RuntimeError) as error:
-        lengths = {len(row) for row in values if hasattr(row, "__len__")} if isinstance(values, list | tuple) else ()
-        if len(lengths) > 1:
-            raise InputError(
-                expected="sequences of equal length",
-                found=f"rows of {min(lengths)} to {max(lengths)} ids",
-                next_step="Pass one batch for each length",
-            ) from error
-        raise InputError(
-            expected="texts or token ids",
-            found=reprlib.repr(values),
-            next_step="Pass a text, several, or the ids a tokenizer returns",
-        ) from error

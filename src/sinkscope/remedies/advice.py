@@ -48,9 +48,9 @@ class Setting:
     plain: np.ndarray
     prediction: Prediction
     seed: int = 0
-    bos: bool = False
-    """Whether texts begin with BOS. One that follows a prefix has none of its own, so no loss counts the token after
-    BOS: T below is without it."""
+    leading_ids: tuple[int, ...] = ()
+    """Ids that stand before each text, such as BOS. One that follows a prefix has none of its own, so no loss counts
+    these or the token after them: T below is without them."""
 
     def losses(self, scheme: Scheme, *, model: Any = None, **options: Any) -> np.ndarray:
         """[N, T - 1] under a scheme, with the static ranges of the calibration unless others are given."""
@@ -58,7 +58,7 @@ class Setting:
             options.setdefault("ranges", self.control_ranges if scheme.bits == CONTROL_BITS else self.ranges)
         if scheme.keeps_sinks:
             options.setdefault("keep", self.is_sink)
-        return scheme_losses(model or self.model, scheme, self.ids, **options)[:, int(self.bos) :]
+        return scheme_losses(model or self.model, scheme, self.ids, **options)[:, len(self.leading_ids) :]
 
     def damage(self, scheme: Scheme, **options: Any) -> Damage:
         return damage(self.losses(scheme, **options), self.plain, scheme)
@@ -79,7 +79,7 @@ class Setting:
     def prefixes(self) -> tuple[SinkPrefix, SinkPrefix]:
         """The model's own sink tokens as a cache, found on the calibration texts, and the control."""
         loaded = load(self.model)
-        prefix = sink_prefix(loaded, TokenBatch(ids=self.calibration, kind="given", bos=self.bos))
+        prefix = sink_prefix(loaded, TokenBatch(ids=self.calibration, kind="given", leading_ids=self.leading_ids))
         if not prefix.ids:
             raise InputError(
                 expected="a prefix after which texts have no sinks of their own",
@@ -186,7 +186,7 @@ def _as_they_were(setting: Setting, scheme: Scheme) -> np.ndarray:
 
 
 def _after(setting: Setting, scheme: Scheme, prefix: SinkPrefix) -> np.ndarray:
-    calibration, ids = (each[:, int(setting.bos) :] for each in (setting.calibration, setting.ids))
+    calibration, ids = (each[:, len(setting.leading_ids) :] for each in (setting.calibration, setting.ids))
     ranges = None
     if scheme.shared_by == "calibration":
         ranges = least_error_ranges(setting.model, calibration, prefix=prefix.cache)

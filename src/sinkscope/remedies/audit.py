@@ -9,6 +9,7 @@ Axes: N texts, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -70,7 +71,7 @@ def audit(
     setting = _setting(loaded, batch, seed)
     cells, trials, refused = _measured(setting, measured, progress)
     asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
-    held_out = TokenBatch(ids=setting.ids, kind=batch.kind, seed=batch.seed, bos=batch.bos, source=batch.source)
+    held_out = replace(batch, ids=setting.ids)
     return Audit(
         loaded=loaded,
         receipt=take_receipt(loaded, held_out),
@@ -91,12 +92,12 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
     return Setting(
         model=model,
         ids=ids,
-        bos=batch.bos,
+        leading_ids=batch.leading_ids,
         is_sink=is_sink[CALIBRATION:],
         calibration=calibration,
         calibration_sinks=is_sink[:CALIBRATION],
         ranges=ranges,
-        plain=check_plain(model, ids)[:, int(batch.bos) :],
+        plain=check_plain(model, ids)[:, len(batch.leading_ids) :],
         prediction=predict(model, calibration, ranges=ranges, is_sink=is_sink[:CALIBRATION], seed=seed),
         seed=seed,
     )

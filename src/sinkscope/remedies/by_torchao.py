@@ -28,7 +28,7 @@ def torchao_damages(setting: Setting) -> tuple[Damage, Damage] | None:
     how = quantization.Int8DynamicActivationInt8WeightConfig(granularity=scales, set_inductor_config=False)
     quantization.quantize_(model, how, filter_fn=lambda part, name: name in layers)
     # One text at a time: its tensor is all that is read at once.
-    real_NT = np.concatenate([losses(model, ids_T[None]) for ids_T in setting.ids])[:, int(setting.bos) :]
+    real_NT = np.concatenate([losses(model, ids_T[None]) for ids_T in setting.ids])[:, len(setting.leading_ids) :]
     activations, weights = (SCHEMES[name] for name in TORCHAO_SCHEMES)
     with weights.on(setting.model):
         emulated_NT = setting.losses(activations)

@@ -112,7 +112,7 @@ def sink_prefix(
     none = SinkPrefix(ids=(), layers=(), fired=(before, before), config=loaded.model.config)
     if not before:
         return none
-    start = int(batch.bos)  # a text that follows a prefix has no BOS of its own
+    start = len(batch.leading_ids)  # a text that follows a prefix has none of its own
     texts_BT, plain_BT = batch.ids[:, start:], losses(loaded.model, batch.ids)[:, start:]
     tried: dict[tuple[int, ...], tuple[float, SinkPrefix]] = {}
     heads = _heads(batch.ids, fired_BT, most)

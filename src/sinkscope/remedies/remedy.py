@@ -241,7 +241,7 @@ def _after_prefix(batch: TokenBatch, prefix: SinkPrefix | None) -> tuple[Tensor,
     """The texts as they are read after a prefix, if there is one, without a BOS of their own; and its cache."""
     if prefix is None or not prefix.ids:
         return batch.ids, None
-    return batch.ids[:, int(batch.bos) :], prefix.cache
+    return batch.ids[:, len(batch.leading_ids) :], prefix.cache
 
 
 def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Measured:
@@ -249,7 +249,7 @@ def _reading(each: Treated, calibration: TokenBatch, held_out: TokenBatch) -> Me
     after BOS."""
     ids_NT, cache = _after_prefix(held_out, each.prefix)
     ranges = each.ranges or least_error_ranges(each.model, _after_prefix(calibration, each.prefix)[0], prefix=cache)
-    uncounted = int(held_out.bos) if cache is None else 0
+    uncounted = len(held_out.leading_ids) if cache is None else 0
     found = {PLAIN: losses(each.model, ids_NT, prefix=cache)}
     modules = [name for name in linear_layers(each.model) if name not in each.exempted]
     for name in MEASURED:

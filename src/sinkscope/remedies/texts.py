@@ -18,18 +18,16 @@ from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, chec
 from sinkscope.capture.overflow import overflow
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel, bos_id
-from sinkscope.models.prompts import as_batch
-from sinkscope.models.token_batches import (
-    TokenBatch,
-    check_ids,
-    context_length,
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.prompts import as_batch, check_one_length
+from sinkscope.models.token_batches import TokenBatch, check_ids, context_length, token_batch
+from sinkscope.models.tokenized_text import (
     first_ids,
+    leading_ids,
     read_text,
     source_of,
-    token_batch,
-    tokenizer_adds_bos,
     tokenizer_of,
+    without_leading,
 )
 from sinkscope.pretrain.text_sources import SEPARATOR
 from sinkscope.remedies.prefix import MOST_TOKENS, room_for_prefix
@@ -62,6 +60,7 @@ def texts_to_measure(
                 next_step="Leave `bos` out",
             )
         batch = as_batch(loaded, text)
+        check_one_length(batch, "losses are compared by position")
         if batch.num_sequences <= CALIBRATION + 1:
             raise InputError(
                 expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
@@ -90,7 +89,8 @@ def usual_length(model: Any) -> int:
 def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequences: int, seed: int) -> TokenBatch:
     """Texts that the model writes itself, each from two random tokens on, or from BOS and one."""
     model: Any = loaded.model
-    first = token_batch(loaded, "random", bos=bos, length=2, num_sequences=num_sequences, seed=seed)
+    num_first = max(2, len(leading_ids(loaded, bool(bos))) + 1)
+    first = token_batch(loaded, "random", bos=bos, length=num_first, num_sequences=num_sequences, seed=seed)
 
     def finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
         # The largest alone: a token that must not be drawn yet has a logit of minus infinity.
@@ -107,11 +107,11 @@ def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequence
             top_k=0,
             top_p=1.0,
             temperature=1.0,
-            min_new_tokens=length - 2,
-            max_new_tokens=length - 2,
+            min_new_tokens=length - num_first,
+            max_new_tokens=length - num_first,
             logits_processor=[finite],
         )
-    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, bos=first.bos, source=WRITTEN)
+    return TokenBatch(ids=ids_NT.cpu(), kind="given", seed=seed, leading_ids=first.leading_ids, source=WRITTEN)
 
 
 def held_out_in_words(count: int, length: int, source: str | None) -> str:
@@ -123,10 +123,9 @@ def held_out_in_words(count: int, length: int, source: str | None) -> str:
 def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: int, num_sequences: int) -> TokenBatch:
     """16 windows of a text file that calibrate, and `num_sequences` of the rest of it, each spread evenly."""
     tokenizer, (text, _) = tokenizer_of(loaded), read_text(name)
-    bos = tokenizer_adds_bos(loaded) if bos is None else bos
-    first, cut = [bos_id(loaded)] if bos else [], _cut(text, CALIBRATION / (CALIBRATION + num_sequences))
+    leading, cut = leading_ids(loaded, bos), _cut(text, CALIBRATION / (CALIBRATION + num_sequences))
     parts = (*_parts(text[:cut], CALIBRATION), *_parts(text[cut:], num_sequences))
-    rows = [first + _window(tokenizer, part, length - bos) for part in parts]
+    rows = [[*leading, *_window(tokenizer, part, length - len(leading), leading)] for part in parts]
     if (shortest := min(map(len, rows))) < length:
         most = shortest * len(rows) // length - CALIBRATION
         ways = [f"`num_sequences={most}`"] * (most >= AUDIT_SEQUENCES)
@@ -138,7 +137,7 @@ def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: in
         )
     ids = torch.tensor(rows)
     check_ids(loaded.model, ids)
-    return TokenBatch(ids=ids, kind="text", bos=bos, source=source_of(name))
+    return TokenBatch(ids=ids, kind="text", leading_ids=leading, source=source_of(name))
 
 
 def _cut(text: str, share: float) -> int:
@@ -158,7 +157,7 @@ def _parts(text: str, count: int) -> Iterator[str]:
         yield text[space.start() if space else start : end]
 
 
-def _window(tokenizer: PreTrainedTokenizerBase, part: str, size: int) -> list[int]:
+def _window(tokenizer: PreTrainedTokenizerBase, part: str, size: int, leading: tuple[int, ...]) -> list[int]:
     """The first ids of the first document in a part that has so many; fewer where none has.
 
     That is usually one which began before: the others begin with their title pages.
@@ -169,7 +168,8 @@ def _window(tokenizer: PreTrainedTokenizerBase, part: str, size: int) -> list[in
         def read(amount: int, text: str = document) -> tuple[str, bool]:
             return text[:amount], amount >= len(text)
 
-        longest = max(longest, first_ids(tokenizer, read, size)[:size], key=len)
+        ids = without_leading(first_ids(tokenizer, read, size + len(leading)), leading)
+        longest = max(longest, ids[:size], key=len)
         if len(longest) == size:
             break
     return longest

@@ -1,0 +1,144 @@
+"""What a tokenizer makes of a text, of a text file and of a chat, and the ids that it puts in front."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sinkscope.arguments import STANDARD_INPUT
+from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import ask
+from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.loading import bos_id, find_bos
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANY_TEXT = "a A 1 . \u4e2d"
+"""Whatever a tokenizer knows, some of it stays a token."""
+
+
+def leading_ids(loaded: LoadedModel, bos: bool | None) -> tuple[int, ...]:
+    """The ids that stand before a text: those that the tokenizer itself puts there.
+
+    With bos=True the BOS token where it puts none; with bos=False none.
+    """
+    if bos is False:
+        return ()
+    leading = () if loaded.tokenizer is None else _put_in_front(loaded.tokenizer)
+    return leading or ((bos_id(loaded),) if bos else ())
+
+
+def without_leading(ids: list[int], leading: tuple[int, ...]) -> list[int]:
+    """The ids of a text, without those in front where it is written with them, as a chat template writes it."""
+    return ids[len(leading) :] if tuple(ids[: len(leading)]) == leading else ids
+
+
+def found_leading(model: Any, rows: Sequence[Tensor]) -> tuple[int, ...]:
+    """The ids before a text that all these sequences begin with: what the tokenizer puts there, or BOS."""
+    ways: list[tuple[int, ...]] = []
+    if (tokenizer := getattr(model, "tokenizer", None)) is not None:
+        with contextlib.suppress(InputError):  # one that reads no text at all puts nothing before it
+            ways.append(_put_in_front(tokenizer))
+    if (bos := find_bos(model)) is not None:
+        ways.append((bos,))
+    return next((way for way in ways if way and all(tuple(row[: len(way)].tolist()) == way for row in rows)), ())
+
+
+def _put_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    ids, text = text_ids(tokenizer, ANY_TEXT, special=True), text_ids(tokenizer, ANY_TEXT)
+    starts = (start for start in reversed(range(len(ids))) if ids[start : start + len(text)] == text)
+    if (start := next(starts, None)) is None:
+        raise InputError(
+            "This tokenizer makes other tokens of a text where it puts special ones around it, so those in front "
+            "cannot be told from the text. Give `bos=False`, or ids."
+        )
+    return tuple(ids[:start])
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """The ids of a text, with the special tokens around it or without."""
+    # Without verbose=False the tokenizer warns that a text is longer than the model's context.
+    read = ask(
+        "a text that the tokenizer can read",
+        "Give ids, or a model with another tokenizer: load(model, tokenizer=...)",
+        lambda: tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"],
+    )
+    return read  # type: ignore[return-value]
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The ids of a chat, as the tokenizer's template writes it."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("The tokenizer has no chat template to read messages with. Give the text itself, or ids.")
+    return ask(
+        "messages that the chat template can write",
+        "Give each its `role` and `content`, in the order that the model expects",
+        lambda: tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False),  # type: ignore[arg-type]
+    )
+
+
+def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer that came with a model."""
+    if loaded.tokenizer is None:
+        raise InputError(
+            expected="a tokenizer, to read text with",
+            found=f"none with {loaded.name}",
+            next_step="Give ids or `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
+        )
+    return loaded.tokenizer
+
+
+def first_ids(tokenizer: PreTrainedTokenizerBase, read: Callable[[int], tuple[str, bool]], wanted: int) -> list[int]:
+    """At least the first `wanted` ids of a text, as the tokenizer gives them for the whole text; all of a short one.
+
+    `read` gives so much of the text's beginning, and whether that is all. A long text is not read to its end. A cut
+    changes the tokens near it, so twice as much is read until the wanted ones stay as they are.
+    """
+    amount, before = 8 * wanted, []
+    while True:
+        text, is_all = read(amount)
+        ids = text_ids(tokenizer, text)
+        if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
+            return ids
+        amount, before = 2 * amount, ids
+
+
+@cache
+def _standard_input() -> bytes:
+    """All of it, kept: a text is read more than once."""
+    return sys.stdin.buffer.read()
+
+
+def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
+    """(the text in the file's first bytes, or in all of them, whether that is all of it)."""
+    source, next_step = source_of(name), "Name a text file"
+    limit = None if num_bytes is None else num_bytes + 1
+    try:
+        if name == STANDARD_INPUT:
+            content = _standard_input()[:limit]
+        else:
+            with user_path(name).open("rb") as file:  # bytes, so that line endings stay as they are
+                content = file.read(limit)
+        is_all = num_bytes is None or len(content) <= num_bytes
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
+    except (UnicodeDecodeError, OSError) as error:
+        reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
+        raise InputError(expected="text in UTF-8", found=f"{source}, which {reason}", next_step=next_step) from error
+    if "\0" in text:
+        raise InputError(expected="text in UTF-8", found=f"{source}, a binary file", next_step=next_step)
+    if is_all and not text.strip():
+        raise InputError(expected="a text file with text in it", found=f"{source}, empty", next_step=next_step)
+    return text, is_all
+
+
+def source_of(name: str) -> str:
+    """A text file as it is called in words."""
+    return "standard input" if name == STANDARD_INPUT else user_path(name).name

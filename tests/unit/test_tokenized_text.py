@@ -1,0 +1,203 @@
+"""A text is read as its tokenizer reads it: what stands in front, chats, padding, and tokenizers that cannot read."""
+
+import json
+import time
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import sinkscope
+from sinkscope.errors import InputError
+from sinkscope.models.loading import load
+from sinkscope.models.prompts import as_batch, prompt_batch
+from sinkscope.models.token_batches import token_batch
+from sinkscope.remedies.texts import spread_batch
+
+BOS, EOS, GMASK, SOP, PAD = 1, 2, 3, 4, 5
+NAMES = ["<unk>", "<s>", "</s>", "[gMASK]", "<sop>", "<pad>"]
+FRONTS = {"llama": (BOS,), "glm": (GMASK, SOP), "gpt2": ()}
+WORDS = "w10 w11 w12"
+CHAT = "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+def tokenizer_like(
+    family: str, *, pad: str | None = None, chat: str | None = None, rules=()
+) -> PreTrainedTokenizerFast:
+    """The post-processors of Llama (BOS), GLM (two ids that are no BOS, and an end) and GPT-2 (nothing)."""
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate([*NAMES, *(f"w{n}" for n in range(6, 97))])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = {"llama": "<s> $A", "glm": "[gMASK] <sop> $A </s>", "gpt2": "$A"}[family]
+    words.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, NAMES.index(name)) for name in NAMES[1:5]]
+    )
+    if rules:
+        words.normalizer = normalizers.Sequence([normalizers.Replace(*rule) for rule in rules])
+    bos = {} if family == "glm" else {"bos_token": "<s>"}
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        eos_token="</s>",
+        pad_token=pad,
+        extra_special_tokens=NAMES[3:5],
+        **bos,
+    )
+    found.chat_template = chat
+    return found
+
+
+def loaded_like(family: str, **options):
+    return load(tiny_model("llama"), tokenizer=tokenizer_like(family, **options))
+
+
+@pytest.mark.parametrize("family", FRONTS)
+def test_all_that_the_tokenizer_puts_in_front_stands_there(family, tmp_path):
+    """In prompts, windows of a file, spread texts and, where asked for, before random tokens. Control: bos=False."""
+    loaded, front = loaded_like(family), FRONTS[family]
+    (tmp_path / "text.txt").write_text(" ".join(f"w{10 + i % 80}" for i in range(400)))
+    named = f"text:{tmp_path / 'text.txt'}"
+    prompt = as_batch(loaded, WORDS)
+    assert (prompt.ids[0].tolist(), prompt.leading_ids) == ([*front, 10, 11, 12], front)
+    sizes = {"length": 8, "num_sequences": 3}
+    windows = token_batch(loaded, named, **sizes)
+    spread = spread_batch(loaded, str(tmp_path / "text.txt"), bos=None, **sizes)
+    drawn, bare = token_batch(loaded, bos=True, **sizes), token_batch(loaded, **sizes)
+    for batch in (windows, spread):
+        assert (batch.leading_ids, batch.length) == (front, 8)
+        assert all(tuple(row[: len(front)]) == front and GMASK not in row[len(front) :] for row in batch.ids.tolist())
+    assert windows.ids[1, len(front)] == 10 + 8 - len(front)
+    num = max(1, len(front))  # bos=True asks for BOS where the tokenizer puts nothing
+    assert drawn.leading_ids == tuple(drawn.ids[2, :num].tolist()) == (front or (BOS,))
+    assert torch.equal(drawn.ids[:, num:], bare.ids[:, num:])
+    assert bare.leading_ids == token_batch(loaded, named, bos=False, **sizes).leading_ids == ()
+    assert prompt_batch(loaded, [WORDS], bos=False).ids[0].tolist() == [10, 11, 12]
+    result = sinkscope.trace(loaded, windows)
+    assert result.summary["receipt"]["leading_ids"] == front
+
+
+def test_a_length_without_room_for_a_text():
+    with pytest.raises(InputError, match="`length=3`"):
+        token_batch(loaded_like("glm"), bos=True, length=2)
+    assert token_batch(loaded_like("glm"), bos=True, length=3).length == 3
+
+
+def test_ids_that_begin_as_texts_do_are_known():
+    loaded = loaded_like("glm")
+    assert as_batch(loaded, [[GMASK, SOP, 10, 11]]).leading_ids == (GMASK, SOP)
+    assert as_batch(loaded, [[BOS, 10, 11]]).leading_ids == (BOS,)
+    assert as_batch(loaded, [[BOS, 10, 11], [10, 11, 12]]).leading_ids == ()
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_a_text_written_with_them_gets_no_second(family, tmp_path):
+    loaded, front = loaded_like(family), FRONTS[family]
+    written = " ".join(NAMES[token] for token in front)
+    batch = as_batch(loaded, [f"{written} {WORDS}", WORDS])
+    assert batch.ids.tolist() == [[*front, 10, 11, 12]] * 2
+    (tmp_path / "text.txt").write_text(f"{written} {WORDS} w13")
+    read = token_batch(loaded, f"text:{tmp_path / 'text.txt'}", length=len(front) + 4, num_sequences=1)
+    assert read.ids.tolist() == [[*front, 10, 11, 12, 13]]
+
+
+def test_chats_are_read_as_their_template_writes_them():
+    messages = [{"role": "w20", "content": "w21"}, {"role": "w22", "content": "w23 w24"}]
+    ids = [BOS, 20, 21, BOS, 22, 23, 24]
+    loaded = loaded_like("llama", chat=CHAT)
+    one, several = as_batch(loaded, messages), as_batch(loaded, [messages, messages[:1], WORDS])
+    assert (one.ids[0].tolist(), one.leading_ids, one.kind) == (ids, (BOS,), "text")
+    assert [row.tolist() for row in several.whole] == [ids, ids[:3], [BOS, 10, 11, 12]]
+    assert sinkscope.intervene(loaded, {"mask_to_self": 2}, prompt=messages).before.recording.batch.length == 7
+    with pytest.raises(InputError, match="no chat template"):
+        as_batch(loaded_like("llama"), messages)
+    with pytest.raises(InputError, match="chat template can write"):
+        as_batch(loaded_like("llama", chat="{{ raise_exception('no system role') }}"), messages)
+
+
+def test_ids_of_unequal_length_are_read_as_texts_are():
+    loaded = loaded_like("llama")
+    rows = [list(range(10, 40)), list(range(10, 35))]
+    texts = [" ".join(f"w{token}" for token in row) for row in rows]
+    expected = sinkscope.trace(loaded, prompt_batch(loaded, texts, bos=False))
+    for given in (rows, [torch.tensor(row) for row in rows], loaded.tokenizer(texts, add_special_tokens=False)):
+        result = sinkscope.trace(loaded, given)
+        assert [len(row) for row in result.recording.batch.whole] == [30, 25]
+        assert all(map(torch.equal, result.sequences.received, expected.sequences.received))
+    with pytest.raises(InputError, match="one length"):
+        sinkscope.clamp(loaded, rows, norms=True)
+    with pytest.raises(InputError, match="one length"):
+        sinkscope.audit(loaded, [row[:18] for row in rows] * 10 + rows)
+
+
+class TestPadding:
+    TEXTS = (WORDS, "w10 w11 w12 w13 w14")
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_without_a_mask_it_is_refused(self, side):
+        loaded = loaded_like("llama", pad="<pad>")
+        returned = loaded.tokenizer(list(self.TEXTS), padding=True, padding_side=side, return_tensors="pt")
+        with pytest.raises(InputError, match=r"padding \(id 5, 2 times\).*`attention_mask`"):
+            as_batch(loaded, returned["input_ids"])
+        whole = [row.tolist() for row in as_batch(loaded, returned).whole]
+        assert whole == [[BOS, 10, 11, 12], [BOS, 10, 11, 12, 13, 14]]
+        within = [[BOS, 10, PAD, PAD, 11]]
+        assert as_batch(loaded, within).ids.tolist() == within, "the control: not at an end"
+
+    def test_one_at_an_end_is_padding_unless_it_is_bos_or_eos(self):
+        rows = [[EOS, 10, 11, EOS]]
+        assert as_batch(loaded_like("llama", pad="</s>"), rows).ids.tolist() == rows
+        for row in ([EOS, EOS, 10, 11], [10, 11, EOS, EOS]):
+            with pytest.raises(InputError, match=r"padding \(id 2, 2 times\)"):
+                as_batch(loaded_like("llama", pad="</s>"), [row])
+        with pytest.raises(InputError, match=r"begins with padding \(id 5, 1 times\)"):
+            as_batch(loaded_like("llama", pad="<pad>"), [[PAD, 10, 11]])
+        assert as_batch(loaded_like("llama"), [[PAD, 10, 11]]).length == 3, "the control: no padding token is named"
+
+    def test_a_model_alone_names_it_in_its_configuration(self):
+        with pytest.raises(InputError, match="padding"):
+            sinkscope.trace(tiny_model("llama", pad_token_id=PAD), [[PAD] * 3 + list(range(10, 40))])
+        assert sinkscope.trace(tiny_model("llama"), [[PAD] * 3 + list(range(10, 40))]).has_findings
+
+
+class TestTokenizersAtLoading:
+    def test_an_object_or_a_folder(self, tmp_path):
+        tokenizer, model = tokenizer_like("llama"), tiny_model("llama")
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        model.save_pretrained(tmp_path / "model")
+        for source in (model, tmp_path / "model", load(model), "reference:softmax"):
+            for given in (tokenizer, tmp_path / "tokenizer", str(tmp_path / "tokenizer")):
+                found = load(source, tokenizer=given)
+                assert as_batch(found, WORDS).ids.tolist() == [[BOS, 10, 11, 12]]
+        assert load(tmp_path / "model").tokenizer is None
+        assert load(found).tokenizer is found.tokenizer
+        for wrong, words in ((tokenizer.backend_tokenizer, "`tokenizer` is a Tokenizer"), (tmp_path, "a tokenizer")):
+            with pytest.raises(InputError, match=words):
+                load(model, tokenizer=wrong)
+
+    @pytest.mark.parametrize("longest", ["x", [1], True])
+    def test_a_longest_text_that_is_no_number(self, tmp_path, longest):
+        tokenizer_like("llama").save_pretrained(tmp_path)
+        file = tmp_path / "tokenizer_config.json"
+        for value, is_refused in ((longest, True), (512, False)):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
+            if is_refused:
+                with pytest.raises(InputError, match=r"model_max_length.*tokenizer_config.json"):
+                    load(tiny_model("llama"), tokenizer=tmp_path)
+        assert load(tiny_model("llama"), tokenizer=tmp_path).tokenizer.model_max_length == 512
+
+    def test_replacements_that_feed_each_other_are_refused_in_time(self, tmp_path):
+        """Control: as many that do not feed each other, such as those of punctuation."""
+        growing = tokenizer_like("llama", rules=[("a", "aa")] * 60)
+        growing.save_pretrained(tmp_path)
+        started_at = time.perf_counter()
+        for given in (growing, tmp_path):
+            with pytest.raises(InputError, match="replacements in the normalizer"):
+                load(tiny_model("llama"), tokenizer=given)
+        assert time.perf_counter() - started_at < 30
+        apart = tokenizer_like(
+            "llama", rules=[(chr(0x3000 + number), " . ") for number in range(60)] + [("aa", "a")] * 60
+        )
+        assert as_batch(load(tiny_model("llama"), tokenizer=apart), WORDS).ids.tolist() == [[BOS, 10, 11, 12]]
