@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -255,7 +256,6 @@ def test_a_quantised_model_is_refused(quantised):
 
 
 def adapted(model):
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["down_proj", "o_proj", "q_proj"], r=4, init_lora_weights=False)
     torch.manual_seed(0)
     return peft.get_peft_model(model, config)
@@ -275,7 +275,6 @@ def test_an_adapter_is_read_as_it_is_and_as_it_is_off(what, expected):
 
 
 def test_an_adapter_whose_weight_is_not_what_it_multiplies_by_is_refused():
-    peft = pytest.importorskip("peft")
     model = tiny_model("llama")
     config = peft.LoraConfig(target_modules=["down_proj"], r=4, use_dora=True, init_lora_weights=False)
     model = peft.get_peft_model(model, config)

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import gguf
 import huggingface_hub
+import peft
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
@@ -192,9 +194,16 @@ class TestFolder:
         (folder / "model.safetensors").unlink()
         refused(folder, "model.safetensors or model.safetensors.index.json", "only config.json")
 
-    def test_an_adapter_is_not_a_model(self, folder):
-        (folder / "adapter_config.json").write_text("{}")
-        refused(folder, "whole weights", "an adapter", "Merge")
+    def test_an_adapter_names_its_base_and_the_lines_that_load_it(self, folder, tmp_path):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=2))
+        model.save_pretrained(adapter := tmp_path / "adapter")
+        told = refused(adapter, f"is an adapter of {folder}, not a model by itself", "PeftModel.from_pretrained(base, ")
+        names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel}
+        exec(str(told).split("pass the model: ")[1].rstrip("."), names)
+        assert load(names["model"]).model.peft_config
+        for content in ("{}", '{"base_model_name_or_path": 3}', "[]"):
+            (adapter / "adapter_config.json").write_text(content)
+            refused(adapter, "a JSON object" if content == "[]" else "an adapter of ITS BASE")
 
     def test_a_training_run_is_its_model_and_gives_it_its_name(self, folder):
         alone, run = load(folder), folder.parent / "run"
@@ -440,6 +449,12 @@ class TestHub:
         BertConfig(**BERT).save_pretrained(hub.folder)
         refused("owner/name", "owner/name, an encoder")
         assert len(hub.asked) == 1
+
+    def test_refuses_an_adapter_with_the_name_of_its_base(self, hub):
+        hub.files = ["adapter_config.json", "adapter_model.safetensors"]
+        (hub.folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+        refused("owner/name", "owner/name is an adapter of owner/base", "PeftModel.from_pretrained(base, 'owner/name')")
+        assert hub.asked == [["adapter_config.json"]]
 
     def test_refuses_a_pickle_before_anything_comes(self, hub):
         hub.files = ["config.json", "pytorch_model.bin"]

@@ -22,6 +22,7 @@ from sinkscope.results.validated import shortened
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+ADAPTER = "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PART_COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert|label)|\w+\.(block|attention\.head|expert)_count")
@@ -117,15 +118,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_no_adapter(folder: Path, source: str) -> None:
+    """Refuses the folder of a PEFT adapter, which `source` names, with the lines that load it upon its base."""
+    if not (folder / ADAPTER).is_file():
+        return
+    base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
+    base = shortened(base) if isinstance(base, str) and base else "ITS BASE"
+    raise InputError(
+        f"{source} is an adapter of {base}, not a model by itself. Load both, and pass the model: "
+        f"base = AutoModelForCausalLM.from_pretrained({base!r}); "
+        f"model = PeftModel.from_pretrained(base, {source!r})."
+    )
+
+
 def check_weight_names(names: Iterable[str], checkpoint: str) -> None:
-    """Refuses a list of files that has no safetensors weights, or whose weights are only an adapter."""
+    """Refuses a list of files that has no safetensors weights."""
     names = set(names)
-    if "adapter_config.json" in names:
-        raise InputError(
-            expected=f"whole weights in {checkpoint}",
-            found="an adapter (adapter_config.json)",
-            next_step="Merge the adapter into its base model and save that to a folder",
-        )
     if names & {WEIGHTS, WEIGHTS_INDEX}:
         return
     if pickles := sorted(name for name in names if name.endswith(PICKLE_SUFFIXES)):

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import (
+    ADAPTER,
     ask,
     causal_config,
+    check_no_adapter,
     check_weight_names,
     first_line,
     looks_like_hub_name,
@@ -57,9 +59,12 @@ def download(name: str, path: Path, revision: str | None, trust_remote_code: boo
                 found=f"no {name!r} here or in the download cache, and no way to reach the Hub ({first_line(error)})",
                 next_step="Check the spelling of a path, or the network connection",
             ) from error
-    check_weight_names((file.rfilename for file in listing.siblings or ()), name)
+    names = {file.rfilename for file in listing.siblings or ()}
     complete = "a complete download", "Run the command again to resume it"
     where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
+    if ADAPTER in names:
+        check_no_adapter(Path(ask(*complete, snapshot_download, **where, allow_patterns=[ADAPTER])), name)
+    check_weight_names(names, name)
     folder = Path(ask(*complete, snapshot_download, **where, allow_patterns=small))
     causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
     return Path(ask(*complete, snapshot_download, **where, allow_patterns=small + WEIGHT_FILES))

@@ -19,6 +19,7 @@ from sinkscope.models.checkpoint_checks import (
     causal_config,
     check_causal,
     check_loading_info,
+    check_no_adapter,
     check_safetensors,
     check_weight_names,
     check_weights,
@@ -229,6 +230,7 @@ def quiet() -> Iterator[None]:
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
+    check_no_adapter(folder, str(folder))
     config = causal_config(folder, name, options["trust_remote_code"])
     check_weight_names((entry.name for entry in folder.iterdir()), name)
     quantised = getattr(config, "quantization_config", None) is not None
