@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import queue
 import re
@@ -30,13 +29,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sinkscope.errors import InputError
 from sinkscope.report import html
 from sinkscope.report.text import NO_VALUE, isolated, number
-from sinkscope.results.atomic import whole_file
+from sinkscope.results.atomic import explained, whole_file
 from sinkscope.results.tables import Column, Schema, write_table
+from sinkscope.results.validated import (
+    ANYTHING,
+    NAME,
+    SCALAR,
+    AnyOf,
+    Each,
+    Int,
+    Maybe,
+    Real,
+    checked,
+    read_json,
+    read_text,
+    read_yaml,
+)
 from sinkscope.studies.answer import Verdicts, cause
 
 Row = dict[str, Any]
@@ -56,8 +67,26 @@ ATLAS = Schema(
     ),
 )
 SCHEME = "activations-8-static"
-SECTIONS = {"study", "audit", "models"}
+OPTIONS = Each(SCALAR)
+AUDITED = AnyOf((bool, OPTIONS), "options, or false")
+OF_A_MODEL = {"model": NAME, "name": Maybe(NAME), "study": Maybe(OPTIONS), "audit": Maybe(AUDITED)}
+SECTIONS = {"study": Maybe(OPTIONS), "audit": Maybe(OPTIONS), "models": [OF_A_MODEL]}
+STUDY = {
+    "family": NAME,
+    "claims": [{"id": NAME, "verdict": NAME}],
+    "minimal_set": Maybe([{"layer": Int(), "neuron": Int()}]),
+    "dom_ratio": {"position": Maybe(Int())},
+    "sink_rate": Maybe(Real()),
+    "massive_dimensions": [Int()],
+}
+AUDIT = {
+    "schemes": {SCHEME: {"measured": Real()}},
+    "advice": [{"scheme": NAME, "remedy": NAME, "share_won_back": Real()}],
+}
+"""What is read of the files, as in `sinkscope.results.validated`."""
 MOST_LISTED = 6
+MOST_LETTERS = 100
+MOST_PAGE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -73,26 +102,22 @@ class Entry:
 
 def read_list(path: Path) -> list[Entry]:
     """The models of a YAML file; what is not understood is refused."""
-    try:
-        asked = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    asked = read_yaml(path, Each(ANYTHING))
+    if not asked.get("models") or asked.keys() - SECTIONS.keys():
         raise InputError(
-            expected=f"a list of models in YAML in {path}", found=str(error), next_step="Give another file"
-        ) from error
-    models = asked.get("models") if isinstance(asked, dict) else None
-    named = isinstance(models, list) and all("model" in each if isinstance(each, dict) else each for each in models)
-    if not isinstance(asked, dict) or not models or not named or (asked.keys() - SECTIONS):
-        raise InputError(
-            expected=f"models, and perhaps study and audit, in {path}",
-            found=", ".join(map(str, asked)) if isinstance(asked, dict) else type(asked).__name__,
-            next_step="Write it as the head of atlas.py shows",
+            f"{path} has {', '.join(asked) or 'nothing'}, not models and perhaps study and audit. "
+            "Write it as the head of atlas.py shows."
         )
+    if isinstance(asked["models"], list):
+        asked["models"] = [{"model": given} if isinstance(given, str) else given for given in asked["models"]]
+    checked(asked, SECTIONS, path)
     entries = []
-    for given in models:
-        own = dict(given) if isinstance(given, dict) else {"model": given}
-        model = str(own.pop("model"))
-        name = re.sub(r"[^\w.-]+", "-", str(own.pop("name", model)))
-        study = {**(asked.get("study") or {}), **own.pop("study", {})}
+    for own in asked["models"]:
+        model = own.pop("model")
+        name = re.sub(r"[^\w.-]+", "-", own.pop("name", None) or model)[:MOST_LETTERS].strip("-.")  # of a folder
+        if not name:
+            raise InputError(f"{model!r} in {path} leaves no name for its folder. Give it a `name` with a letter.")
+        study = {**(asked.get("study") or {}), **(own.pop("study", None) or {})}
         of_all, audit = asked.get("audit"), own.pop("audit", None)
         audit = None if audit is False or audit is of_all is None else {**(of_all or {}), **(audit or {})}
         entries.append(Entry(name, model, own, study, audit))
@@ -174,15 +199,15 @@ def row_of(entry: Entry, out: Path) -> Row | None:
     folder = out / entry.name
     if not (folder / "study" / "summary.json").is_file():
         return None
-    found = json.loads((folder / "study" / "summary.json").read_text(encoding="utf-8"))
+    found = read_json(folder / "study" / "summary.json", STUDY)
     verdicts = Verdicts({claim["id"]: claim["verdict"] for claim in found["claims"]})
     has_sink = verdicts.hold("sink")
     units = [f"{unit['layer']}:{unit['neuron']}" for unit in found["minimal_set"] or []]
     return {
         "model": entry.name,
         "family": found["family"],
-        "position": found["dom_ratio"]["position"],
-        "sink_rate": found["sink_rate"],
+        "position": found["dom_ratio"].get("position"),
+        "sink_rate": found.get("sink_rate"),
         "cause": cause(verdicts) if has_sink else "No sink on these tokens.",
         "units": _some(units),
         "dimensions": _some(found["massive_dimensions"]),
@@ -199,7 +224,7 @@ def _some(items: Iterable[Any]) -> str:
 def _remedy(path: Path) -> str:
     if not path.is_file():
         return "not audited"
-    audited = json.loads(path.read_text(encoding="utf-8"))
+    audited = read_json(path, AUDIT)
     harm = audited["schemes"][SCHEME]["measured"]
     advised = [step for step in audited["advice"] if step["scheme"] == SCHEME]
     if not advised:
@@ -209,8 +234,14 @@ def _remedy(path: Path) -> str:
 
 
 def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:
-    """The page, the table and the same as Markdown, of all models whose studies are finished."""
-    rows = [row for entry in entries if (row := row_of(entry, out)) is not None]
+    """The page, the table and the same as Markdown, of all models whose studies are finished; adds to `wrong` what
+    could not be read."""
+    rows = []
+    for entry in entries:
+        try:
+            rows += filter(None, [row_of(entry, out)])
+        except InputError as error:  # a damaged file of one model
+            wrong.append(f"{entry.name}: {error}")
     write_table(ATLAS, ATLAS.from_rows(rows), out / "atlas")
     names = [column.name for column in ATLAS.columns]
     head = "".join(f'<th scope="col">{name.replace("_", " ")}</th>' for name in names)
@@ -232,7 +263,7 @@ def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:
 
 def put_into(page: Path, table: str) -> None:
     """Puts the table into a page of Markdown in place of the one with the same head, which must be there."""
-    text, head = page.read_text(encoding="utf-8"), table.splitlines()[0]
+    text, head = read_text(page, MOST_PAGE), table.splitlines()[0]
     before, found, after = text.partition(head)
     if not found:
         raise InputError(expected=f"a table in {page}", found="none", next_step=f"Write its first line: {head}")
@@ -262,7 +293,8 @@ def main(arguments: list[str] | None = None, run: Run = run_command) -> int:
     asked = parser.parse_args(arguments)
     try:
         entries = read_list(asked.models)
-        asked.out.mkdir(parents=True, exist_ok=True)
+        with explained(asked.out):
+            asked.out.mkdir(parents=True, exist_ok=True)
         wrong = study_on_ray(entries, asked.out, asked.ray) if asked.ray else study_all(entries, asked.out, run)
         write_atlas(entries, asked.out, wrong)
         if asked.into:

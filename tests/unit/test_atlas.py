@@ -130,7 +130,9 @@ def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
     with pytest.raises(InputError, match="modles"):
         atlas.read_list(path)
     assert atlas.main([str(path)]) == 2
-    for wrong in ("models: 3", "models: [{name: a}]", "models: [a", "\0"):
+    not_options = ("study: [1]\nmodels: [a]", "models: [{model: a, study: 3}]", "models: [{model: a, audit: 3}]")
+    no_folder = ("models: ['..']", "models: [{model: a, name: ./.}]", "models: ['']")
+    for wrong in ("models: 3", "models: [{name: a}]", "models: [a", "\0", "[" * 10_000, *not_options, *no_folder):
         path.write_text(wrong)
         assert atlas.main([str(path)]) == 2, wrong
     assert atlas.main([str(tmp_path / "no such file.yaml")]) == 2
@@ -141,3 +143,20 @@ def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
     path.write_text("models: [a/b, a-b]")
     with pytest.raises(InputError, match="a-b twice"):
         atlas.read_list(path)
+
+
+def test_a_damaged_file_of_one_model_costs_only_its_row(models, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert atlas.main([str(models), "--out", str(out)], planted([])) == 0
+    for damaged in ("study", "audit"):
+        summary = out / "with-a-sink" / damaged / "summary.json"
+        whole = summary.read_text()
+        for content in ("{", "{}", whole.replace('"measured"', '"lost"').replace('"verdict"', '"lost"')):
+            summary.write_text(content)
+            assert atlas.main([str(models), "--out", str(out)], planted([])) == 1
+            assert f"with-a-sink: expected a file that sinkscope can use in {summary}" in capsys.readouterr().err
+            assert read_table(out / "atlas", atlas.ATLAS)["model"] == ["reference-softmax"]
+        summary.write_text(whole)
+    assert atlas.main([str(models), "--out", str(out)], planted([])) == 0, "control: whole again"
+    (tmp_path / "file").touch()
+    assert atlas.main([str(models), "--out", str(tmp_path / "file")], planted([])) == 2

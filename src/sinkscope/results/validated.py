@@ -80,6 +80,7 @@ class AnyOf:
     """One of several shapes."""
 
     shapes: tuple[Any, ...]
+    words: str = "a number, a text, true or false"
 
 
 NAME = Text(4096)
@@ -150,8 +151,7 @@ def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None 
     """The value itself, if it is within bounds and has the shape."""
     try:
         _check_bounds(value, where)
-        if shape is not ANYTHING:
-            _check_shape(value, shape, where, sizes or {})
+        _check_shape(value, shape, where, sizes or {})
     except ValueError as error:
         raise refused(path, str(error)) from error
     return value
@@ -206,6 +206,8 @@ def _check_bounds(value: Any, where: str) -> None:
 
 
 def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -> None:
+    if shape is ANYTHING:
+        return
     if isinstance(shape, Maybe):
         if value is not None:
             _check_shape(value, shape.shape, where, sizes)
@@ -221,7 +223,7 @@ def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -
             raise _wrong(where, f"text of at most {shape.most:,} characters", value)
     elif isinstance(shape, AnyOf):
         if not any(_fits(value, each, sizes) for each in shape.shapes):
-            raise _wrong(where, "a number, a text, true or false", value)
+            raise _wrong(where, shape.words, value)
     elif shape is bool:
         if not isinstance(value, bool):
             raise _wrong(where, "true or false", value)
