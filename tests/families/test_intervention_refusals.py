@@ -395,7 +395,6 @@ REFUSED = {
     "only no key": (lambda m: edit_mask(m, 5, "only", []), "at least one key", "every key is hidden"),
     "no such mask": (lambda m: edit_mask(m, 5, "hide", 0), "only, allow or block", "'hide'"),
     "no such ablation": (lambda m: ablate_neurons(m, [U], "none"), "zero, mean or resample", "'none'"),
-    "a mean of nothing": (lambda m: ablate_neurons(m, [U], "mean"), "a calibration batch, to ablate by mean", "none"),
     "no such setting": (lambda m: set_dimensions(m, [3], "one"), "a mode of zero", "'one'"),
     "a setting to no mean": (lambda m: set_dimensions(m, [3], "mean"), "with a calibration batch", "'mean'"),
     "a setting from nowhere": (lambda m: set_dimensions(m, [3], "transplant"), "with a source", "'transplant'"),

@@ -101,3 +101,28 @@ def test_control_what_is_kept_must_be_of_the_same_tokens(loaded, batch):
     other = replace(batch, ids=batch.ids.flip(0))
     found, _ = calibrated(loaded, replace(kept, ids=other.ids), [])
     assert (found - calibrated(loaded, other, [])[0]).abs().max() > 1e-4
+
+
+def test_without_a_calibration_one_is_drawn_and_told():
+    model = tiny_model("llama")
+    drawn = sinkscope.token_batch(model, num_sequences=64, seed=1)
+    told = "64 sequences of 64 random tokens, drawn for it"
+    for make in (
+        lambda **given: sinkscope.amplify_variance(model, 10, 8.0, **given),
+        lambda **given: sinkscope.match_variance(model, 10, **given),
+        lambda **given: sinkscope.ablate_neurons(model, ["0:5"], "mean", **given),
+    ):
+        own, given = make(), make(calibration=drawn)
+        assert repr(own).endswith(f"\ncalibrated on {told}")
+        assert given.calibrated_on == "64 sequences of 64 random tokens"
+        with own:
+            receipt = sinkscope.trace(model).summary["receipt"]
+            logits = model(drawn.ids[:2]).logits
+        assert receipt["interventions"][0]["calibrated_on"] == told
+        with given:
+            assert torch.equal(model(drawn.ids[:2]).logits, logits)
+    assert not torch.equal(drawn.ids[:32], sinkscope.token_batch(model).ids)  # not what is judged
+    far = sinkscope.equalise_variance(model, 50)
+    assert far.calibrated_on.startswith("64 sequences of 102 ")  # the position is in the earlier half
+    with sinkscope.mask_to_self(model, 10):
+        assert "calibrated_on" not in sinkscope.trace(model).summary["receipt"]["interventions"][0]

@@ -52,3 +52,13 @@ def test_interventions_and_probes_work_on_it(model):
 def test_a_study_of_it_is_refused(model):
     with pytest.raises(sinkscope.InputError, match="found OwnGPT, without `config`"):
         sinkscope.study(model)
+
+
+def test_a_module_without_config_takes_the_head_norm(model):
+    ids = torch.arange(24)[None]
+    before = model(ids)
+    norms = sinkscope.insert_head_norm(model)
+    assert len(norms) == len(sinkscope.anatomy_of(model).layers)
+    assert not torch.equal(model(ids), before)
+    sinkscope.remove_head_norm(model)
+    assert torch.equal(model(ids), before)

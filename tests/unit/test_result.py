@@ -95,6 +95,13 @@ def test_a_repr_is_a_few_lines(traced):
 
     assert len(repr(Long())) < 3000
     model = sinkscope.load("reference:softmax")
+    assert repr(model).startswith("reference:softmax (reference): LlamaForCausalLM of 12,853,504 parameters")
+    assert repr(model).endswith("float32 on cpu, with its tokenizer")
+    assert repr(traced.findings).startswith(f"Findings on {traced.recording.model_name}: sinks: ")
+    masked = sinkscope.mask_to_self(model, 10, layers=[0, 1, 2])
+    assert repr(masked) == "mask_to_self on the mask: layers 0 to 2, position 10"
+    few = sinkscope.trace(model, [[5, 6, 7, 8] * 5], observables=["entropy"])
+    assert "none, without dimension, " in repr(few.findings)
     for other in (sinkscope.anatomy_of(model), sinkscope.probe(model, sinkscope.token_batch(model, num_sequences=2))):
         assert len(repr(other)) < 1000
         assert "sink_rate" in repr(other) or "num_layers=16" in repr(other)

@@ -70,13 +70,25 @@ class MassiveDimension:
     contrast: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Findings:
     """Everything found in one trace, computed when it is first asked for."""
 
     recording: Recording
     fallbacks: dict[int, str] = field(default_factory=dict)
     """What had to be computed in another way than usual, by layer."""
+
+    def __repr__(self) -> str:
+        name = self.recording.model_name
+        if lacking := sorted(NEEDED - self.recording.by_layer.keys()):
+            return f"Findings on {name}: none, without {', '.join(lacking)}"
+        sinks = ", ".join(f"position {sink.position} ({sink.rate:.1%} of heads)" for sink in self.sinks[:3])
+        more = f" and {len(self.sinks) - 3} more" if len(self.sinks) > 3 else ""
+        dimensions = ", ".join(map(str, self.massive_dimensions[:4])) or "none"
+        return (
+            f"Findings on {name}: sinks: {sinks or 'none'}{more}; massive dimensions: {dimensions}; disparity is born "
+            f"in layers {', '.join(map(str, self.birth_layers)) or 'none'}"
+        )
 
     @cached_property
     def sinks(self) -> list[Sink]:

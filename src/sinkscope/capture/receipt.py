@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sinkscope.capture.attention import read_attention
 from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.edits import open_interventions, suspend
+from sinkscope.capture.edits import OpenIntervention, open_interventions, suspend
 from sinkscope.capture.restored import weight_checksum
 from sinkscope.capture.sole_reader import evaluation_mode, in_this_thread
 from sinkscope.errors import InputError
@@ -51,7 +51,7 @@ class Receipt:
     leading_ids: tuple[int, ...]
     """Ids that stand before the text, or before random tokens."""
     interventions: tuple[dict[str, Any], ...]
-    """Those that were on: name, and the layers in which they acted."""
+    """Those that were on: name, the layers in which they acted, and what their means are from."""
     difference: float | None
     """Largest difference of a final state between the owner's plain pass and the pass that reads, over its norm; None
     where the owner's own pass was read."""
@@ -92,13 +92,19 @@ def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receip
         weights=loaded.weight_hash,
         dtype=str(comparison.dtype).removeprefix("torch."),
         leading_ids=() if batch is None else batch.leading_ids,
-        interventions=tuple({"name": each.name, "layers": sorted(each.acted_in)} for each in acting),
+        interventions=tuple(_told(each) for each in acting),
         difference=comparison.difference,
         tolerance=comparison.tolerance,
         compared_tokens=math.prod(PROBED),
         seconds=comparison.seconds,
         states=states(loaded.model),
     )
+
+
+def _told(acting: OpenIntervention) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": acting.name, "layers": sorted(acting.acted_in)}
+    calibrated_on = acting.intervention.calibrated_on
+    return entry if calibrated_on is None else entry | {"calibrated_on": calibrated_on}
 
 
 def receipt_of_own_pass(loaded: LoadedModel) -> Receipt:

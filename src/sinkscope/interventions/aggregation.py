@@ -25,6 +25,7 @@ from sinkscope.capture.recorder import ending_after
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
+    MIN_CALIBRATION,
     Acted,
     AggregationPlace,
     BatchShape,
@@ -34,7 +35,7 @@ from sinkscope.interventions.base import (
     active,
     all_layers,
     as_indices,
-    batch_of,
+    calibration_of,
     hook_on,
     one_index,
     together,
@@ -44,10 +45,6 @@ from sinkscope.interventions.neurons import NeuronEdit
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
-
-MIN_CALIBRATION = 64
-"""Sequences that a mean is taken over at least."""
-
 
 AGGREGATION, BEFORE_NORM = "aggregation", "aggregation before its norm"
 """What is acted on: what enters the output projection, or the norm before it."""
@@ -66,7 +63,7 @@ class AggregationEdit(Intervention):
         position: int,
         factor: float = 1.0,
         *,
-        calibration: TokenBatch,
+        calibration: TokenBatch | None = None,
         layers: int | Sequence[int] | None = None,
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
@@ -78,7 +75,7 @@ class AggregationEdit(Intervention):
         self.name, self.factor, self.position, self.needs = formula, factor, position, (position,)
         if not math.isfinite(factor):
             raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
-        calibration = batch_of(model, calibration)
+        calibration, self.calibrated_on = calibration_of(model, calibration, position)
         if calibration.num_sequences < MIN_CALIBRATION:
             raise InputError(
                 expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",
@@ -276,60 +273,91 @@ def kept_batch(model: torch.nn.Module, batch: TokenBatch, layers: Sequence[int])
 
 
 def amplify_variance(
-    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model,
+    position: int,
+    factor: float,
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Unpack[AggregationPlace],
 ) -> AggregationEdit:
     """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "amplify_variance", position, factor, calibration=calibration, **where)
 
 
 def scale_norm(
-    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model,
+    position: int,
+    factor: float,
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Unpack[AggregationPlace],
 ) -> AggregationEdit:
     """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "scale_norm", position, factor, calibration=calibration, **where)
 
 
 def shift_mean(
-    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model,
+    position: int,
+    factor: float,
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Unpack[AggregationPlace],
 ) -> AggregationEdit:
     """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "shift_mean", position, factor, calibration=calibration, **where)
 
 
 def swap_deviation(
-    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model,
+    position: int,
+    factor: float,
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Unpack[AggregationPlace],
 ) -> AggregationEdit:
     """As amplification, with another sequence's deviation.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "swap_deviation", position, factor, calibration=calibration, **where)
 
 
 def random_direction(
-    model: Model, position: int, factor: float, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model,
+    position: int,
+    factor: float,
+    *,
+    calibration: TokenBatch | None = None,
+    **where: Unpack[AggregationPlace],
 ) -> AggregationEdit:
     """As amplification, along a random direction of equal norm.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "random_direction", position, factor, calibration=calibration, **where)
 
 
 def equalise_variance(
-    model: Model, position: int, *, calibration: TokenBatch, **where: Unpack[AggregationPlace]
+    model: Model, position: int, *, calibration: TokenBatch | None = None, **where: Unpack[AggregationPlace]
 ) -> AggregationEdit:
     """The variance at `position` is brought down to that of the later half of positions.
 
-    `where` takes layers, heads and sequences, all of them by default, and before_norm.
+    `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
+    random tokens is drawn.
     """
     return AggregationEdit(model, "equalise_variance", position, calibration=calibration, **where)

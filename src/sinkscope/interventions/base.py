@@ -27,10 +27,14 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.prompts import check_one_length
-from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.models.token_batches import TokenBatch, context_length, given_batch, token_batch
 
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""
+MIN_CALIBRATION = 64
+"""Sequences that a mean is taken over at least, and that are drawn where none are given."""
+DRAWN_LENGTH, DRAWN_SEED = 64, 1
+"""Of these: at least so many tokens. The seed is another than that of `token_batch`, which draws what is judged."""
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 
@@ -90,6 +94,8 @@ class Intervention(contextlib.AbstractContextManager):
     name = "intervention"
     holds_a_batch = False
     """Whether it knows the values of one batch, and so means nothing to the one that others are calibrated on."""
+    calibrated_on: str | None = None
+    """What its means are from, in words; None where it needs none."""
     needs: tuple[int, ...] | None = None
     """The positions that a text must have so that this acts as on a longer one; None: it goes by the whole text."""
 
@@ -109,6 +115,19 @@ class Intervention(contextlib.AbstractContextManager):
                     expected=f"{what} from 0 on", found=str(min(indices)), next_step=f"Choose {what} of the text"
                 )
         self._opened: list[contextlib.ExitStack] = []
+
+    def __repr__(self) -> str:
+        place = self.place
+        mode, factor = getattr(self, "mode", None), getattr(self, "factor", 1.0)
+        how = [f"by {mode}"] * (mode is not None) + [f"factor {factor:g}"] * (factor != 1.0)
+        where = [_shown("layer", place.layers)]
+        for what, chosen in (("position", place.positions), ("head", place.heads), ("sequence", place.sequences)):
+            where += [] if chosen is None else [_shown(what, chosen)]
+        if place.items is not None:
+            what = "dimension" if place.on == "residual stream" else "neuron"
+            where.append(f"{len(place.items)} {what}{'' if len(place.items) == 1 else 's'}")
+        text = f"{' '.join([self.name, *how])} on the {place.on}: {', '.join(where)}"
+        return text if self.calibrated_on is None else f"{text}\ncalibrated on {self.calibrated_on}"
 
     @property
     def first_layer(self) -> int | None:
@@ -286,6 +305,28 @@ def batch_of(model: Model, given: Any) -> TokenBatch:
     batch = given if isinstance(given, TokenBatch) else given_batch(given, model=model)
     check_one_length(batch, "interventions are calibrated by position")
     return batch
+
+
+def calibration_of(model: Model, given: Any, position: int = 0) -> tuple[TokenBatch, str]:
+    """What an intervention is calibrated on, and the same in words: what a user gives, or random sequences that have
+    the position in their earlier half."""
+    if given is not None:
+        batch = batch_of(model, given)
+        return batch, f"{batch.num_sequences} sequences of {batch.length} {batch.kind} tokens"
+    length, most = max(DRAWN_LENGTH, 2 * (position + 1)), context_length(bare_model(model))
+    length = length if most is None else min(length, most)
+    batch = token_batch(model, num_sequences=MIN_CALIBRATION, length=length, seed=DRAWN_SEED)
+    return batch, f"{MIN_CALIBRATION} sequences of {length} random tokens, drawn for it"
+
+
+def _shown(what: str, chosen: Sequence[int]) -> str:
+    """Indices in words: as a range where they are one; of many, the first."""
+    if not chosen:
+        return f"no {what}"
+    if len(chosen) > 2 and tuple(chosen) == tuple(range(chosen[0], chosen[0] + len(chosen))):
+        return f"{what}s {chosen[0]} to {chosen[-1]}"
+    more = f" and {len(chosen) - 8} more" if len(chosen) > 8 else ""
+    return f"{what}{'' if len(chosen) == 1 else 's'} {', '.join(map(str, chosen[:8]))}{more}"
 
 
 def as_indices(chosen: int | Sequence[int] | None) -> Indices:

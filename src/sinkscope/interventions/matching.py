@@ -55,7 +55,7 @@ class MatchMoments(AggregationEdit):
         *,
         variance: Level | None = None,
         energy: Level | None = None,
-        calibration: TokenBatch,
+        calibration: TokenBatch | None = None,
         nearest: bool = False,
         **where: Unpack[AggregationPlace],
     ) -> None:
@@ -126,7 +126,7 @@ class ShiftMeanAlone(MatchMoments):
         factor: float,
         *,
         variance: Level,
-        calibration: TokenBatch,
+        calibration: TokenBatch | None = None,
         **where: Unpack[AggregationPlace],
     ) -> None:
         super().__init__(model, position, variance=variance, calibration=calibration, nearest=True, **where)
@@ -142,14 +142,14 @@ def match_moments(
     *,
     variance: Level | None = None,
     energy: Level | None = None,
-    calibration: TokenBatch,
+    calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
     """The batch variance and the energy of the aggregation at `position`, each at its level; None leaves one to follow.
 
     A level is "untouched", or an intervention (or several): what the position has with those on and no others.
     `where` takes layers, heads and sequences, all of them by default, and before_norm: on what enters the norm on the
-    aggregation, in models that have one.
+    aggregation, in models that have one. Without a calibration, one of random tokens is drawn.
     """
     return MatchMoments(model, position, variance=variance, energy=energy, calibration=calibration, **where)
 
@@ -159,7 +159,7 @@ def match_variance(
     position: int,
     to: Level = UNTOUCHED,
     *,
-    calibration: TokenBatch,
+    calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
     """The batch variance of the aggregation at `position` brought to the level `to`; its mean is left alone.
@@ -174,7 +174,7 @@ def match_energy(
     position: int,
     to: Level = UNTOUCHED,
     *,
-    calibration: TokenBatch,
+    calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
 ) -> MatchMoments:
     """The energy of the aggregation at `position` brought to the level `to`; its variance is left alone.

@@ -28,7 +28,7 @@ from sinkscope.interventions.base import (
     Place,
     TokenPlace,
     as_indices,
-    batch_of,
+    calibration_of,
     check_held,
     check_indices,
     hook_on,
@@ -147,13 +147,8 @@ class AblateNeurons(NeuronEdit):
             )
         self.seen: dict[Group, Tensor] = {}
         if mode != "zero":
-            if calibration is None:
-                raise InputError(
-                    expected=f"a calibration batch, to ablate by {mode}",
-                    found="none",
-                    next_step="Pass calibration=token_batch(model, ...) with another seed",
-                )
-            self.seen = read_units(self.anatomy, bare_model(model), batch_of(model, calibration).ids, self.groups)
+            batch, self.calibrated_on = calibration_of(model, calibration)
+            self.seen = read_units(self.anatomy, bare_model(model), batch.ids, self.groups)
 
     @property
     def by_sequence(self) -> bool:
@@ -311,7 +306,8 @@ def ablate_neurons(
     calibration: TokenBatch | None = None,
     **where: Unpack[TokenPlace],
 ) -> AblateNeurons:
-    """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences."""
+    """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences. Without a
+    calibration, one of random tokens is drawn for the means and values."""
     return AblateNeurons(model, units, mode, calibration, **where)
 
 

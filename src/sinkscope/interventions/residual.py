@@ -233,6 +233,9 @@ class Clamp(contextlib.ExitStack):
         self.held = held
         self.first_layer = min((iv.first_layer for iv in held if iv.first_layer is not None), default=None)
 
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.held))
+
     def __enter__(self):
         with contextlib.ExitStack() as stack:  # where the second is refused, the first is undone
             for intervention in self.held:

@@ -1,9 +1,9 @@
 """Puts HeadRMSNorm before every output projection of a Hugging Face model, and takes it out again.
 
 The norm becomes a submodule of the projection and runs as a pre-hook on it, so the model trains, saves and compiles as
-before. Its lambdas are saved with the model's weights, and how it was built in config.json; a plain from_pretrained
-would warn of unused weights and leave the norm out, so such a folder is loaded with `sinkscope.load`, or
-`load_head_norm` after from_pretrained.
+before. Its lambdas are saved with the model's weights, and how it was built in config.json, if it has one. A plain
+from_pretrained would warn of unused weights and leave the norm out, so such a folder is loaded with `sinkscope.load`,
+or `load_head_norm` after from_pretrained.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def insert_head_norm(
         projection.add_module(NAME, norm)
         norm.handle = projection.register_forward_pre_hook(_normalise)
         norms.append(norm)
-    setattr(bare_model(model).config, CONFIG_KEY, options)
+    if hasattr(owner := bare_model(model), "config"):
+        setattr(owner.config, CONFIG_KEY, options)
     return norms
 
 
@@ -68,7 +69,8 @@ def remove_head_norm(model: Model) -> None:
             )
         norm.handle.remove()
         delattr(layer.output_projection, NAME)
-    delattr(bare_model(model).config, CONFIG_KEY)
+    if hasattr(owner := bare_model(model), "config"):
+        delattr(owner.config, CONFIG_KEY)
 
 
 def load_head_norm(model: AnyModule, folder: str | Path) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadedModel:
     """A model ready to trace, and where it came from."""
 
@@ -24,6 +24,16 @@ class LoadedModel:
     source: Literal["hub", "folder", "gguf", "given", "reference"]
     dtype: str
     trust_remote_code: bool
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        origin = self.source if self.revision is None else f"{self.source}, revision {self.revision[:8]}"
+        tokenizer = "no tokenizer" if self.tokenizer is None else "with its tokenizer"
+        device = next(self.model.parameters()).device
+        return (
+            f"{self.name} ({origin}): {type(self.model).__name__} of {size:,} parameters, {self.dtype} on {device}, "
+            f"{tokenizer}"
+        )
 
     @property
     def weight_hash(self) -> str:

@@ -14,8 +14,8 @@ from sinkscope.capture.receipt import described
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import MIN_CALIBRATION, AggregationEdit
-from sinkscope.interventions.base import together
+from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.base import MIN_CALIBRATION, together
 from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.requests import Request
 from sinkscope.interventions.requests import requests as read_requests

@@ -20,7 +20,7 @@ from sinkscope.capture.replay import Replay
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import MIN_CALIBRATION
+from sinkscope.interventions.base import MIN_CALIBRATION
 from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loaded import ModelLike
