@@ -201,3 +201,36 @@ class TestTokenizersAtLoading:
             "llama", rules=[(chr(0x3000 + number), " . ") for number in range(60)] + [("aa", "a")] * 60
         )
         assert as_batch(load(tiny_model("llama"), tokenizer=apart), WORDS).ids.tolist() == [[BOS, 10, 11, 12]]
+
+
+class TestBeginnings:
+    """Where a text does not begin as the model expects, and it matters, the result says so."""
+
+    TEXT = " ".join(f"w{10 + (7 * i) % 80}" for i in range(40))
+
+    def test_without_the_bos_that_the_model_names(self):
+        without = sinkscope.trace(loaded_like("gpt2"), self.TEXT)
+        assert without.summary["receipt"]["missing_bos"] == BOS
+        assert not without.findings.sinks
+        assert "without the BOS token that the model names (id 1)" in without.story
+        for controls in (
+            sinkscope.trace(loaded_like("llama"), self.TEXT),
+            sinkscope.trace(loaded_like("gpt2")),  # random tokens are no text
+            sinkscope.trace(load(tiny_model("llama", bos_token_id=None), tokenizer=tokenizer_like("glm")), self.TEXT),
+        ):
+            assert controls.summary["receipt"]["missing_bos"] is None
+            assert "BOS" not in controls.story
+
+    def test_it_is_not_said_beside_a_sink(self):
+        result = sinkscope.trace("reference:softmax", "The cat sat on the mat, and the dog sat on the rug. " * 3)
+        assert result.findings.sinks
+        assert result.summary["receipt"]["missing_bos"] is not None
+        assert "BOS" not in result.story
+
+    def test_two_in_a_row(self):
+        loaded = loaded_like("llama")
+        rows = [[BOS, BOS, *range(10, 40)], [BOS, *range(10, 41)]]
+        twice, once = sinkscope.trace(loaded, rows), sinkscope.trace(loaded, rows[1:])
+        assert "In 1 of the texts two BOS tokens stand in a row" in twice.story
+        assert (twice.summary["receipt"]["doubled_bos"], once.summary["receipt"]["doubled_bos"]) == (1, 0)
+        assert "BOS" not in once.story

@@ -28,6 +28,7 @@ from sinkscope.capture.sole_reader import evaluation_mode, in_this_thread
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, input_device, projection_weight
 from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.loading import find_bos
 from sinkscope.models.token_batches import TokenBatch
 
 PROBED = (2, 16)
@@ -61,6 +62,10 @@ class Receipt:
     """What the comparison took; it is made once for each model object, and again when the model changes."""
     states: tuple[str, ...]
     """What is not plain about the model: compiled, offloaded, adapted, autocast."""
+    missing_bos: int | None = None
+    """The BOS token that the model names, where it reads text and none begins with it."""
+    doubled_bos: int = 0
+    """How many texts have two BOS tokens in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,30 @@ def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receip
         compared_tokens=math.prod(PROBED),
         seconds=comparison.seconds,
         states=states(loaded.model),
+        **({} if batch is None else _beginnings(loaded, batch)),
+    )
+
+
+def _beginnings(loaded: LoadedModel, batch: TokenBatch) -> dict[str, Any]:
+    bos, rows = find_bos(loaded), batch.whole or batch.ids.unbind()
+    if bos is None or batch.kind not in ("text", "given"):
+        return {}
+    missing = not batch.leading_ids and all(int(row[0]) != bos for row in rows)
+    doubled = sum(bool(((row[1:] == bos) & (row[:-1] == bos)).any()) for row in rows)
+    return {"missing_bos": bos if missing else None, "doubled_bos": doubled}
+
+
+def beginnings_in_words(receipt: Receipt | None, *, lacks_sink: bool) -> str:
+    """A sentence where the texts begin so that a result may be another than their tokenizer would give; else empty."""
+    if receipt is None:
+        return ""
+    if receipt.doubled_bos:
+        return f" In {receipt.doubled_bos} of the texts two BOS tokens stand in a row, which models seldom have seen."
+    if receipt.missing_bos is None or receipt.interventions or not lacks_sink:
+        return ""
+    return (
+        f" The text is read without the BOS token that the model names (id {receipt.missing_bos}). With it there may "
+        "be a sink: give bos=True (--bos), or ids that begin with it."
     )
 
 

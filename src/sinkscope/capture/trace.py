@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sinkscope.capture.edits import check_is_object, check_one_pass
 from sinkscope.capture.findings import NEEDED, Findings
 from sinkscope.capture.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
-from sinkscope.capture.receipt import Receipt, check_reading, described, take_receipt
+from sinkscope.capture.receipt import Receipt, beginnings_in_words, check_reading, described, take_receipt
 from sinkscope.capture.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.capture.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.capture.sole_reader import evaluation_mode
@@ -18,6 +18,7 @@ from sinkscope.capture.summary import hidden_sinks, story, trace_summary
 from sinkscope.capture.tables import recorded_tables, sequence_tables, trace_tables
 from sinkscope.capture.trace_schemas import TRACE_TABLES, schema_with
 from sinkscope.errors import InputError
+from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
@@ -87,8 +88,15 @@ class Trace(Result):
     @cached_property
     def story(self) -> str:
         if self.has_findings:
-            return story(self.findings) + hidden_sinks(self.token_sinks, self.token_text)
+            hidden = hidden_sinks(self.token_sinks, self.token_text)
+            return story(self.findings) + hidden + self.beginnings
         return f"A recording of {self.recording.model_name}: {', '.join(self.recording.by_layer)}."
+
+    @property
+    def beginnings(self) -> str:
+        """What must be known of how the texts begin; mostly nothing."""
+        # Of a short text nothing is said of sinks: its rate is NaN.
+        return beginnings_in_words(self.receipt, lacks_sink=self.findings.strongest[1] < SINK_RATE)
 
     @cached_property
     def schemas(self) -> tuple[Schema, ...]:

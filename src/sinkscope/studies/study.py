@@ -152,7 +152,7 @@ class Study(Result):
             beside = f"and the interval contains {needs}" if sink.verdict == "undecided" else f"below {needs}"
             strongest = f"position {position} was the strongest in the choosing sequences"
             return f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
-        return answer(self.judgements, self.measured, self.went)
+        return answer(self.judgements, self.measured, self.went) + self.trace.beginnings
 
     @property
     def counts(self) -> str:
