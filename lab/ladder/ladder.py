@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import numpy as np
 import torch
@@ -135,7 +134,7 @@ class Ladder:
         self.files = [out / f"{self.recipe.size}-{self.arm}.jsonl", kept / f"{self.recipe.size}-{self.arm}.jsonl"]
         for path in self.files:
             path.parent.mkdir(parents=True, exist_ok=True)
-        results = HERE / "results" / self.files[0].name
+        results = Path(__file__).resolve().parent / "results" / self.files[0].name
         self.rows: dict[tuple[str, float], Row] = {}
         for path in [results, *self.files]:
             for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:

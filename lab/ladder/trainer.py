@@ -7,6 +7,7 @@ graph serves all runs of an arm, and the host only launches it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from sinkscope.pretrain.step import compile_blocks, vocabulary_loss
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
 EVALUATION_ROWS = 128
 
-State = dict[str, list[Tensor]]
+State = dict[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,6 @@ class Trainer:
 
     @staticmethod
     @torch.no_grad()
-    def _copy(there: list[Tensor], here: list[Tensor]) -> None:
+    def _copy(there: Sequence[Tensor], here: Sequence[Tensor]) -> None:
         for target, source in zip(there, here, strict=True):
             target.copy_(source)
