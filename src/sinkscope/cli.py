@@ -122,11 +122,15 @@ def main() -> None:
 
 def _end_once(number: int, frame: object) -> NoReturn:
     """The first Ctrl-C or termination ends the command; more would end in a traceback while it tidies up and leaves."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _nothing)  # not SIG_IGN: of a signal already on its way Python would print a traceback
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
+
+
+def _nothing(number: int, frame: object) -> None:
+    pass
 
 
 @contextmanager

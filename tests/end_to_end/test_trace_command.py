@@ -184,16 +184,19 @@ def test_overwrite_replaces_a_run(model_folder, sinkscope, tmp_path):
     assert "started_at" in environment.read_text()
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_an_interrupted_run_leaves_nothing(name, code, tmp_path):
-    """The signal arrives while the run folder is half written; an impatient Ctrl-C once more on the way out."""
+@pytest.mark.parametrize(("names", "code"), [(["SIGINT"], 130), (["SIGTERM"], 143), (["SIGINT", "SIGTERM"], 130)])
+def test_an_interrupted_run_leaves_nothing(names, code, tmp_path):
+    """The signals arrive at once, while the run folder is half written; an impatient one once more on the way out."""
     before = f"""
 import atexit, os, signal, time
-if "{name}" == "SIGINT":
-    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+signals = [getattr(signal, name) for name in {names}]
+atexit.register(os.kill, os.getpid(), signals[-1])
 import sinkscope.capture.trace as module
 def interrupted(findings):
-    os.kill(os.getpid(), signal.{name})
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for each in signals:
+        os.kill(os.getpid(), each)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     time.sleep(60)
 module.trace_tables = interrupted
 """

@@ -601,7 +601,7 @@ class TestGguf:
         content[at : at + 4] = struct.pack("<I", 1 << 31)
         path = tmp_path / "deep.gguf"
         path.write_bytes(content)
-        refused(path, "at most 4096 layers", f"llama.block_count {1 << 31}")
+        refused(path, "more than 4096 layers", f"llama.block_count {1 << 31}")
 
     def test_parts_missing_tensors_and_unknown_architectures(self, gguf_model, tmp_path):
         path, model = tmp_path / "other.gguf", gguf_model[1]
