@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import sinkscope
-from sinkscope.attention.variants import VARIANTS
+from sinkscope.attention.variants import VARIANTS, LearnedSink
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.pretrain.checkpoints import export
@@ -202,6 +202,27 @@ def test_initial_weights_follow_the_table():
     assert (
         Decoder(decoder_config(TINY | {"attention_variant": "learned_sink"})).blocks[0].self_attn.variant.sink == 0
     ).all()
+
+
+class Planted(LearnedSink):
+    """As a contributor may write it, upon one that has a parameter already."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.strength = torch.nn.Parameter(torch.ones(shape.num_heads))
+        self.mixed = torch.nn.Linear(shape.num_heads, shape.num_heads, bias=False)
+
+
+def test_a_parameter_of_a_variant_keeps_what_its_class_gave_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "planted", Planted)
+    made = [Decoder(decoder_config(TINY | {"attention_variant": "planted"})) for _ in range(2)]
+    variant, again = (model.blocks[0].self_attn.variant for model in made)
+    assert (variant.strength == 1).all()
+    assert (variant.sink == 0).all()
+    assert torch.equal(variant.mixed.weight, again.mixed.weight)  # drawn from the seed, as every Linear
+    variant.strength.data.fill_(3)
+    made[0].save_pretrained(tmp_path)
+    assert (Decoder.from_pretrained(tmp_path).blocks[0].self_attn.variant.strength == 3).all()
 
 
 def test_initial_weights_are_a_pure_function_of_the_seed():

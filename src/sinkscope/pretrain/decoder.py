@@ -12,6 +12,7 @@ both have the parameter.
 | gains of RMSNorm, also of qk_norm and value_norm | 1 |
 | lambda of head-wise RMSNorm and of scale | initial_lambda (0.25) |
 | offset of head-wise RMSNorm, learned sinks | 0 |
+| any other parameter of a variant | as its class made it |
 
 Axes: B batch, T position, H heads, K key-value heads, D head size, E width, F neurons, V vocabulary.
 """
@@ -33,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.head_norm import HeadRMSNorm, HeadScale
-from sinkscope.attention.variants import RMSNorm, Rotation, build_variant
+from sinkscope.attention.variants import LearnedSink, RMSNorm, Rotation, build_variant
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, describe
 from sinkscope.models.families import Family
@@ -242,8 +243,12 @@ class Decoder(PreTrainedModel, GenerationMixin):
                 initialization.copy_(parameter, self._drawn(module, name))
             elif isinstance(module, HeadRMSNorm | HeadScale) and name == "weight":
                 initialization.constant_(parameter, module.initial_lambda)
-            else:
-                initialization.constant_(parameter, float(isinstance(module, RMSNorm)))
+            elif isinstance(module, RMSNorm) and name == "weight":
+                initialization.ones_(parameter)
+            elif (isinstance(module, HeadRMSNorm) and name == "offset") or (
+                isinstance(module, LearnedSink) and name == "sink"
+            ):
+                initialization.zeros_(parameter)
 
     def _drawn(self, module: nn.Module, name: str) -> Tensor:
         path = next(path for path, candidate in self.named_modules() if candidate is module)
