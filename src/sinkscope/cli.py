@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import re
 import shlex
@@ -123,7 +124,9 @@ def main() -> None:
 def _end_once(number: int, frame: object) -> NoReturn:
     """The first Ctrl-C or termination ends the command; more would end in a traceback while it tidies up and leaves."""
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, _nothing)  # not SIG_IGN: of a signal already on its way Python would print a traceback
+        # Not SIG_IGN yet: of a signal already on its way Python would print a traceback. Later it drops this handler.
+        signal.signal(each, _nothing)
+        atexit.register(signal.signal, each, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
