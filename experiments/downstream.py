@@ -26,8 +26,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from sinkscope.errors import InputError
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.token_batches import given_batch, token_batch
+from sinkscope.models.token_batches import token_batch
 from sinkscope.pretrain.tokens import MANIFEST, TokenStream, open_shards
 from sinkscope.remedies.damage import losses, scheme_losses
 from sinkscope.remedies.schemes import GROUP, SCHEMES, Scheme

@@ -12,8 +12,8 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.errors import InputError
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch
 from sinkscope.origins import bias_reading
 from sinkscope.origins.bias_controls import CONTROLS, controlled
 from sinkscope.origins.bias_reading import read_bias

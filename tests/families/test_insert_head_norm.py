@@ -14,8 +14,8 @@ from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.capture.replay import Replay
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
-from sinkscope.models.token_batches import given_batch
 
 OPTIONS = dict(per_head=True, offset=True, initial_lambda=0.7)
 

@@ -27,7 +27,7 @@ from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit
-from sinkscope.models.token_batches import given_batch
+from sinkscope.models.given_ids import given_batch
 
 B, T = 3, 40
 """Longer than every window of the tiny models."""

@@ -12,7 +12,7 @@ from sinkscope.capture.tiles import tiled_attention
 from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.token_batches import given_batch
+from sinkscope.models.given_ids import given_batch
 
 T = 24
 

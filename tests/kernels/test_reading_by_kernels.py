@@ -9,8 +9,8 @@ from sinkscope.capture.attention import _fused_attention
 from sinkscope.capture.observables import CHAIN
 from sinkscope.capture.recorder import record
 from sinkscope.kernels import token_statistics
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch
 
 STANDING_OUT = [o.name for o in CHAIN if "P" in o.axes or o.asks == "standing out"]
 OF_TENSORS = [o.name for o in CHAIN if o.name not in ("lock", "standing_out", "rank_tokens")]

@@ -16,8 +16,8 @@ from tiny_models import tiny_model
 from torch.nn.functional import kl_div, linear
 
 from sinkscope.errors import InputError
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch
 from sinkscope.remedies.advice import Trial, _after, _as_many
 from sinkscope.remedies.audit import _setting, audit
 from sinkscope.remedies.damage import Damage, losses

@@ -19,8 +19,8 @@ from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch
 
 B, T = 3, 30
 IDS = torch.randint(3, 97, (B, T), generator=torch.Generator().manual_seed(0))

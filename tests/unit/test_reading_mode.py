@@ -7,8 +7,8 @@ from tiny_models import tiny_model
 from sinkscope.capture.observables import CHAIN
 from sinkscope.capture.recorder import record, without_autograd
 from sinkscope.capture.sole_reader import evaluation_mode
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import given_batch
 
 
 class Keeping(torch.nn.Module):

@@ -21,10 +21,10 @@ from transformers import (
 import sinkscope
 from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import (
     batch_with_others,
-    given_batch,
     special_ids,
     token_batch,
 )

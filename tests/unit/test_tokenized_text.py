@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import sinkscope
@@ -234,3 +234,12 @@ class TestBeginnings:
         assert "In 1 of the texts two BOS tokens stand in a row" in twice.story
         assert (twice.summary["receipt"]["doubled_bos"], once.summary["receipt"]["doubled_bos"]) == (1, 0)
         assert "BOS" not in once.story
+
+
+def test_a_search_that_takes_too_long_is_refused():
+    """Rust ends it by a panic. Control: a text in which the search is short."""
+    tokenizer = tokenizer_like("llama", rules=[(Regex("(a+)+b"), "x")])
+    loaded = load(tiny_model("llama"), tokenizer=tokenizer)
+    with pytest.raises(InputError, match="a text that the tokenizer can read"):
+        as_batch(loaded, "a" * 40)
+    assert as_batch(loaded, WORDS).length == 4

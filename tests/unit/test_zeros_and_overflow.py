@@ -17,8 +17,9 @@ from sinkscope.capture.trace import trace
 from sinkscope.commands.output import write_pictures
 from sinkscope.errors import InputError
 from sinkscope.measures.contraction import principal
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.models.token_batches import batch_with_others, given_batch
+from sinkscope.models.token_batches import batch_with_others
 from sinkscope.origins.bias_reading import read_bias
 from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.run_folder import run_folder

@@ -132,8 +132,8 @@ def trace(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Trace:
-    """The sink chain of a model on what it reads: a batch of tokens, a text, a list of texts, or ids; without one on
-    random tokens, as `token_batch` draws them.
+    """The sink chain of a model on what it reads: a batch of tokens, a text, a chat, a list of them, or ids;
+    without one on random tokens, as `token_batch` draws them.
 
         found = sinkscope.trace(model, "The cat sat on the mat.")
         found.story, found.findings.sinks, found.table("heads")

@@ -25,9 +25,10 @@ from sinkscope.capture.sole_reader import everything_eager, sole_reader
 from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
+from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.prompts import check_one_length
-from sinkscope.models.token_batches import TokenBatch, context_length, given_batch, token_batch
+from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
 
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""

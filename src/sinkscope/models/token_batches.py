@@ -1,13 +1,13 @@
-"""Batches of token ids: uniformly random, from a text, one token repeated, or the caller's own.
+"""Batches of token ids: uniformly random, from a text, or one token repeated.
 
-Every sequence of a batch has the same length, so there is no padding anywhere; `prompts` makes batches of texts.
+Every sequence of a batch has the same length, so there is no padding anywhere; `prompts` makes batches of texts, and
+`given_ids` of the caller's own ids.
 B sequences, T positions.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,10 +20,9 @@ from sinkscope.arguments import check_batch
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, bare_model, load, text_config
+from sinkscope.models.loading import LoadedModel, load, text_config
 from sinkscope.models.tokenized_text import (
     first_ids,
-    found_leading,
     leading_ids,
     read_text,
     source_of,
@@ -151,110 +150,11 @@ def batch_with_others(
     return TokenBatch(ids=ids, kind=kind, seed=seed_used, leading_ids=leading, source=source, left_out=left_out)
 
 
-def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
-    """The caller's own ids as a batch: a tensor, lists of any lengths, or what a tokenizer returned.
-
-    One sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out here.
-    With a model, ids and length are checked against it.
-    """
-    if isinstance(ids, Mapping):
-        if "input_ids" not in ids:
-            raise InputError(
-                expected="input_ids in the batch",
-                found=", ".join(map(str, ids)) or "an empty mapping",
-                next_step="Pass what the tokenizer returned",
-            )
-        attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
-        ids = ids["input_ids"]
-    rows = _as_rows(ids)
-    if attention_mask is not None:
-        rows = _without_padding(rows, _as_rows(attention_mask))
-    _check_rows(rows)
-    rows = [row.long() for row in rows]
-    leading: tuple[int, ...] = ()
-    if model is not None:
-        for row in rows:
-            check_ids(bare_model(model), row)
-        if attention_mask is None:
-            _check_padding(rows, model)
-        leading = found_leading(model, rows)
-    return batch_of_rows(rows, kind="given", leading_ids=leading)
-
-
 def batch_of_rows(rows: Sequence[Tensor], **about: Any) -> TokenBatch:
     """Sequences of any lengths as a batch; those of unequal length are kept whole beside their beginnings."""
     lengths = {len(row) for row in rows}
     ids = torch.stack([row[: min(lengths)] for row in rows])
     return TokenBatch(ids=ids, whole=tuple(rows) if len(lengths) > 1 else (), **about)
-
-
-def _as_rows(values: Any) -> list[Tensor]:
-    """Each sequence of ids, or its mask, on the CPU."""
-    try:
-        several = isinstance(values, list | tuple) and any(
-            isinstance(row, list | tuple) or getattr(row, "ndim", 0) for row in values
-        )
-        rows = [torch.as_tensor(row) for row in values] if several else torch.atleast_2d(torch.as_tensor(values))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(
-            expected="texts or token ids",
-            found=reprlib.repr(values),
-            next_step="Pass a text, several, or the ids a tokenizer returns",
-        ) from error
-    return [row.to(device="cpu", copy=True) for row in rows]
-
-
-def _check_rows(rows: Sequence[Tensor]) -> None:
-    if not any(row.numel() for row in rows):
-        raise InputError(
-            expected="token ids or texts",
-            found="none",
-            next_step="Pass a text, several, or the ids a tokenizer returns",
-        )
-    for row in rows:
-        if row.dtype == torch.bool or row.is_floating_point() or row.is_complex():
-            raise InputError(
-                expected="integer token ids",
-                found=f"a tensor of {str(row.dtype).removeprefix('torch.')}",
-                next_step="Pass the ids a tokenizer returns",
-            )
-        if row.ndim != 1 or len(row) < 2:
-            raise InputError(
-                expected="ids of shape [sequences, positions] with at least 2 positions",
-                found=f"a sequence of shape {list(row.shape)}",
-                next_step="Pass one row of ids for each sequence",
-            )
-
-
-def _without_padding(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-    """The ids that a mask keeps; refused where they are not next to each other."""
-    if [row.shape for row in rows] != [mask.shape for mask in masks]:
-        raise InputError(
-            "The attention mask must have one number for each id, and it has other rows. Pass the one that the "
-            "tokenizer returns."
-        )
-    places = [mask.nonzero().flatten() for mask in masks]
-    if any(len(place) and int(place[-1] - place[0]) >= len(place) for place in places):
-        raise InputError(
-            "The attention mask leaves out ids within a sequence, which are no padding. Pass sequences without them."
-        )
-    return [row[place] for row, place in zip(rows, places, strict=True)]
-
-
-def _check_padding(rows: Sequence[Tensor], model: Any) -> None:
-    """Refuses padding at either end. Where the same id stands for BOS or EOS, one alone is that."""
-    tokenizer = getattr(model, "tokenizer", None)
-    places = [bare_model(model)] if tokenizer is None else [tokenizer]
-    for pad in _named_ids(places, "pad_token_id"):
-        also = _named_ids([tokenizer, bare_model(model)], "bos_token_id", "eos_token_id")
-        for number, row in enumerate(rows):
-            others = (row != pad).nonzero().flatten().tolist() or [len(row)]
-            for run, end in ((others[0], "begins"), (len(row) - 1 - others[-1], "ends")):
-                if run > (pad in also):
-                    raise InputError(
-                        f"Sequence {number} {end} with padding (id {pad}, {run} times), which would be read as text. "
-                        "Pass the ids without it, or all that the tokenizer returns, with the `attention_mask`."
-                    )
 
 
 def special_ids(loaded: LoadedModel) -> set[int]:
@@ -264,10 +164,10 @@ def special_ids(loaded: LoadedModel) -> set[int]:
         special.update(loaded.tokenizer.all_special_ids)
         added = getattr(loaded.tokenizer, "added_tokens_decoder", {})
         special.update(token_id for token_id, token in added.items() if token.special)
-    return special | _named_ids([loaded.model], "bos_token_id", "eos_token_id", "pad_token_id")
+    return special | named_ids([loaded.model], "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _named_ids(places: Sequence[Any], *names: str) -> set[int]:
+def named_ids(places: Sequence[Any], *names: str) -> set[int]:
     """The ids that tokenizers, or the configurations of models, give these names."""
     found: set[int] = set()
     for place in places:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.arguments import STANDARD_INPUT
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import ask
+from sinkscope.models.checkpoint_checks import ask, first_line
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.loading import bos_id, find_bos
 from sinkscope.user_paths import user_path
@@ -65,13 +65,17 @@ def _put_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     """The ids of a text, with the special tokens around it or without."""
-    # Without verbose=False the tokenizer warns that a text is longer than the model's context.
-    read = ask(
-        "a text that the tokenizer can read",
-        "Give ids, or a model with another tokenizer: load(model, tokenizer=...)",
-        lambda: tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"],
-    )
-    return read  # type: ignore[return-value]
+    expected = "a text that the tokenizer can read"
+    next_step = "Give ids, or a model with another tokenizer: load(model, tokenizer=...)"
+    try:
+        # Without verbose=False the tokenizer warns that a text is longer than the model's context.
+        read = ask(expected, next_step, tokenizer, text, add_special_tokens=special, verbose=False)
+    except BaseException as error:
+        # Rust's own end of a search that takes too long; no module offers its class.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(expected=expected, found=first_line(error), next_step=next_step) from error
+    return read["input_ids"]
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION, check_audit
 from sinkscope.capture.receipt import take_receipt
@@ -22,6 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
+from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.remedies.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
@@ -42,7 +42,7 @@ NUM_BLAMED = 5
 
 def audit(
     model: ModelLike | None = None,
-    text: str | Path | Tensor | TokenBatch | None = None,
+    text: Tokens | Path | None = None,
     *,
     schemes: Sequence[str] | None = None,
     bos: bool | None = None,
@@ -57,10 +57,10 @@ def audit(
 
         sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
 
-    `text` is a file, or token ids [texts, positions]; without one the model writes its own. `schemes` names those that
-    are measured, all eleven without it. Without `length` texts have 128 tokens, or what leaves a prefix room in a
-    shorter context. `bos` puts a BOS token at position 0, or leaves it out; None means what the tokenizer itself does
-    with a text. Further options go to `load`.
+    `text` is a file, a list of texts or chats, or token ids; without one the model writes its own. `schemes` names
+    those that are measured, all eleven without it. Without `length` texts have 128 tokens, or what leaves a prefix
+    room in a shorter context. `bos` puts what the tokenizer puts before a text, or BOS, in front, or leaves it out;
+    None means what the tokenizer itself does with a text. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     measured = _schemes(schemes)

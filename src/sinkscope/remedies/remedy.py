@@ -23,6 +23,7 @@ from sinkscope.models import rotation
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Work
 from sinkscope.remedies.advice import check_plain, other_modules
@@ -53,7 +54,7 @@ class Treated:
 
 def remedy(
     model: ModelLike,
-    text: str | Path | Tensor | TokenBatch | None = None,
+    text: Tokens | Path | None = None,
     *,
     rotate: bool = False,
     prefix: bool = False,

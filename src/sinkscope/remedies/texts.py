@@ -19,7 +19,7 @@ from sinkscope.capture.overflow import overflow
 from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.prompts import as_batch, check_one_length
+from sinkscope.models.prompts import Tokens, as_batch, check_one_length
 from sinkscope.models.token_batches import TokenBatch, check_ids, context_length, token_batch
 from sinkscope.models.tokenized_text import (
     first_ids,
@@ -43,7 +43,7 @@ WHITE_SPACE = re.compile(r"\s")
 
 def texts_to_measure(
     loaded: LoadedModel,
-    text: str | Path | Tensor | TokenBatch | None,
+    text: Tokens | Path | None,
     *,
     bos: bool | None,
     length: int | None,
