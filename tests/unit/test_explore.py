@@ -15,6 +15,7 @@ from sinkscope.errors import InputError
 from sinkscope.explore import readings
 from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
 from sinkscope.explore.sources import FinishedTrace, LiveModel
+from sinkscope.interventions.requests import requests
 
 PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
 OTHER = "Once upon a time there was a king, who had a daughter that was very beautiful and good."
@@ -91,9 +92,32 @@ def test_tabs_do_not_mix(page):
 
 def test_what_is_silenced_stays_listed(page):
     unit = page.view().json()["units"][0]
-    assert unit["found"]
+    assert (unit["state"], unit["before"]) == ("", unit["activation"])
     now = page.view(edits=[["ablate", f"{unit['layer']}:{unit['neuron']}"]]).json()["units"]
-    assert now[0] == unit | {"found": False}
+    assert now[0] == unit | {"state": "silent now", "activation": 0, "write_share": None}
+
+
+def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_so(page, model):
+    dimensions = ["20@0", "78@0", "40@0"]  # without them nothing at position 0 is massive
+    edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
+    view = page.view(edits=edits).json()
+    asked = requests({"zero_dimension": dimensions, "ablate": ["7:438"]})
+    findings = model._untouched(PROMPT).under(asked).findings
+    states = {row["state"] for row in view["units"]}
+    assert states >= {"silent now", "no longer listed"}
+    for row in view["units"]:
+        activation = findings.activation(row["position"], sinkscope.Unit(row["layer"], row["expert"], row["neuron"]))
+        assert row["activation"] == (None if activation is None else pytest.approx(activation))
+        if row["state"] == "no longer listed" and activation is not None:
+            assert abs(activation) > 0.01 * abs(row["before"])
+    listed = {(row.position, row.dimension): row for row in findings.massive}
+    moved = 0
+    for row in view["dimensions"]:
+        value, ratio = findings.dimension(row["position"], row["layer"], row["dimension"]) or (None, None)
+        assert (row["value"], row["ratio"]) == (pytest.approx(value), pytest.approx(ratio))
+        assert (row["state"] in ("", "new")) == ((row["position"], row["dimension"]) in listed)
+        moved += row["before"] is not None and row["value"] != row["before"]
+    assert moved > 2  # the control: values of the untouched run would not differ
 
 
 def test_a_list_that_is_cut_says_so(page, monkeypatch):

@@ -29,6 +29,7 @@ from sinkscope.measures.dimension_disparity import (
 )
 from sinkscope.measures.sink_score import SINK_RATE, are_sinks, eligible_positions
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
+from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval
 
 NEEDED = frozenset(
@@ -321,6 +322,21 @@ class Findings:
     def massive_activations(self) -> Tensor:
         """[L, P] massive activations at the positions recorded in full, from mean magnitudes over sequences."""
         return num_massive_activations(self.recording["dimension_abs"], self.median_magnitudes[:, None, None])
+
+    def activation(self, position: int, unit: Unit) -> float | None:
+        """Of any unit, mean over sequences; None where the position was not recorded in full."""
+        if (slot := self.slot(unit.layer, position)) is None:
+            return None
+        index = self.recording.anatomy.layers[unit.layer].unit_index(unit.expert, unit.neuron)
+        return float(self.recording.at_layers("unit_activation")[unit.layer][slot, index])
+
+    def dimension(self, position: int, layer: int, dimension: int) -> tuple[float, float] | None:
+        """(value, ratio to the mean) of any dimension after a layer; None where the position was not recorded in
+        full."""
+        if (slot := self.slot(layer, position)) is None:
+            return None
+        at = layer + 1, slot, dimension
+        return float(self.recording.rows("dimension")[at]), float(self._disparity[1][at])
 
     def slot(self, layer: int, position: int) -> int | None:
         """The index of a position among those that a layer recorded in full; None if it was not."""

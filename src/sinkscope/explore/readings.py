@@ -7,7 +7,7 @@ Axes: L layers, H heads, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sinkscope.capture.findings import NEEDED
 from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
+from sinkscope.models.anatomy import Unit
 from sinkscope.report.run import read_run
 from sinkscope.report.text import token_text, visible
 
@@ -32,12 +33,16 @@ CHAIN = ("mixing", "second_moment", "largest_write", "dom_ratio", "attention_rec
 """The panels from cause to effect."""
 OBSERVABLES = sorted(NEEDED | {"received_by_sequence", "mixing", "second_moment"})
 """What a redraw records."""
+UNIT, DIMENSION = ("position", "layer", "expert", "neuron"), ("position", "dimension")
+"""What names a row of a list."""
 WINDOW = 256
 """Positions that are drawn at once."""
 MOST_LISTED = 24
 """Units or dimensions in a list."""
 MOVERS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
 MASSIVE = ("position", "layer", "dimension", "value", "ratio")
+SILENT = 0.01
+"""Share of its activation in the untouched run below which a unit is silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +62,30 @@ class Reading:
     """[L, H] attention that a position receives; None where that was not kept."""
     units: Sequence[Mapping[str, Any]]
     dimensions: Sequence[Mapping[str, Any]]
+    unlisted: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Units and dimensions that the untouched run lists and this one doesn't, with their values here; None where they
+    were not read."""
 
     @property
     def length(self) -> int:
         return len(self.received_T)
 
 
-def of_trace(trace: Trace) -> Reading:
-    """The reading of one text."""
+def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
+    """The reading of one text; with what the untouched run lists, where interventions are on."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
+    units = _from_the_first([{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons])
+    dimensions = _strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive])
+    unlisted: dict[str, list[Mapping[str, Any]]] = {"units": [], "dimensions": []}
+    if before is not None:
+        for row in _missing(before.units, units, UNIT):
+            unit = Unit(row["layer"], row["expert"], row["neuron"])
+            now = findings.activation(row["position"], unit)
+            unlisted["units"].append({**row, "activation": now, "write_share": None})
+        for row in _missing(before.dimensions, dimensions, DIMENSION):
+            value, ratio = findings.dimension(row["position"], row["layer"], row["dimension"]) or (None, None)
+            unlisted["dimensions"].append({**row, "value": value, "ratio": ratio})
     return Reading(
         story=trace.story,
         strongest=findings.strongest[0],
@@ -78,8 +97,9 @@ def of_trace(trace: Trace) -> Reading:
             **{name: recording[name].double().numpy() for name in QUANTITIES if name != "attention_received"},
         },
         heads=lambda position: received_LHT[:, :, position],
-        units=_from_the_first([{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons]),
-        dimensions=_strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive]),
+        units=units,
+        dimensions=dimensions,
+        unlisted=unlisted,
     )
 
 
@@ -154,8 +174,8 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
     # Those of the untouched run stay listed when an intervention silences them, or they could not be put back.
     first = before or now
     parts = {
-        "units": _with_presence(first.units, now.units, ("position", "layer", "expert", "neuron")),
-        "dimensions": _with_presence(first.dimensions, now.dimensions, ("position", "dimension")),
+        "units": _rows(first.units, now.units, now.unlisted.get("units", ()), UNIT, "activation"),
+        "dimensions": _rows(first.dimensions, now.dimensions, now.unlisted.get("dimensions", ()), DIMENSION, "value"),
     }
     return {
         "story": now.story,
@@ -194,15 +214,28 @@ def shown_token(reading: Reading, position: int) -> str:
     return "" if reading.tokens is None else visible(token_text(reading.tokens[position]))
 
 
-def _with_presence(before: Sequence[Mapping], now: Sequence[Mapping], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The entries found before, then those that are new, each with whether it is found now."""
+def _rows(
+    before: Sequence[Mapping], now: Sequence[Mapping], unlisted: Sequence[Mapping], keys: Sequence[str], value: str
+) -> list[dict[str, Any]]:
+    """The entries of the untouched run with their values now, then those that are new."""
+    old, new, rest = ({_name(row, keys): row for row in rows} for rows in (before, now, unlisted))
+    rows = []
+    for name, row in old.items():
+        current = new.get(name) or rest[name]
+        silent = current[value] is not None and abs(current[value]) <= SILENT * abs(row[value])
+        state = "" if name in new else "silent now" if silent else "no longer listed"
+        rows.append({**current, "state": state, "before": row[value]})
+    return rows + [{**row, "state": "new", "before": None} for name, row in new.items() if name not in old]
 
-    def name(row: Mapping) -> tuple:
-        return tuple(row[key] for key in keys)
 
-    old, new = ({name(row): row for row in rows} for rows in (before, now))
-    rows = [*before, *(row for row in now if name(row) not in old)]
-    return [{**row, "found": name(row) in new, "is_new": name(row) not in old} for row in rows]
+def _missing(before: Sequence[Mapping], now: Sequence[Mapping], keys: Sequence[str]) -> list[Mapping]:
+    """The rows that are no longer listed."""
+    listed = {_name(row, keys) for row in now}
+    return [row for row in before if _name(row, keys) not in listed]
+
+
+def _name(row: Mapping, keys: Sequence[str]) -> tuple:
+    return tuple(row[key] for key in keys)
 
 
 def _elsewhere(values_LT: np.ndarray, position: int) -> np.ndarray:

@@ -121,7 +121,9 @@ class LiveModel:
 
     def _read(self, prompt: str, edits: Edits) -> Reading:
         given = self._untouched(prompt)
-        return of_trace(given.under(requests(_by_kind(edits))) if edits else given.before)
+        if not edits:
+            return of_trace(given.before)
+        return of_trace(given.under(requests(_by_kind(edits))), self._reading(prompt, ()))
 
 
 class FinishedTrace:

@@ -153,6 +153,15 @@ class Layer:
         columns = [weights[expert][:, neuron].float() for expert, neuron in self.locate_units(units)]
         return torch.stack(columns, dim=1) * self.write_gain()[:, None].to(columns[0].device)
 
+    def unit_index(self, expert: int | None, neuron: int) -> int:
+        """Where `locate_units` finds this unit."""
+        start = 0
+        for own, weight in self.down_weights():
+            if own == expert:
+                return start + neuron
+            start += weight.shape[1]
+        raise ValueError(f"layer {self.index} has no expert {expert}")
+
     def unit_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
         """(expert, neuron) of many units at once; a dense layer's expert comes as DENSE."""
         groups = self.down_weights()

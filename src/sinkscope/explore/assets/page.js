@@ -198,7 +198,7 @@ class Pane {
   drawParts() {
     const { units, dimensions, opened } = this.view;
     const row = (what, part, value, actions) => {
-      const state = part.is_new ? " (new)" : part.found ? "" : " (silent now)";
+      const state = part.state && ` (${part.state})`;
       const buttons = actions.filter(Boolean).map(([label, kind, text]) => {
         const button = element("button", { disabled: !this.isLive, "aria-label": `${label}: ${what}` }, label);
         button.addEventListener("click", () => this.add(kind, text));
@@ -207,16 +207,18 @@ class Pane {
       return element("tr", {}, element("td", {}, what + state), element("td", {}, String(part.position)),
         element("td", { class: "number" }, value), element("td", {}, ...buttons));
     };
+    // What it was in the untouched run, where that is another value.
+    const was = (part, now) => part.before === null || shown(part.before) === shown(now) ? "" : `, was ${shown(part.before)}`;
     const rows = units.map((unit) => {
       const name = [unit.layer, unit.expert, unit.neuron].filter((part) => part !== null).join(":");
-      return row(`unit ${name} ${unit.role} dimension ${unit.dimension}`, unit, `${shown(unit.activation)} (${Math.round(100 * unit.write_share)} %)`, [
+      return row(`unit ${name} ${unit.role} dimension ${unit.dimension}`, unit, shown(unit.activation) + (unit.write_share === null ? "" : ` (${Math.round(100 * unit.write_share)} %)`) + was(unit, unit.activation), [
         ["Take out", "ablate", name],
         opened !== unit.position && [`Transplant to ${opened}`, "transplant", `${name}@${unit.position}:${opened}`],
       ]);
     });
     for (const part of dimensions) {
       const { dimension, position } = part;
-      rows.push(row(`dimension ${dimension}, most in layer ${part.layer}`, part, `${shown(part.value)} (${shown(part.ratio)} x mean)`, [
+      rows.push(row(`dimension ${dimension}, most in layer ${part.layer}`, part, `${shown(part.value)} (${shown(part.ratio)} x mean)${was(part, part.value)}`, [
         ["Take out", "zero_dimension", `${dimension}@${position}`],
         opened !== position && [`Transplant to ${opened}`, "transplant_dimension", `${dimension}@${position}:${opened}`],
       ]));
