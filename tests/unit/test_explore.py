@@ -5,6 +5,7 @@ import socket
 import time
 
 import httpx
+import pyarrow.parquet
 import pytest
 from starlette.testclient import TestClient
 
@@ -226,6 +227,19 @@ def test_a_finished_trace_is_shown_as_the_live_one_in_windows(model, tmp_path, m
     assert refused.status_code == 400
     with pytest.raises(InputError, match="a finished trace, which has its own text"):
         explore_command(ExploreOptions(prompt=["a b"]), ModelOptions(model=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("name", ["tokens", "heads"])
+def test_a_finished_trace_with_rows_missing_or_swapped_is_refused(model, tmp_path, name):
+    sinkscope.trace(model.loaded, PROMPT).save(tmp_path / "run")
+    FinishedTrace(tmp_path / "run")  # control: as it was written
+    path = tmp_path / "run" / f"{name}.parquet"
+    whole = pyarrow.parquet.read_table(path)
+    rows = list(range(whole.num_rows))
+    for kept in (rows[:-1], [*rows[:-2], rows[-1], rows[-2]]):
+        pyarrow.parquet.write_table(whole.take(kept), path)
+        with pytest.raises(InputError, match=f"{name}.parquet; found"):
+            FinishedTrace(tmp_path / "run")
 
 
 def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():

@@ -514,6 +514,16 @@ def full_by_the_system(tensors, path):
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
+def test_parts_whose_request_is_damaged_are_made_anew(tmp_path):
+    def parts():
+        return Parts(tmp_path / "run", {"seed": 0})
+
+    parts().save("one", {"a": np.arange(3)})
+    assert parts().load("one") is not None, "control"
+    (tmp_path / ".run.sinkscope-parts" / "request.json").write_bytes(b"\xff")
+    assert parts().load("one") is None
+
+
 @pytest.mark.parametrize("full", [full_by_safetensors, full_by_the_system])
 def test_a_disk_that_fills_up_under_parts_costs_no_finished_part(tmp_path, monkeypatch, full):
     parts = Parts(tmp_path / "run", {"seed": 0})

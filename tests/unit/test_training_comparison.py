@@ -357,3 +357,15 @@ def test_the_documentation_states_the_rules():
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     stated = {row[0]: float(row[2]) for row in rows if row[0] in {link.name for link in LINKS}}
     assert stated == {link.name: link.threshold for link in LINKS}
+
+
+def test_a_run_whose_summary_has_no_hash_of_its_tokens_is_compared_by_their_names(write):
+    runs = [write(), write("gate")]
+    summary = json.loads((runs[1] / "summary.json").read_text())
+    for data in (None, "other tokens"):
+        (runs[1] / "summary.json").write_text(json.dumps(summary | {"data": data}))
+        if data is None:
+            assert compare_training(runs)
+        else:
+            with pytest.raises(InputError, match="data other tokens"):  # control
+                compare_training(runs)

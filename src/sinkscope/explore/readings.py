@@ -20,6 +20,7 @@ from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Unit
 from sinkscope.report.run import read_run
 from sinkscope.report.text import token_text, visible
+from sinkscope.results.validated import refused
 
 QUANTITIES = {
     "attention_received": "Attention received, mean over heads",
@@ -129,11 +130,14 @@ def of_run(folder: Path) -> Reading:
         rows = run.rows("heads", position=position)
         return np.array([row["attention_received"] for row in rows]).reshape(num_layers, -1) if rows else None
 
-    tokens = run.tables.get("tokens", {}).get("text")
+    tokens = run.tables.get("tokens") if run.summary["tokens"]["count"] == 1 else None
+    positions = list(range(run.summary["tokens"]["length"]))
+    if tokens is not None and tokens["position"][: len(positions)] != positions:
+        raise refused(folder / "tokens.parquet", "rows that are not those of one sequence, in its order")
     return Reading(
         story=run.answer,
         strongest=run.strongest,
-        tokens=tokens if run.summary["tokens"]["count"] == 1 else None,
+        tokens=None if tokens is None else tokens["text"],
         received_T=by_position["attention_received"].mean(0),
         sink_rate_T=_where_judged(by_position.pop("sink_rate").mean(0)),
         by_position=by_position,

@@ -149,7 +149,7 @@ Groups = dict[str, list[FinishedRun]]
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
     """Returns if the losses of these runs can be compared, else raises InputError."""
     # Runs of earlier versions have no hash of their tokens in the summary; their sources' names are compared.
-    hashed = all("data" in run.summary for run in runs)
+    hashed = all(run.summary.get("data") for run in runs)
     first, *others = [
         {name: run.config["training"].get(name) for name in SHARED}
         | {"data": run.summary["data"][:12] if hashed else [run.config.get("data"), run.config.get("validation")]}

@@ -282,9 +282,12 @@ def check_table(schema: Schema, table: Table, sizes: Mapping[str, int], path: Pa
 
 
 def _check_heads(run: Run) -> None:
-    """Refuses a table whose rows at the strongest key are not those of every layer and head, one after the other."""
-    found = [(row["layer"], row["head"]) for row in run.rows("heads", position=run.strongest)]
-    num_layers = run.summary["num_layers"]
-    expected = [(layer, head) for layer in range(num_layers) for head in range(len(found) // num_layers)]
-    if not found or found != expected:
-        raise refused(run.path / "heads.parquet", f"other rows at position {run.strongest} than a layer's heads each")
+    """Refuses a table whose rows at a key are not those of every layer and head, one after the other."""
+    table, num_layers = run.tables["heads"], run.summary["num_layers"]
+    found: dict[int, list[tuple[int, int]]] = {run.strongest: []}
+    for position, layer, head in zip(table["position"], table["layer"], table["head"], strict=True):
+        found.setdefault(position, []).append((layer, head))
+    for position, rows in found.items():
+        expected = [(layer, head) for layer in range(num_layers) for head in range(len(rows) // num_layers)]
+        if not rows or rows != expected:
+            raise refused(run.path / "heads.parquet", f"other rows at position {position} than a layer's heads each")

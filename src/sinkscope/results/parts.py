@@ -36,7 +36,7 @@ class Parts:
             return None
         with explained(self.path, only=CANNOT_GROW):
             stated = self.path / "request.json"
-            if stated.is_file() and stated.read_text(encoding="utf-8") == self._request:
+            if stated.is_file() and stated.read_bytes() == self._request.encode():
                 return self.path
             if self.path.exists():
                 shutil.rmtree(self.path)
