@@ -103,6 +103,7 @@ def visible(folder) -> set[str]:
 def contents(run) -> tuple:
     """What must not depend on how a run came about."""
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["receipt"].pop("seconds") > 0
     means = {name: value.tolist() for name, value in load_file(run / "calibration.safetensors").items()}
     return summary, means, {table.stem: read_table(table) for table in run.glob("*.parquet")}
 

@@ -55,7 +55,7 @@ class Receipt:
     """Those that were on: name, the layers in which they acted, and what their means are from."""
     difference: float | None
     """Largest difference of a final state between the owner's plain pass and the pass that reads, over its norm; None
-    where the owner's own pass was read."""
+    where the owner's own pass was read, or where that pass overflowed and left nothing to compare."""
     tolerance: float | None
     compared_tokens: int
     seconds: float
@@ -70,7 +70,7 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    difference: float
+    difference: float | None
     tolerance: float
     dtype: torch.dtype
     seconds: float
@@ -218,7 +218,7 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> _Comparison:
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtypes[0]
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
     difference = _difference(plain[-1], read[-1])
-    if not difference <= tolerance:
+    if difference is not None and not difference <= tolerance:
         raise InputError(
             f"This model's own forward pass and the one that is read end in different states ({difference:.2g} of "
             "their norm on a few tokens), so numbers would be of another model. Something in its forward pass differs "
@@ -283,6 +283,8 @@ def _product_check(layer: int, projection: Any):
         rows_M = torch.linspace(0, len(weight_EF) - 1, min(ROWS, len(weight_EF))).long().to(weight_EF.device)
         bias_E = getattr(projection, "bias", None)
         dtype = torch.promote_types(output.dtype, torch.float32)
+        if not output.isfinite().all():
+            return  # the reading says where it overflowed
         expected = args[0].to(dtype) @ weight_EF[rows_M].to(args[0].device, dtype).T
         if isinstance(bias_E, Tensor) and not bias_E.is_meta:
             expected = expected + bias_E[rows_M.to(bias_E.device)].to(expected)
@@ -297,10 +299,13 @@ def _product_check(layer: int, projection: Any):
     return check
 
 
-def _difference(plain_BTE: Tensor, read_BTE: Tensor) -> float:
-    """Largest difference of a token's state, over the norm of the plain one."""
+def _difference(plain_BTE: Tensor, read_BTE: Tensor) -> float | None:
+    """Largest difference of a token's state, over the norm of the plain one; None where every plain one overflowed."""
     if plain_BTE.shape != read_BTE.shape:
         return math.inf
-    plain_BTE = plain_BTE.double()
-    apart_BT = torch.linalg.vector_norm(read_BTE.to(plain_BTE) - plain_BTE, dim=-1)
-    return float((apart_BT / torch.linalg.vector_norm(plain_BTE, dim=-1).clamp(min=1e-30)).max())
+    finite_BT = plain_BTE.isfinite().all(-1)
+    if not finite_BT.any():
+        return None
+    plain_NE, read_NE = plain_BTE[finite_BT].double(), read_BTE[finite_BT.to(read_BTE.device)]
+    apart_N = torch.linalg.vector_norm(read_NE.to(plain_NE) - plain_NE, dim=-1)
+    return float((apart_N / torch.linalg.vector_norm(plain_NE, dim=-1).clamp(min=1e-30)).max())
