@@ -14,6 +14,16 @@ def in_a_process(*arguments, cwd, before=""):
     )
 
 
+def started_process(*arguments, cwd):
+    """A command that runs in a process of its own, and prints nothing here."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sinkscope", *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def in_forks(*works):
     """The statuses of child processes that each do some work, all at once."""
     children = []

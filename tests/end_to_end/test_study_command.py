@@ -5,11 +5,12 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 
 import pytest
 import yaml
-from command_line import assert_refused, in_forks
+from command_line import assert_refused, in_a_process, started_process
 from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
 from tiny_models import tiny_model
@@ -218,16 +219,15 @@ def test_an_interrupted_study_goes_on_from_its_finished_parts(chain_folder, sink
 def test_killed_at_random_moments_a_study_goes_on_to_the_same_tables(chain_folder, sinkscope, tmp_path):
     command = ("study", chain_folder, *SMALL)
     started_at = time.monotonic()
-    assert sinkscope(*command, "--out", "whole").code == 0
+    assert in_a_process(*command, "--out", "whole", cwd=tmp_path).returncode == 0
     elapsed_s = time.monotonic() - started_at
-
-    def to_the_kill():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: it ends the process as kill -9 does
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.1, 0.9) * elapsed_s)
-        sinkscope(*command, "--out", "run")
-
     for _ in range(KILLS):
-        in_forks(to_the_kill)
+        started = started_process(*command, "--out", "run", cwd=tmp_path)
+        try:
+            started.wait(timeout=random.uniform(0.1, 0.9) * elapsed_s)
+        except subprocess.TimeoutExpired:
+            started.kill()
+        assert started.wait() in (0, 2, -signal.SIGKILL), "done, or refused since the one before was done"
     # A kill right after the folder got its name leaves the parts that it was made of; the next run takes them away.
     if {entry.name for entry in tmp_path.iterdir()} != {"whole", "run"}:
         result = sinkscope(*command, "--out", "run", "--overwrite")
