@@ -16,6 +16,8 @@ import torch
 
 RELATIVE, OF_LARGEST = 1e-3, 1e-4
 FRACTION = re.compile("[-\u2212]?\\d+\\.\\d+(?:e[-\u2212+]?\\d+)?")
+LEFT_OUT = ("elapsed_s", "receipt")
+"""What a clock says, and receipts, which have a time and rounding errors."""
 MOST_SHOWN = 60
 """Differences that a failed test shows."""
 
@@ -108,7 +110,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items() if name != "elapsed_s"}
+        return {str(name): plain(item) for name, item in value.items() if name not in LEFT_OUT}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, float):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sinkscope
 from sinkscope.errors import InputError
+from sinkscope.explore.sources import Asked, LiveModel
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import as_batch, prompt_batch
 from sinkscope.models.token_batches import token_batch
@@ -203,6 +204,43 @@ class TestTokenizersAtLoading:
         assert as_batch(load(tiny_model("llama"), tokenizer=apart), WORDS).ids.tolist() == [[BOS, 10, 11, 12]]
 
 
+class TestBesideIds:
+    """What a mapping holds beside ids either changes nothing or is refused."""
+
+    IDS = torch.arange(10, 40).view(2, 15)
+    PADDED = torch.tensor([[0, 0, *range(10, 23)], [1] * 15])
+
+    def test_what_changes_nothing_is_taken(self):
+        loaded, counted = loaded_like("llama"), torch.arange(15)
+        for positions in (counted, counted[None], counted.expand(2, 15), None):
+            given = {"input_ids": self.IDS, "position_ids": positions, "labels": self.IDS}
+            assert torch.equal(as_batch(loaded, given).ids, self.IDS)
+        given = {"input_ids": self.IDS, "token_type_ids": torch.zeros_like(self.IDS), "length": [15, 15]}
+        assert torch.equal(as_batch(loaded, given).ids, self.IDS)
+        mask = (self.PADDED > 0).long()
+        given = {"input_ids": self.PADDED, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=1)}
+        assert len(as_batch(loaded, given | {"position_ids": mask.cumsum(1) - 1}).whole) == 2
+        with pytest.raises(InputError, match="`position_ids` beside"):
+            as_batch(loaded, given)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("position_ids", IDS),
+            ("position_ids", torch.arange(15).expand(3, 15)),
+            ("position_ids", torch.arange(14)),
+            ("token_type_ids", torch.ones(2, 15).long()),
+            ("inputs_embeds", torch.zeros(2, 15, 4)),
+            ("pixel_values", torch.zeros(2, 3)),
+        ],
+    )
+    def test_what_would_change_the_pass_is_refused(self, name, value):
+        loaded = loaded_like("llama")
+        for read in (sinkscope.trace, sinkscope.sink_tokens, as_batch):
+            with pytest.raises(InputError, match=f"`{name}` beside `input_ids` is not read.*Leave `{name}` out"):
+                read(loaded, {"input_ids": self.IDS, name: value})
+
+
 class TestBeginnings:
     """Where a text does not begin as the model expects, and it matters, the result says so."""
 
@@ -220,6 +258,22 @@ class TestBeginnings:
         ):
             assert controls.summary["receipt"]["missing_bos"] is None
             assert "BOS" not in controls.story
+
+    def test_every_result_without_a_sink_says_so(self, tmp_path):
+        """A study, an audit, a remedy with nothing to do, and the live page. Control: texts that begin with BOS."""
+        (tmp_path / "text.txt").write_text(" ".join(f"w{10 + (7 * i) % 80}" for i in range(6000)))
+        named, sizes = str(tmp_path / "text.txt"), {"length": 64, "num_sequences": 8}
+        asked = {"source": 0, "prompt": self.TEXT, "edits": [], "start": 0, "quantity": "attention_received"}
+
+        def stories(bos):
+            loaded = loaded_like("llama")
+            yield sinkscope.study(loaded, tokens=f"text:{named}", bos=bos, length=32, num_sequences=16).story
+            yield sinkscope.audit(loaded, named, bos=bos, schemes=["activations-8-dynamic"], **sizes).story
+            yield sinkscope.remedy(loaded, named, bos=bos, unplug=True, **sizes).story
+            yield LiveModel(loaded, "loaded", bos=bos).view(Asked.of(asked, 1))["story"]
+
+        assert [("without the BOS token" in story) for story in stories(False)] == [True] * 4
+        assert [("BOS" in story) for story in stories(None)] == [False] * 4
 
     def test_it_is_not_said_beside_a_sink(self):
         result = sinkscope.trace("reference:softmax", "The cat sat on the mat, and the dog sat on the rug. " * 3)

@@ -121,7 +121,8 @@ def _leave_door(decoder: nn.Module) -> None:
 
 def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
     """Changes a model so that its attention asks us."""
-    door, config = anatomy.family.attention_door, getattr(anatomy.decoder, "config", None)
+    door = anatomy.family.attention_door
+    config: Any = getattr(anatomy.decoder, "config", None)
     if door != "causal_sdpa":
         before = config._attn_implementation
         # What set_attn_implementation does, without its walk over all modules: each attention asks the configuration

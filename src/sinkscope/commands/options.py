@@ -28,7 +28,12 @@ NumSequences = Annotated[int, typer.Option(help="Sequences in the batch.")]
 Seed = Annotated[int, typer.Option(help="Seed of random tokens.")]
 Bos = Annotated[
     bool | None,
-    typer.Option("--bos/--no-bos", help="A BOS token at position 0, counted in the length.", show_default=False),
+    typer.Option(
+        "--bos/--no-bos",
+        help="Begin with what the tokenizer puts before a text, or with BOS if it puts nothing; counted in the length. "
+        "Without either option a text begins as the tokenizer begins it.",
+        show_default=False,
+    ),
 ]
 
 

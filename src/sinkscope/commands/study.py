@@ -38,8 +38,8 @@ class StudyOptions:
     bos: Annotated[
         str,
         typer.Option(
-            help="A BOS token at position 0: yes, no, both (two studies side by side), or auto: before text, if the "
-            "tokenizer adds one."
+            help="Begin with what the tokenizer puts before a text, or with BOS if it puts nothing: yes, no, both (two "
+            "studies side by side), or auto: text begins as the tokenizer begins it, random tokens with nothing."
         ),
     ] = "auto"
 

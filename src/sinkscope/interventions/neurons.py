@@ -81,6 +81,7 @@ class NeuronEdit(Intervention):
                 hook_on(stack, projection, self._dense_hook(group, neurons, shape, acted))
             else:
                 assert group[1] is not None
+                assert layer.experts is not None
                 hook = self._expert_hook(group, neurons, shape, acted)
                 hook_on(stack, layer.experts, hook, after=True, with_kwargs=True)
                 values = self._expert_values(group, shape)

@@ -14,12 +14,20 @@ from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch, batch_of_rows, check_ids, named_ids
 from sinkscope.models.tokenized_text import found_leading
 
+READ = ("input_ids", "attention_mask")
+ABOUT_THE_TEXT = (
+    *("labels", "length", "special_tokens_mask", "offset_mapping"),
+    *("overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
+)
+"""What may stand beside ids and changes no state of a model."""
+
 
 def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
     """The caller's own ids as a batch: a tensor, lists of any lengths, or what a tokenizer returned.
 
     One sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out here.
-    With a model, ids and length are checked against it.
+    Positions count from 0; a mapping that says otherwise, or holds what would not be read, is refused. With a model,
+    ids and length are checked against it.
     """
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
@@ -29,10 +37,12 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
                 next_step="Pass what the tokenizer returned",
             )
         attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
-        ids = ids["input_ids"]
-    rows = _as_rows(ids)
-    if attention_mask is not None:
-        rows = _without_padding(rows, _as_rows(attention_mask))
+    rows = _as_rows(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+    masks = None if attention_mask is None else _as_rows(attention_mask)
+    if isinstance(ids, Mapping):
+        _check_others(ids, rows, masks)
+    if masks is not None:
+        rows = _without_padding(rows, masks)
     _check_rows(rows)
     rows = [row.long() for row in rows]
     leading: tuple[int, ...] = ()
@@ -59,6 +69,32 @@ def _as_rows(values: Any) -> list[Tensor]:
             next_step="Pass a text, several, or the ids a tokenizer returns",
         ) from error
     return [row.to(device="cpu", copy=True) for row in rows]
+
+
+def _check_others(given: Mapping[str, Any], rows: Sequence[Tensor], masks: Sequence[Tensor] | None) -> None:
+    """Refuses what stands beside ids and would change the pass, since it is not read."""
+    for name in given:
+        if name in (*READ, *ABOUT_THE_TEXT) or given[name] is None:
+            continue
+        if name == "token_type_ids" and not any(bool(row.any()) for row in _as_rows(given[name])):
+            continue
+        if name == "position_ids" and _count_from_0(_as_rows(given[name]), rows, masks):
+            continue
+        raise InputError(
+            f"`{name}` beside `input_ids` is not read: only `attention_mask` is, and positions count from 0. Leave "
+            f"`{name}` out to read the ids alone."
+        )
+
+
+def _count_from_0(positions: Sequence[Tensor], rows: Sequence[Tensor], masks: Sequence[Tensor] | None) -> bool:
+    """Whether these are the positions that ids have without their padding."""
+    kept = [torch.ones_like(row) for row in rows] if masks is None else masks
+    if len(positions) == 1:
+        positions = [positions[0]] * len(rows)
+    return len(positions) == len(kept) and all(
+        place.shape == mask.shape and torch.equal(place[mask.bool()].long(), torch.arange(int(mask.bool().sum())))
+        for place, mask in zip(positions, kept, strict=True)
+    )
 
 
 def _check_rows(rows: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.capture.receipt import Receipt, described
+from sinkscope.capture.receipt import Receipt, beginnings_in_words, described
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -211,7 +211,7 @@ def _summary(audit: Audit) -> dict[str, Any]:
         **audit.nothing,
         "refused": audit.refused,
         "torchao": audit.torchao_says,
-        "story": _story(audit),
+        "story": _story(audit) + beginnings_in_words(audit.receipt, lacks_sink=not audit.has_sinks),
     }
 
 

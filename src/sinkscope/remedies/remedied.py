@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.capture.receipt import Receipt, described
+from sinkscope.capture.receipt import Receipt, beginnings_in_words, described
 from sinkscope.models.loading import LoadedModel
 from sinkscope.remedies.advice import NEGLIGIBLE, needs_remedy
 from sinkscope.remedies.damage import Damage, damage
@@ -92,8 +92,8 @@ class Remedied(Result):
     headline = ("losses", "model", "scheme", "loss", "change", "won_back")
     schemas = (LOSSES,)
     loaded: LoadedModel
-    receipt: Receipt
     """The remedied model under the original's name, with its tokenizer."""
+    receipt: Receipt
     prefix: SinkPrefix | None
     units: tuple[Any, ...]
     exempted: tuple[str, ...]
@@ -166,7 +166,8 @@ class Remedied(Result):
 
     @property
     def story(self) -> str:
-        return f"{self.loaded.name}. " + " ".join(f"{verdict[0].upper()}{verdict[1:]}." for verdict in self.verdicts)
+        verdicts = " ".join(f"{verdict[0].upper()}{verdict[1:]}." for verdict in self.verdicts)
+        return f"{self.loaded.name}. {verdicts}" + beginnings_in_words(self.receipt, lacks_sink=bool(self.needless))
 
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:

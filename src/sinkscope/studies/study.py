@@ -151,8 +151,10 @@ class Study(Result):
             needs = f"the {percent(SINK_RATE)} that a sink needs"
             beside = f"and the interval contains {needs}" if sink.verdict == "undecided" else f"below {needs}"
             strongest = f"position {position} was the strongest in the choosing sequences"
-            return f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
-        return answer(self.judgements, self.measured, self.went) + self.trace.beginnings
+            text = f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
+        else:
+            text = answer(self.judgements, self.measured, self.went)
+        return text + self.trace.beginnings
 
     @property
     def counts(self) -> str:
