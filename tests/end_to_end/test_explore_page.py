@@ -9,7 +9,7 @@ from chromium import BROKEN_WORDS, CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS
 
 import sinkscope
-from sinkscope.explore.server import application, listening
+from sinkscope.explore.server import application, listening, private_redirect
 from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.report.text import token_text, visible
 
@@ -95,6 +95,15 @@ def text(browser, selector):
 
 def click(browser, selector):
     act(browser, f"document.querySelector({selector!r}).click()")
+
+
+def test_a_browser_comes_to_the_page_by_the_private_file(browser, address):
+    """It sends no referrer. Control: the file itself is no page."""
+    with private_redirect(address) as path:
+        browser.open(path)
+        assert browser.evaluate("[location.href, document.referrer]") == [address, ""]
+        assert path.as_uri() in browser.requests
+        assert "data-drawn" not in path.read_text()
 
 
 def test_type_click_slide_and_undo(page):
