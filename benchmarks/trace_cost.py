@@ -43,12 +43,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.capture.observables import CHAIN
-from sinkscope.capture.recorder import record
-from sinkscope.capture.trace import trace
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, given_batch
+from sinkscope.tracing.observables import CHAIN
+from sinkscope.tracing.recorder import record
+from sinkscope.tracing.trace import trace
 
 SHAPES = {
     "135m": {

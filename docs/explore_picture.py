@@ -14,7 +14,7 @@ from chromium import Chromium
 from PIL import Image
 
 import sinkscope
-from sinkscope.commands.explore import FIRST_PROMPT
+from sinkscope.explore.cli import FIRST_PROMPT
 from sinkscope.explore.server import application, listening
 from sinkscope.explore.sources import LiveModel
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sinkscope.atomic import explained, whole_file
 from sinkscope.errors import InputError
-from sinkscope.report import html
-from sinkscope.report.text import NO_VALUE, isolated, number
-from sinkscope.results.atomic import explained, whole_file
+from sinkscope.pages import html
+from sinkscope.pages.text import NO_VALUE, isolated, number
 from sinkscope.results.tables import Column, Schema, write_table
 from sinkscope.results.validated import (
     ANYTHING,

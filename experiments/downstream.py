@@ -2,7 +2,7 @@
 
     python experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
 
-The schemes are those of `sinkscope.remedies.schemes`. Sixteen bits are the control, which must change next to nothing.
+The schemes are those of `sinkscope.audits.schemes`. Sixteen bits are the control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
 first. Positions stay as they are. The loss is that of late tokens, after the window has begun to drop keys.
 Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts; and that of
@@ -25,14 +25,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+from sinkscope.atomic import whole_file
+from sinkscope.audits.damage import losses, scheme_losses
+from sinkscope.audits.schemes import GROUP, SCHEMES, Scheme
 from sinkscope.errors import InputError
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.pretrain.tokens import MANIFEST, TokenStream, open_shards
-from sinkscope.remedies.damage import losses, scheme_losses
-from sinkscope.remedies.schemes import GROUP, SCHEMES, Scheme
-from sinkscope.results.atomic import whole_file
 from sinkscope.runtime import environment
 from sinkscope.statistics import bootstrap_mean_interval
 

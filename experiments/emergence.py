@@ -27,16 +27,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.capture.findings import Findings
-from sinkscope.capture.sole_reader import evaluation_mode
-from sinkscope.capture.trace import trace
+from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.results.atomic import whole_file
 from sinkscope.statistics import average_ranks
+from sinkscope.tracing.findings import Findings
+from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.trace import trace
 
 NUM_SHUFFLES = 2000
 

@@ -28,9 +28,9 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.origins.alignment import alignment, alignment_table
-from sinkscope.origins.seedprint import LEVEL, seedprint
-from sinkscope.origins.signature import Inputs
+from sinkscope.fingerprints.alignment import alignment, alignment_table
+from sinkscope.fingerprints.seedprint import LEVEL, seedprint
+from sinkscope.fingerprints.signature import Inputs
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 

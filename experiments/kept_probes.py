@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from kept_results import read_results
 
+from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
-from sinkscope.results.atomic import whole_file
 
 HEADS = (
     *("run", "variant", "layers x width", "text", "sequences x tokens", "learning rate", "weight decay", "steps"),

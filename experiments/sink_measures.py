@@ -32,6 +32,7 @@ from downstream import all_conditions, condition_losses
 from sink_plan import PLAN, read_plan
 
 import sinkscope
+from sinkscope.audits.damage import losses
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import dom_ratio, effective_rank, kurtosis
 from sinkscope.models.anatomy import anatomy_of
@@ -39,7 +40,6 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.decoder import BoundedLinear
 from sinkscope.pretrain.tokens import TokenStream, open_shards
-from sinkscope.remedies.damage import losses
 from sinkscope.results.run_folder import whole_file
 
 SKIPPED = 1

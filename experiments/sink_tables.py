@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from kept_results import read_results, write_run
 from sink_plan import PLAN, read_plan
 
+from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
 from sinkscope.pretrain.comparison import compare_training
 from sinkscope.pretrain.tokens import open_shards
-from sinkscope.results.atomic import whole_file
 from sinkscope.statistics import resample_weights
 
 BASELINE, NORM, CONTROL = "softmax", "head_norm", "scale"

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 import sinkscope
+from sinkscope.audits.sink_neurons import calibrated
+from sinkscope.audits.sink_tokens import attention_sinks, neuron_sinks
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.prompts import as_batch
 from sinkscope.models.token_batches import tokenizer_of
 from sinkscope.pretrain.text_sources import SEPARATOR
-from sinkscope.remedies.sink_neurons import calibrated
-from sinkscope.remedies.sink_tokens import attention_sinks, neuron_sinks
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True)

@@ -18,14 +18,14 @@ from kept_results import read_results, run_result
 from sink_plan import SinkRun, configuration, planned_runs, read_plan
 from training_folders import write_training_folder
 
+from sinkscope.audits.damage import losses
+from sinkscope.audits.schemes import linear_layers
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.models.loading import load
-from sinkscope.models.names import FOLDER, REFERENCES
+from sinkscope.names import FOLDER, REFERENCES
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.remedies.damage import losses
-from sinkscope.remedies.schemes import linear_layers
 from sinkscope.statistics import bootstrap_mean_interval
 
 PLAN = read_plan()

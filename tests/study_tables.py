@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sinkscope.capture.trace_schemas import TOKENS, TRACE_TABLES
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.study_schemas import STUDY_TABLES
+from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.tables import RULES
+from sinkscope.tracing.schemas import TOKENS, TRACE_TABLES
 
 NUM_LAYERS, NUM_HEADS, LENGTH, BIRTH = 8, 6, 48, 2
 TARGETS, FACTORS = (10, 20), (1.5, 2.0, 4.0, 8.0)

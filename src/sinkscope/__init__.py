@@ -39,7 +39,7 @@ insert_head_norm and remove_head_norm.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sinkscope.models.names import RESOLVERS
+from sinkscope.names import RESOLVERS
 from sinkscope.results.result import VIEWS
 
 __version__ = "0.1.0"
@@ -50,19 +50,19 @@ _HOMES = {
     "token_batch": "sinkscope.models.token_batches",
     "TokenBatch": "sinkscope.models.token_batches",
     "anatomy_of": "sinkscope.models.anatomy",
-    "trace": "sinkscope.capture.trace",
-    "Trace": "sinkscope.capture.trace",
-    "Findings": "sinkscope.capture.findings",
-    "Observable": "sinkscope.capture.observables",
-    "Recording": "sinkscope.capture.recorder",
+    "trace": "sinkscope.tracing.trace",
+    "Trace": "sinkscope.tracing.trace",
+    "Findings": "sinkscope.tracing.findings",
+    "Observable": "sinkscope.tracing.observables",
+    "Recording": "sinkscope.tracing.recorder",
     "study": "sinkscope.studies.study",
     "Study": "sinkscope.studies.study",
-    "intervene": "sinkscope.studies.intervene",
-    "Intervened": "sinkscope.studies.intervene",
+    "intervene": "sinkscope.interventions.intervene",
+    "Intervened": "sinkscope.interventions.intervene",
     "InputError": "sinkscope.errors",
     "Result": "sinkscope.results.result",
-    "load_result": "sinkscope.report.saved",
-    "SavedResult": "sinkscope.report.saved",
+    "load_result": "sinkscope.results.saved",
+    "SavedResult": "sinkscope.results.saved",
     "Unit": "sinkscope.models.anatomy",
     "mask_to_self": "sinkscope.interventions.mask",
     "edit_mask": "sinkscope.interventions.mask",
@@ -86,23 +86,23 @@ _HOMES = {
     "train": "sinkscope.pretrain.train",
     "SinkProbe": "sinkscope.pretrain.probes",
     "probe": "sinkscope.pretrain.probes",
-    "audit": "sinkscope.remedies.audit",
-    "Audit": "sinkscope.remedies.audited",
-    "bias": "sinkscope.origins.initial_bias",
-    "Bias": "sinkscope.origins.initial_bias",
-    "fingerprint": "sinkscope.origins.fingerprint",
-    "Fingerprint": "sinkscope.origins.fingerprint",
-    "sink_tokens": "sinkscope.remedies.sink_tokens",
-    "SinkTokens": "sinkscope.remedies.sink_tokens",
-    "sink_neurons": "sinkscope.remedies.sink_tokens",
-    "SinkNeurons": "sinkscope.remedies.sink_neurons",
-    "sink_prefix": "sinkscope.remedies.prefix",
-    "SinkPrefix": "sinkscope.remedies.prefix",
-    "unplug": "sinkscope.remedies.unplug",
+    "audit": "sinkscope.audits.audit",
+    "Audit": "sinkscope.audits.audited",
+    "bias": "sinkscope.initial_bias.bias",
+    "Bias": "sinkscope.initial_bias.bias",
+    "fingerprint": "sinkscope.fingerprints.fingerprint",
+    "Fingerprint": "sinkscope.fingerprints.fingerprint",
+    "sink_tokens": "sinkscope.audits.sink_tokens",
+    "SinkTokens": "sinkscope.audits.sink_tokens",
+    "sink_neurons": "sinkscope.audits.sink_tokens",
+    "SinkNeurons": "sinkscope.audits.sink_neurons",
+    "sink_prefix": "sinkscope.audits.prefix",
+    "SinkPrefix": "sinkscope.audits.prefix",
+    "unplug": "sinkscope.audits.unplug",
     "rotate": "sinkscope.models.rotation",
-    "remedy": "sinkscope.remedies.remedy",
-    "Remedied": "sinkscope.remedies.remedied",
-    "SinkWatch": "sinkscope.remedies.sink_neurons",
+    "remedy": "sinkscope.audits.remedy",
+    "Remedied": "sinkscope.audits.remedied",
+    "SinkWatch": "sinkscope.audits.sink_neurons",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
 }
@@ -110,22 +110,35 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 RESOLVERS.append("sinkscope.pretrain.model_specs")
-VIEWS.append("sinkscope.report.result")
+VIEWS.append("sinkscope.results.views")
 
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
-    from sinkscope.capture.findings import Findings as Findings
-    from sinkscope.capture.observables import Observable as Observable
-    from sinkscope.capture.recorder import Recording as Recording
-    from sinkscope.capture.trace import Trace as Trace
-    from sinkscope.capture.trace import trace as trace
+    from sinkscope.audits.audit import audit as audit
+    from sinkscope.audits.audited import Audit as Audit
+    from sinkscope.audits.prefix import SinkPrefix as SinkPrefix
+    from sinkscope.audits.prefix import sink_prefix as sink_prefix
+    from sinkscope.audits.remedied import Remedied as Remedied
+    from sinkscope.audits.remedy import remedy as remedy
+    from sinkscope.audits.sink_neurons import SinkNeurons as SinkNeurons
+    from sinkscope.audits.sink_neurons import SinkWatch as SinkWatch
+    from sinkscope.audits.sink_tokens import SinkTokens as SinkTokens
+    from sinkscope.audits.sink_tokens import sink_neurons as sink_neurons
+    from sinkscope.audits.sink_tokens import sink_tokens as sink_tokens
+    from sinkscope.audits.unplug import unplug as unplug
     from sinkscope.errors import InputError as InputError
+    from sinkscope.fingerprints.fingerprint import Fingerprint as Fingerprint
+    from sinkscope.fingerprints.fingerprint import fingerprint as fingerprint
+    from sinkscope.initial_bias.bias import Bias as Bias
+    from sinkscope.initial_bias.bias import bias as bias
     from sinkscope.interventions.aggregation import amplify_variance as amplify_variance
     from sinkscope.interventions.aggregation import equalise_variance as equalise_variance
     from sinkscope.interventions.aggregation import random_direction as random_direction
     from sinkscope.interventions.aggregation import scale_norm as scale_norm
     from sinkscope.interventions.aggregation import shift_mean as shift_mean
     from sinkscope.interventions.aggregation import swap_deviation as swap_deviation
+    from sinkscope.interventions.intervene import Intervened as Intervened
+    from sinkscope.interventions.intervene import intervene as intervene
     from sinkscope.interventions.mask import edit_mask as edit_mask
     from sinkscope.interventions.mask import mask_to_self as mask_to_self
     from sinkscope.interventions.matching import match_energy as match_energy
@@ -145,34 +158,21 @@ if TYPE_CHECKING:
     from sinkscope.models.rotation import rotate as rotate
     from sinkscope.models.token_batches import TokenBatch as TokenBatch
     from sinkscope.models.token_batches import token_batch as token_batch
-    from sinkscope.origins.fingerprint import Fingerprint as Fingerprint
-    from sinkscope.origins.fingerprint import fingerprint as fingerprint
-    from sinkscope.origins.initial_bias import Bias as Bias
-    from sinkscope.origins.initial_bias import bias as bias
     from sinkscope.pretrain.comparison import TrainingComparison as TrainingComparison
     from sinkscope.pretrain.comparison import compare_training as compare_training
     from sinkscope.pretrain.probes import SinkProbe as SinkProbe
     from sinkscope.pretrain.probes import probe as probe
     from sinkscope.pretrain.train import train as train
-    from sinkscope.remedies.audit import audit as audit
-    from sinkscope.remedies.audited import Audit as Audit
-    from sinkscope.remedies.prefix import SinkPrefix as SinkPrefix
-    from sinkscope.remedies.prefix import sink_prefix as sink_prefix
-    from sinkscope.remedies.remedied import Remedied as Remedied
-    from sinkscope.remedies.remedy import remedy as remedy
-    from sinkscope.remedies.sink_neurons import SinkNeurons as SinkNeurons
-    from sinkscope.remedies.sink_neurons import SinkWatch as SinkWatch
-    from sinkscope.remedies.sink_tokens import SinkTokens as SinkTokens
-    from sinkscope.remedies.sink_tokens import sink_neurons as sink_neurons
-    from sinkscope.remedies.sink_tokens import sink_tokens as sink_tokens
-    from sinkscope.remedies.unplug import unplug as unplug
-    from sinkscope.report.saved import SavedResult as SavedResult
-    from sinkscope.report.saved import load_result as load_result
     from sinkscope.results.result import Result as Result
-    from sinkscope.studies.intervene import Intervened as Intervened
-    from sinkscope.studies.intervene import intervene as intervene
+    from sinkscope.results.saved import SavedResult as SavedResult
+    from sinkscope.results.saved import load_result as load_result
     from sinkscope.studies.study import Study as Study
     from sinkscope.studies.study import study as study
+    from sinkscope.tracing.findings import Findings as Findings
+    from sinkscope.tracing.observables import Observable as Observable
+    from sinkscope.tracing.recorder import Recording as Recording
+    from sinkscope.tracing.trace import Trace as Trace
+    from sinkscope.tracing.trace import trace as trace
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line. Each command is a file in `sinkscope.commands`; the work is imported only when a command runs."""
+"""The command line. Each command is a file `cli.py` in its folder; the work is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sinkscope import __version__, processes
-from sinkscope.commands import options, output
-from sinkscope.commands.audit import audit_command
-from sinkscope.commands.bias import bias_command
-from sinkscope.commands.compare import compare_command
-from sinkscope.commands.explore import explore_command
-from sinkscope.commands.fingerprint import fingerprint_command
-from sinkscope.commands.intervene import intervene_command
-from sinkscope.commands.models import models_command
-from sinkscope.commands.pretrain import pretrain_command, tokenize_command
-from sinkscope.commands.remedy import remedy_command
-from sinkscope.commands.report import report_command
-from sinkscope.commands.study import ValueOfBos, study_command
-from sinkscope.commands.trace import trace_command
+from sinkscope import cli_options as options
+from sinkscope import cli_output as output
+from sinkscope.atomic import CANNOT_GROW
+from sinkscope.audits.cli import audit_command
+from sinkscope.audits.remedy_cli import remedy_command
+from sinkscope.compare.cli import compare_command
 from sinkscope.errors import InputError
+from sinkscope.explore.cli import explore_command
+from sinkscope.fingerprints.cli import fingerprint_command
+from sinkscope.initial_bias.cli import bias_command
+from sinkscope.interventions.cli import intervene_command
 from sinkscope.memory import is_out_of_memory
-from sinkscope.report.text import escape_what_cannot_be_printed, say, visible
-from sinkscope.results.atomic import CANNOT_GROW
+from sinkscope.models.cli import models_command
+from sinkscope.pages.cli import report_command
+from sinkscope.pages.text import escape_what_cannot_be_printed, say, visible
+from sinkscope.pretrain.cli import pretrain_command, tokenize_command
+from sinkscope.studies.cli import ValueOfBos, study_command
+from sinkscope.tracing.cli import trace_command
 
 app = typer.Typer(
     name="sinkscope",

@@ -14,12 +14,12 @@ from tiny_models import tiny_model
 
 import sinkscope
 from sinkscope import processes
-from sinkscope.capture.merges import Mean
-from sinkscope.capture.observables import CHAIN, Observable, Tap
+from sinkscope.fingerprints.signature import Inputs, sign
 from sinkscope.models.anatomy import Unit
-from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.parts import Parts
 from sinkscope.studies import controls, minimal_set
+from sinkscope.tracing.merges import Mean
+from sinkscope.tracing.observables import CHAIN, Observable, Tap
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
@@ -81,7 +81,7 @@ def test_two_processes_find_the_bias_and_the_signature_that_one_finds(tmp_path):
             torch.save({"summary": summary, "states": states}, tmp_path / f"{processes.rank()}.pt")
 
     monkeypatched = pytest.MonkeyPatch()
-    monkeypatched.setattr("sinkscope.origins.signature.TOKENS_AT_ONCE", 6 * 20)
+    monkeypatched.setattr("sinkscope.fingerprints.signature.TOKENS_AT_ONCE", 6 * 20)
     in_two_processes(work)
     monkeypatched.undo()
     summary, states = found()

@@ -5,7 +5,7 @@ import json
 from command_line import assert_refused
 from tiny_models import tiny_model
 
-from sinkscope.remedies.audit_schemas import AUDIT_TABLES
+from sinkscope.audits.schemas import AUDIT_TABLES
 from sinkscope.results.tables import read_table
 
 FEW = ("--length", 64, "--num-sequences", 2)

@@ -17,10 +17,10 @@ from training_runs import short_run
 from transformers import PreTrainedTokenizerFast
 
 import sinkscope as package
-from sinkscope.origins.bias_controls import CONTROLS
-from sinkscope.origins.bias_schemas import BIAS_TABLES, QUANTITIES
-from sinkscope.report.comparison import write_comparison_page
-from sinkscope.report.run import read_run
+from sinkscope.compare.page import write_comparison_page
+from sinkscope.initial_bias.controls import CONTROLS
+from sinkscope.initial_bias.schemas import BIAS_TABLES, QUANTITIES
+from sinkscope.results.run import read_run
 from sinkscope.results.tables import read_table
 
 FEW = ("--num-sequences", 32, "--length", 8)

@@ -11,7 +11,7 @@ from study_tables import HOSTILE_TOKENS
 import sinkscope
 from sinkscope.explore.server import application, listening, private_redirect
 from sinkscope.explore.sources import FinishedTrace, LiveModel
-from sinkscope.report.text import token_text, visible
+from sinkscope.pages.text import token_text, visible
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
 PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."

@@ -8,7 +8,7 @@ import torch
 from command_line import assert_refused
 from training_runs import short_run
 
-from sinkscope.origins.fingerprint_schemas import FINGERPRINT_TABLES
+from sinkscope.fingerprints.schemas import FINGERPRINT_TABLES
 from sinkscope.results.tables import read_table
 
 

@@ -10,7 +10,6 @@ import yaml
 from command_line import assert_refused, in_a_process
 from tiny_models import tiny_model
 
-from sinkscope.capture.trace import trace
 from sinkscope.interventions.base import together
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons
@@ -18,6 +17,7 @@ from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.results.tables import read_table
+from sinkscope.tracing.trace import trace
 
 SMALL = ("--num-sequences", 4, "--length", 40)
 

@@ -9,11 +9,11 @@ from command_line import assert_refused
 from study_tables import write_study_folder
 
 from sinkscope import load, token_batch, trace
-from sinkscope.models.names import FOLDER, REFERENCES, reference_run
+from sinkscope.compare.page import compare
+from sinkscope.names import FOLDER, REFERENCES, reference_run
 from sinkscope.pretrain.model_specs import find_configuration
-from sinkscope.report.comparison import compare
-from sinkscope.report.run import read_run
-from sinkscope.report.trace import chain_panels
+from sinkscope.results.run import read_run
+from sinkscope.tracing.figures import chain_panels
 
 TEXT = (
     "The gentleman took off his hat, and after a moment of silence he said that he had come a long way, that he was "

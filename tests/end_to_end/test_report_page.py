@@ -7,10 +7,10 @@ from chromium import BROKEN_WORDS, CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS, LENGTH, write_study_folder, write_trace_folder
 from training_folders import curved_loss, write_training_folder
 
-from sinkscope.report import study
-from sinkscope.report.comparison import write_comparison_page
-from sinkscope.report.run_page import write_page_of_run
-from sinkscope.report.text import token_text, visible
+from sinkscope.compare.page import write_comparison_page
+from sinkscope.pages.text import token_text, visible
+from sinkscope.results.run_page import write_page_of_run
+from sinkscope.studies import page as study
 from sinkscope.studies.claims import CLAIMS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")

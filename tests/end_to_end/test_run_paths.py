@@ -5,7 +5,7 @@ import threading
 import pytest
 from command_line import assert_refused
 
-from sinkscope.results.atomic import locked
+from sinkscope.atomic import locked
 
 COMMANDS = {
     "model": ("trace", "{}", "--out", "run"),

@@ -15,11 +15,11 @@ from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
 from tiny_models import tiny_model
 
-from sinkscope.report import run_page
+from sinkscope.results import run_page
 from sinkscope.results.tables import read_table
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Conditions
-from sinkscope.studies.study_schemas import STUDY_TABLES
+from sinkscope.studies.schemas import STUDY_TABLES
 
 KILLS = 2
 SMALL = ("--num-sequences", 16, "--length", 32)

@@ -191,7 +191,7 @@ def test_an_interrupted_run_leaves_nothing(names, code, tmp_path):
 import atexit, os, signal, time
 signals = [getattr(signal, name) for name in {names}]
 atexit.register(os.kill, os.getpid(), signals[-1])
-import sinkscope.capture.trace as module
+import sinkscope.tracing.trace as module
 def interrupted(findings):
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     for each in signals:
@@ -229,17 +229,17 @@ def test_models_lists_every_family_and_looks_into_one(model_folder, sinkscope):
     ],
 )
 def test_a_full_memory_or_folder_for_temporary_files_is_explained(sinkscope, monkeypatch, error):
-    monkeypatch.setattr("sinkscope.capture.trace.record", raises(error))
+    monkeypatch.setattr("sinkscope.tracing.trace.record", raises(error))
     result = sinkscope("trace", "--out", "run")
     assert result.code == 2
     assert "fewer or shorter sequences" in result.err
     assert "Traceback" not in result.err
     assert not Path("run").exists()
     no_place = FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
-    monkeypatch.setattr("sinkscope.capture.trace.record", raises(no_place))
+    monkeypatch.setattr("sinkscope.tracing.trace.record", raises(no_place))
     assert "name a folder in TMPDIR" in sinkscope("trace", "--out", "run").err
     # Control: another failure of the program is not mistaken for it.
-    monkeypatch.setattr("sinkscope.capture.trace.record", raises(RuntimeError("shapes")))
+    monkeypatch.setattr("sinkscope.tracing.trace.record", raises(RuntimeError("shapes")))
     with pytest.raises(RuntimeError, match="shapes"):
         sinkscope("trace", "--out", "run")
 

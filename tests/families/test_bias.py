@@ -12,12 +12,12 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.errors import InputError
+from sinkscope.initial_bias import reading as bias_reading
+from sinkscope.initial_bias.contraction import curve_positions
+from sinkscope.initial_bias.controls import CONTROLS, controlled
+from sinkscope.initial_bias.reading import read_bias
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.origins import bias_reading
-from sinkscope.origins.bias_controls import CONTROLS, controlled
-from sinkscope.origins.bias_reading import read_bias
-from sinkscope.origins.contraction import curve_positions
 
 N, T = 18, 20
 VARIANTS = {

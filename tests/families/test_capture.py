@@ -19,16 +19,16 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
-from sinkscope.capture import attention_tap as tap_module
-from sinkscope.capture import layer_call
-from sinkscope.capture import taps as taps_module
-from sinkscope.capture import tiles as tiles_module
-from sinkscope.capture import trace as trace_module
-from sinkscope.capture.recorder import Recording
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import averaging_law
 from sinkscope.models.anatomy import SHARED_EXPERT, anatomy_of
+from sinkscope.tracing import attention_tap as tap_module
+from sinkscope.tracing import layer_call
+from sinkscope.tracing import taps as taps_module
+from sinkscope.tracing import tiles as tiles_module
+from sinkscope.tracing import trace as trace_module
+from sinkscope.tracing.recorder import Recording
+from sinkscope.tracing.trace import trace
 
 B, T = 4, 72
 """Longer than one tile of 64 queries and than every window of the tiny models."""

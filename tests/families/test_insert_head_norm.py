@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sinkscope
 from sinkscope.attention.head_norm import HeadRMSNorm
-from sinkscope.capture.replay import Replay
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
+from sinkscope.tracing.replay import Replay
 
 OPTIONS = dict(per_head=True, offset=True, initial_lambda=0.7)
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from tiny_models import CONFIGURATIONS, tiny_model
 
-from sinkscope.capture.replay import Replay
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import (
     AggregationEdit,
@@ -27,6 +25,8 @@ from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
+from sinkscope.tracing.replay import Replay
+from sinkscope.tracing.trace import trace
 
 B, T = 3, 24
 IDS = torch.randint(3, 97, (B, T), generator=torch.Generator().manual_seed(0))

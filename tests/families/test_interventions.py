@@ -18,8 +18,6 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
-from sinkscope.capture.replay import read_condition
-from sinkscope.capture.trace import trace
 from sinkscope.interventions.aggregation import AggregationEdit, amplify_variance
 from sinkscope.interventions.base import together
 from sinkscope.interventions.formulas import FORMULAS
@@ -28,6 +26,8 @@ from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, tra
 from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit
 from sinkscope.models.given_ids import given_batch
+from sinkscope.tracing.replay import read_condition
+from sinkscope.tracing.trace import trace
 
 B, T = 3, 40
 """Longer than every window of the tiny models."""

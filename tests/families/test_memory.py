@@ -11,11 +11,11 @@ import torch
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkscope.capture import taps
-from sinkscope.capture.receipt import check_reading
-from sinkscope.capture.trace import trace
-from sinkscope.capture.units import LayerUnits
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.tracing import taps
+from sinkscope.tracing.receipt import check_reading
+from sinkscope.tracing.trace import trace
+from sinkscope.tracing.units import LayerUnits
 
 LENGTH = 2048
 # One family for each way in which attention is made: plain, soft-capped, learned sinks with windows, falcon's own call

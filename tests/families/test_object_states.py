@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import sinkscope
 from sinkscope import InputError
+from sinkscope.fingerprints.signature import Inputs, sign
 from sinkscope.interventions.base import Intervention, Place
-from sinkscope.origins.signature import Inputs, sign
 
 IDS = torch.randint(10, 97, (3, 40), generator=torch.Generator().manual_seed(0))
 CALIBRATION = torch.randint(10, 97, (64, 40), generator=torch.Generator().manual_seed(1))

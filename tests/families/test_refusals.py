@@ -5,14 +5,14 @@ import torch
 from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM
 
-from sinkscope.capture import attention_tap as tap_module
-from sinkscope.capture.attention_rule import ReadingRequest
-from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.tiles import tiled_attention
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.given_ids import given_batch
+from sinkscope.tracing import attention_tap as tap_module
+from sinkscope.tracing.attention_rule import ReadingRequest
+from sinkscope.tracing.attention_tap import attention_tap
+from sinkscope.tracing.tiles import tiled_attention
+from sinkscope.tracing.trace import trace
 
 T = 24
 

@@ -10,10 +10,10 @@ from planted_models import planted_chain, random_tokens
 from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import AutoModelForCausalLM
 
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.rotation import random_rotation, rotate
+from sinkscope.tracing.trace import trace
 
 POST_NORMS = ("gemma2", "gemma3", "olmo2", "olmo3", "glm4")
 EXACT = [family for family in CONFIGURATIONS if family not in POST_NORMS]

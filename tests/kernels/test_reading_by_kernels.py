@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sinkscope.capture import taps
-from sinkscope.capture.attention import _fused_attention
-from sinkscope.capture.observables import CHAIN
-from sinkscope.capture.recorder import record
 from sinkscope.kernels import token_statistics
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
+from sinkscope.tracing import taps
+from sinkscope.tracing.attention import _fused_attention
+from sinkscope.tracing.observables import CHAIN
+from sinkscope.tracing.recorder import record
 
 STANDING_OUT = [o.name for o in CHAIN if "P" in o.axes or o.asks == "standing out"]
 OF_TENSORS = [o.name for o in CHAIN if o.name not in ("lock", "standing_out", "rank_tokens")]
@@ -27,7 +27,7 @@ def log_sum_exp_by_definition(query, key, value, rule):
 def by_kernels(monkeypatch):
     """Sends the recording of CPU tensors the way of CUDA's; only torch's fused attention is written out."""
     monkeypatch.setattr(token_statistics, "_has_kernel", lambda tensor: True)
-    monkeypatch.setattr("sinkscope.capture.attention._attention_and_log_sum_exp", log_sum_exp_by_definition)
+    monkeypatch.setattr("sinkscope.tracing.attention._attention_and_log_sum_exp", log_sum_exp_by_definition)
     monkeypatch.setattr(taps, "read_attention", lambda *inputs: (_fused_attention(*inputs), "kernels"))
 
 

@@ -15,21 +15,21 @@ from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 from torch.nn.functional import kl_div, linear
 
+from sinkscope.audits.advice import Trial, _after, _as_many
+from sinkscope.audits.audit import _setting, audit
+from sinkscope.audits.audit_page import write_audit_page
+from sinkscope.audits.damage import Damage, losses
+from sinkscope.audits.prediction import predict
+from sinkscope.audits.prefix import SinkPrefix
+from sinkscope.audits.readings import Reading
+from sinkscope.audits.recipe import recipe
+from sinkscope.audits.schemes import SCHEMES, linear_layers, rounded_input
+from sinkscope.audits.static_scales import least_error_ranges
+from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.remedies.advice import Trial, _after, _as_many
-from sinkscope.remedies.audit import _setting, audit
-from sinkscope.remedies.damage import Damage, losses
-from sinkscope.remedies.prediction import predict
-from sinkscope.remedies.prefix import SinkPrefix
-from sinkscope.remedies.readings import Reading
-from sinkscope.remedies.recipe import recipe
-from sinkscope.remedies.schemes import SCHEMES, linear_layers, rounded_input
-from sinkscope.remedies.static_scales import least_error_ranges
-from sinkscope.remedies.texts import texts_to_measure
-from sinkscope.report.audit import write_audit_page
-from sinkscope.report.terminal import show_audit
+from sinkscope.pages.terminal import show_audit
 
 SUPER = "model.layers.2.mlp.down_proj"
 """What reads the super neuron of the planted chain."""

@@ -11,10 +11,10 @@ import typer
 import sinkscope
 from sinkscope import arguments, cli
 from sinkscope.attention.variants import VARIANTS
-from sinkscope.commands.options import command
-from sinkscope.commands.output import Output
-from sinkscope.commands.pretrain import TrainingFlags
-from sinkscope.origins.bias_controls import CONTROLS
+from sinkscope.cli_options import command
+from sinkscope.cli_output import Output
+from sinkscope.initial_bias.controls import CONTROLS
+from sinkscope.pretrain.cli import TrainingFlags
 from sinkscope.pretrain.config import TrainingConfig
 
 

@@ -8,10 +8,6 @@ import pytest
 import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
-from sinkscope.capture import layer_call
-from sinkscope.capture import replay as replay_module
-from sinkscope.capture.replay import BY_SEQUENCE, ConditionReading, Replay, next_token_loss, read_condition
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import amplify_variance
 from sinkscope.interventions.base import together
@@ -21,6 +17,10 @@ from sinkscope.interventions.residual import clamp, set_dimensions
 from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
+from sinkscope.tracing import layer_call
+from sinkscope.tracing import replay as replay_module
+from sinkscope.tracing.replay import BY_SEQUENCE, ConditionReading, Replay, next_token_loss, read_condition
+from sinkscope.tracing.trace import trace
 
 B, T = 3, 30
 IDS = torch.randint(3, 97, (B, T), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ from planted_models import planted_chain
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
+from sinkscope.interventions.plan import MAX_UNITS, Plan
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import _beside, _mediated
@@ -20,7 +21,6 @@ from sinkscope.studies.controls import (
     few_of_each_layer,
     read_activity,
 )
-from sinkscope.studies.plan import MAX_UNITS, Plan
 from sinkscope.studies.study import study
 
 IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))

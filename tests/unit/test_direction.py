@@ -6,15 +6,15 @@ import torch
 from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import densify_neurons
+from sinkscope.interventions.plan import Plan
 from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, dom_ratio_turned
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.studies.causal_claims import what_it_is
 from sinkscope.studies.controls import read_activity
 from sinkscope.studies.evidence import gone, read_evidence
-from sinkscope.studies.plan import Plan
+from sinkscope.tracing.trace import trace
 
 IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))
 

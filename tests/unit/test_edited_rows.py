@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from sinkscope.capture import edited_rows as rows_module
-from sinkscope.capture.attention import read_attention
-from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.capture.edits import RowEdit
 from sinkscope.errors import InputError
+from sinkscope.tracing import edited_rows as rows_module
+from sinkscope.tracing.attention import read_attention
+from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
+from sinkscope.tracing.edits import RowEdit
 
 B, H, K, T, D = 2, 6, 3, 70, 8
 """Three groups of two heads, and a text longer than one tile of 64 queries."""

@@ -10,10 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 
 import sinkscope
-from sinkscope.commands.explore import ExploreOptions, explore_command
-from sinkscope.commands.options import ModelOptions
+from sinkscope.cli_options import ModelOptions
 from sinkscope.errors import InputError
 from sinkscope.explore import readings
+from sinkscope.explore.cli import ExploreOptions, explore_command
 from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
 from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.interventions.requests import requests

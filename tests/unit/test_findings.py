@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sinkscope.capture.trace import Trace, trace
+from sinkscope.tracing.trace import Trace, trace
 
 B, T = 4, 64
 SPECIAL = 5
@@ -432,7 +432,7 @@ def test_ranks_are_those_of_one_thread_and_the_number_of_threads_stays(monkeypat
         assert len(set(expected[0])) == 4  # that a layer took another's place would be seen
         torch.set_num_threads(3)
         if is_refused:
-            monkeypatch.setattr("sinkscope.capture.findings.effective_ranks", refuse)
+            monkeypatch.setattr("sinkscope.tracing.findings.effective_ranks", refuse)
             with pytest.raises(MemoryError):
                 findings.effective_ranks_apart_from([0])
         else:

@@ -17,12 +17,12 @@ from tiny_models import CONFIGURATIONS, tiny_model
 from transformers import LlamaConfig
 
 from sinkscope.errors import InputError
+from sinkscope.fingerprints import signature as signature_module
+from sinkscope.fingerprints.alignment import alignment, alignment_table, whitened_ranks
+from sinkscope.fingerprints.fingerprint import Pair, fingerprint, judged
+from sinkscope.fingerprints.seedprint import identity_dimensions, seedprint
+from sinkscope.fingerprints.signature import Inputs, load_signature, sign
 from sinkscope.models.loading import load
-from sinkscope.origins import signature as signature_module
-from sinkscope.origins.alignment import alignment, alignment_table, whitened_ranks
-from sinkscope.origins.fingerprint import Pair, fingerprint, judged
-from sinkscope.origins.seedprint import identity_dimensions, seedprint
-from sinkscope.origins.signature import Inputs, load_signature, sign
 from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates, student_t_tail

@@ -80,7 +80,7 @@ def test_measures_import_torch_only():
     [
         (
             "models/anatomy.py",
-            "from sinkscope.capture.trace import trace",
+            "from sinkscope.tracing.trace import trace",
             "models.anatomy imports upward: capture.trace",
         ),
         ("models/anatomy.py", "from ..capture import trace", "models.anatomy imports upward: capture.trace"),
@@ -134,7 +134,7 @@ def planted(tmp_path: Path, files: dict[str, str]) -> Path:
     """A small package in which every import is allowed, with `files` written over it."""
     root = tmp_path / PACKAGE
     base = {
-        "__init__.py": "from sinkscope.capture.trace import trace",
+        "__init__.py": "from sinkscope.tracing.trace import trace",
         "errors.py": "",
         "runtime.py": "from sinkscope.errors import InputError",
         "cli.py": "",

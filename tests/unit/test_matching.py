@@ -17,10 +17,10 @@ from sinkscope import (
     match_variance,
     shift_mean,
 )
+from sinkscope.interventions.intervene import Untouched, drawn_batch
 from sinkscope.interventions.matching import ShiftMeanAlone
 from sinkscope.interventions.requests import requests
 from sinkscope.models.insert_head_norm import insert_head_norm
-from sinkscope.studies.intervene import Untouched, drawn_batch
 
 POSITION, LAYERS = 5, (0, 1)
 

@@ -8,14 +8,14 @@ import torch
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope.capture.merges import Cosine, Largest, Mean, Moments, Rows, Total
-from sinkscope.capture.observables import CHAIN, Observable, Tap
-from sinkscope.capture.recorder import Recorder
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import read_table
+from sinkscope.tracing.merges import Cosine, Largest, Mean, Moments, Rows, Total
+from sinkscope.tracing.observables import CHAIN, Observable, Tap
+from sinkscope.tracing.recorder import Recorder
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 

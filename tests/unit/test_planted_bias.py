@@ -12,12 +12,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from sinkscope.errors import InputError
+from sinkscope.initial_bias.bias import bias
+from sinkscope.initial_bias.reading import preference_correlation, read_bias, sample_interval
 from sinkscope.measures.token_preference import uniform_entropy
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.origins.bias_reading import preference_correlation, read_bias, sample_interval
-from sinkscope.origins.initial_bias import bias
 from sinkscope.statistics import rank_correlation
 
 V, E, LENGTH = 64, 24, 5

@@ -14,7 +14,7 @@ import torch
 from planted_models import DECOYS, decoy, planted_chain, random_tokens, true_of
 from torch import Tensor
 
-from sinkscope.capture.trace import trace
+from sinkscope.tracing.trace import trace
 
 Edit = Callable[[str, int, Tensor], Tensor]
 Change = Callable[[Tensor, Tensor, int], Tensor]

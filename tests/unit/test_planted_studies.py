@@ -13,8 +13,6 @@ import torch
 from planted_models import DECOYS, LOCKS, caused, decoy, locked, planted_chain, random_tokens, true_of
 
 from sinkscope.arguments import STUDY_SEQUENCES
-from sinkscope.capture.replay import Replay
-from sinkscope.capture.trace import trace
 from sinkscope.interventions.aggregation import AggregationEdit
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import densify_neurons
@@ -25,6 +23,8 @@ from sinkscope.studies import judging
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
 from sinkscope.studies.study import NO_SINK, UNPLANNED, Study, study
+from sinkscope.tracing.replay import Replay
+from sinkscope.tracing.trace import trace
 
 SMALL = dict(num_sequences=STUDY_SEQUENCES, length=32)
 """The smallest study there is: models this small take some seconds each."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinkscope.cli import command_line, in_options
-from sinkscope.report import progress
+from sinkscope.pages import progress
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))

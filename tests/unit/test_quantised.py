@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load
-from sinkscope.models.names import reference_run
+from sinkscope.names import reference_run
 
 BLOCK = 32
 

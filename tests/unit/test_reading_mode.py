@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sinkscope.capture.observables import CHAIN
-from sinkscope.capture.recorder import record, without_autograd
-from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
+from sinkscope.tracing.observables import CHAIN
+from sinkscope.tracing.recorder import record, without_autograd
+from sinkscope.tracing.sole_reader import evaluation_mode
 
 
 class Keeping(torch.nn.Module):

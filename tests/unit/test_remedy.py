@@ -13,18 +13,18 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 import sinkscope
+from sinkscope.audits import prefix
+from sinkscope.audits.damage import losses
+from sinkscope.audits.plain_model import write_plain
+from sinkscope.audits.prefix import LOADER, other_prefix
+from sinkscope.audits.remedied import Measured, card
+from sinkscope.audits.remedy_page import remedied_figures
+from sinkscope.audits.texts import _written
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.presets import preset
-from sinkscope.remedies import prefix
-from sinkscope.remedies.damage import losses
-from sinkscope.remedies.plain_model import write_plain
-from sinkscope.remedies.prefix import LOADER, other_prefix
-from sinkscope.remedies.remedied import Measured, card
-from sinkscope.remedies.texts import _written
-from sinkscope.report.remedied import remedied_figures
-from sinkscope.report.run import read_run
+from sinkscope.results.run import read_run
 from sinkscope.results.run_folder import run_folder
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_done_is_refused(monkeypatch):
         sinkscope.remedy(tiny_model("gemma3"), ids, rotate=True)
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.sink_prefix(tiny_model("gemma3"), ids)
-    monkeypatch.setattr("sinkscope.remedies.remedy.check_plain", lambda *_: pytest.fail("read before it was refused"))
+    monkeypatch.setattr("sinkscope.audits.remedy.check_plain", lambda *_: pytest.fail("read before it was refused"))
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.remedy(tiny_model("gemma3"), ids, prefix=True)
 

@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 from study_tables import FACTORS, LENGTH, NUM_HEADS, NUM_LAYERS, write_study_folder, write_trace_folder
 
-from sinkscope.report.figure import Figure, bounds, heat_map, log_axis, rounded
-from sinkscope.report.html import write_page
-from sinkscope.report.maps import layer_curves, mapped_positions, maps
-from sinkscope.report.run import read_run
-from sinkscope.report.study_figures import study_figures
-from sinkscope.report.study_tables import carriers
-from sinkscope.report.trace import chain_panels, sink_rates
+from sinkscope.pages.figure import Figure, bounds, heat_map, log_axis, rounded
+from sinkscope.pages.html import write_page
+from sinkscope.results.run import read_run
+from sinkscope.studies.figures import study_figures
+from sinkscope.studies.page_tables import carriers
+from sinkscope.tracing.figures import chain_panels, sink_rates
+from sinkscope.tracing.maps import layer_curves, mapped_positions, maps
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_without_a_sink_nothing_is_invented(tmp_path):
 
 
 def test_a_long_sequence_is_thinned_but_keeps_its_sinks(run, monkeypatch):
-    monkeypatch.setattr("sinkscope.report.maps.NUM_POSITIONS_MAPPED", 16)
+    monkeypatch.setattr("sinkscope.tracing.maps.NUM_POSITIONS_MAPPED", 16)
     monkeypatch.setitem(run.summary, "sinks", [{"position": 29}])
     positions = mapped_positions(run)
     assert len(positions) <= 18
@@ -178,7 +178,7 @@ def test_a_long_sequence_is_thinned_but_keeps_its_sinks(run, monkeypatch):
 
 
 def test_curves_keep_the_sink_and_the_target_of_a_long_sequence(run, monkeypatch):
-    monkeypatch.setattr("sinkscope.report.trace.NUM_POSITIONS_DRAWN", 4)
+    monkeypatch.setattr("sinkscope.tracing.figures.NUM_POSITIONS_DRAWN", 4)
     monkeypatch.setitem(run.summary, "dom_ratio", {"position": 29})
     created = next(figure for figure in study_figures(run)["creation"] if figure.id == "created")
     assert created.traces[0]["x"] == [0, 1, 2, 3, 10, 29]

@@ -11,11 +11,11 @@ import pytest
 from study_tables import write_study_folder, write_trace_folder
 from training_folders import write_training_folder
 
+from sinkscope.compare.page import compare, write_comparison_page
 from sinkscope.errors import InputError
-from sinkscope.report.comparison import compare, write_comparison_page
-from sinkscope.report.run import read_run
-from sinkscope.report.run_page import write_page_of_run
+from sinkscope.results.run import read_run
 from sinkscope.results.run_folder import is_training_run
+from sinkscope.results.run_page import write_page_of_run
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ import sys
 from pathlib import Path
 
 sys.modules["torch"] = None  # importing it fails
-from sinkscope.report.run_page import write_page_of_run
+from sinkscope.results.run_page import write_page_of_run
 
 for number, folder in enumerate(sys.argv[1:]):
     write_page_of_run(folder, Path(folder).parent / f"page-{number}.html")

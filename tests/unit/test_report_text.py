@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from study_tables import HOSTILE_TOKENS
 
-from sinkscope.report import terminal
-from sinkscope.report.text import (
+from sinkscope.pages import terminal
+from sinkscope.pages.text import (
     escape_what_cannot_be_printed,
     escaped,
     interval,

@@ -19,12 +19,12 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
+from sinkscope import atomic
+from sinkscope.atomic import locked, whole_file
+from sinkscope.audits.prefix import SinkPrefix
 from sinkscope.errors import InputError
-from sinkscope.origins.signature import Inputs, Signature
-from sinkscope.remedies.prefix import SinkPrefix
-from sinkscope.results import atomic
+from sinkscope.fingerprints.signature import Inputs, Signature
 from sinkscope.results import run_folder as module
-from sinkscope.results.atomic import locked, whole_file
 from sinkscope.results.parts import Parts
 from sinkscope.results.run_folder import check_output, check_page, default_run_path, remove_run, run_folder
 from sinkscope.results.tables import Column, Schema, read_table

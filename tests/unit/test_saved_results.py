@@ -11,8 +11,8 @@ from study_tables import write_study_folder
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope.report import html
-from sinkscope.report.saved import KINDS
+from sinkscope.pages import html
+from sinkscope.results.saved import KINDS
 
 LIVE = {
     "trace": small.trace_of_text,

@@ -11,12 +11,9 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from sinkscope.errors import InputError
-from sinkscope.pretrain.decoder import Decoder
-from sinkscope.pretrain.presets import decoder_config, preset
-from sinkscope.remedies import damage as damage_file
-from sinkscope.remedies.damage import damage, losses, scheme_losses
-from sinkscope.remedies.schemes import (
+from sinkscope.audits import damage as damage_file
+from sinkscope.audits.damage import damage, losses, scheme_losses
+from sinkscope.audits.schemes import (
     SCHEMES,
     Scheme,
     entering_rows,
@@ -27,7 +24,10 @@ from sinkscope.remedies.schemes import (
     rounded_input,
     rounded_weight,
 )
-from sinkscope.remedies.static_scales import least_error_range, least_error_ranges
+from sinkscope.audits.static_scales import least_error_range, least_error_ranges
+from sinkscope.errors import InputError
+from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.presets import decoder_config, preset
 
 LENGTH = 20
 
@@ -135,7 +135,7 @@ def squared_error(x: np.ndarray, bits: int, largest: float) -> float:
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_a_static_range_is_the_one_of_least_squared_error(ids_NT, bits, monkeypatch):
-    monkeypatch.setattr("sinkscope.remedies.damage.BATCH_TOKENS", LENGTH)  # a text a pass
+    monkeypatch.setattr("sinkscope.audits.damage.BATCH_TOKENS", LENGTH)  # a text a pass
     model, read = tiny_model("llama", scale=3.0), {}
     keep_NT = torch.zeros(ids_NT.shape, dtype=torch.bool)
     keep_NT[:, 0] = True

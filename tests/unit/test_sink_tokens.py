@@ -10,8 +10,8 @@ from planted_models import planted_chain, random_tokens
 from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
+from sinkscope.audits.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _chosen, shared
 from sinkscope.models.anatomy import Unit, anatomy_of
-from sinkscope.remedies.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _chosen, shared
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,12 +13,12 @@ from tiny_models import tiny_model
 from torch.nn.functional import cross_entropy
 
 import sinkscope
-from sinkscope.remedies import static_scales
-from sinkscope.remedies.damage import losses, scheme_losses
-from sinkscope.remedies.gradients import read_gradients
-from sinkscope.remedies.remedied import card
-from sinkscope.remedies.schemes import linear_layers, quantised
-from sinkscope.remedies.static_scales import (
+from sinkscope.audits import static_scales
+from sinkscope.audits.damage import losses, scheme_losses
+from sinkscope.audits.gradients import read_gradients
+from sinkscope.audits.remedied import card
+from sinkscope.audits.schemes import linear_layers, quantised
+from sinkscope.audits.static_scales import (
     SHARES,
     STATIC,
     better_ranges,
@@ -74,8 +74,8 @@ def test_texts_after_a_prefix_are_those_after_its_tokens():
     model, facts = planted_chain(0)
     ids_NT = random_tokens(facts, num_sequences=3, length=24)
     head = ids_NT[0, :2].tolist()
-    layers = sinkscope.remedies.prefix.cache_of(sinkscope.load(model), head)
-    prefix = sinkscope.remedies.prefix.SinkPrefix(ids=tuple(head), layers=layers, fired=(1, 0), config=model.config)
+    layers = sinkscope.audits.prefix.cache_of(sinkscope.load(model), head)
+    prefix = sinkscope.audits.prefix.SinkPrefix(ids=tuple(head), layers=layers, fired=(1, 0), config=model.config)
     whole_NT = torch.cat([torch.tensor(head).expand(3, -1), ids_NT], 1)
     after, whole = {}, {}
     read_gradients(model, ids_NT, lambda *read: after.update({read[:2]: read[2:]}), prefix=prefix.cache)

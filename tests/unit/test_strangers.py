@@ -19,16 +19,16 @@ from study_tables import write_study_folder
 from training_folders import write_training_folder
 
 import sinkscope
+from sinkscope.compare.page import compare
 from sinkscope.errors import InputError
-from sinkscope.origins.bias_schemas import BIAS_TABLES, QUANTITIES
-from sinkscope.origins.signature import Inputs, Signature, load_signature
+from sinkscope.fingerprints.signature import Inputs, Signature, load_signature
+from sinkscope.initial_bias.schemas import BIAS_TABLES, QUANTITIES
+from sinkscope.pages import html
 from sinkscope.pretrain.model_specs import draw
 from sinkscope.pretrain.presets import resolve
-from sinkscope.report import html
-from sinkscope.report.comparison import compare
-from sinkscope.report.run_page import write_page_of_run
 from sinkscope.results import tables
 from sinkscope.results.run_folder import run_folder
+from sinkscope.results.run_page import write_page_of_run
 from sinkscope.results.tables import Column, Schema, read_table, write_table
 from sinkscope.results.validated import check_safetensors, read_json, read_yaml
 

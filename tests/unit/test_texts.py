@@ -5,10 +5,10 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load
 from sinkscope.pretrain.text_sources import SEPARATOR
-from sinkscope.remedies.texts import texts_to_measure
 
 
 def words_are_tokens(vocabulary):

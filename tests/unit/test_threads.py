@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.models.loading import load
+from sinkscope.tracing.trace import trace
 
 IDS = torch.randint(10, 97, (4, 40), generator=torch.Generator().manual_seed(0))
 

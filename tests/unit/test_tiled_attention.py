@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from sinkscope.capture import tiles as module
-from sinkscope.capture.attention import _not_fused
-from sinkscope.capture.attention_rule import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
-from sinkscope.capture.tiles import tiled_attention
+from sinkscope.tracing import tiles as module
+from sinkscope.tracing.attention import _not_fused
+from sinkscope.tracing.attention_rule import SAMPLED_QUERIES, AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.tracing.tiles import tiled_attention
 
 # float64 differs from the definition by the order of its sums only. float32 has 24 bits: scores up to about 10 are good
 # to 1e-6, the exponential passes that on as a relative error, and sums over 130 keys add little to it.

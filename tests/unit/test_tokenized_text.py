@@ -10,12 +10,12 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast
 
 import sinkscope
+from sinkscope.audits.texts import spread_batch
 from sinkscope.errors import InputError
 from sinkscope.explore.sources import Asked, LiveModel
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import as_batch, prompt_batch
 from sinkscope.models.token_batches import token_batch
-from sinkscope.remedies.texts import spread_batch
 
 BOS, EOS, GMASK, SOP, PAD = 1, 2, 3, 4, 5
 NAMES = ["<unk>", "<s>", "</s>", "[gMASK]", "<sop>", "<pad>"]

@@ -17,12 +17,12 @@ from training_folders import (
     write_training_folder,
 )
 
+from sinkscope.compare.page import compare
 from sinkscope.errors import InputError
 from sinkscope.pretrain.births import LINKS, births
 from sinkscope.pretrain.comparison import compare_training, reach
-from sinkscope.report.comparison import compare
-from sinkscope.report.run_page import write_page_of_run
-from sinkscope.report.training_figures import median_birth
+from sinkscope.pretrain.figures import median_birth
+from sinkscope.results.run_page import write_page_of_run
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
 

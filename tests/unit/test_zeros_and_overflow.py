@@ -13,18 +13,18 @@ from planted_models import planted_chain
 from tiny_models import tiny_model
 
 from sinkscope.arguments import STUDY_SEQUENCES
-from sinkscope.capture.trace import trace
-from sinkscope.commands.output import write_pictures
+from sinkscope.cli_output import write_pictures
 from sinkscope.errors import InputError
+from sinkscope.fingerprints.signature import Inputs, sign
+from sinkscope.initial_bias.reading import read_bias
+from sinkscope.interventions.intervene import intervene
 from sinkscope.measures.contraction import principal
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import batch_with_others
-from sinkscope.origins.bias_reading import read_bias
-from sinkscope.origins.signature import Inputs, sign
 from sinkscope.results.run_folder import run_folder
-from sinkscope.studies.intervene import intervene
 from sinkscope.studies.study import study
+from sinkscope.tracing.trace import trace
 
 RATIOS = ("dom_ratio", "participation_ratio", "top_energy_share", "kurtosis", "dom_ratio_normed")
 NULL = 5

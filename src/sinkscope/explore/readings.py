@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.capture.findings import NEEDED
-from sinkscope.capture.trace import Trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Unit
-from sinkscope.report.run import read_run
-from sinkscope.report.text import token_text, visible
+from sinkscope.pages.text import token_text, visible
+from sinkscope.results.run import read_run
 from sinkscope.results.validated import refused
+from sinkscope.tracing.findings import NEEDED
+from sinkscope.tracing.trace import Trace
 
 QUANTITIES = {
     "attention_received": "Attention received, mean over heads",

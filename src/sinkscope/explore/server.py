@@ -45,7 +45,7 @@ ASSETS = {
     "page.js": ("sinkscope.explore", "page.js", "text/javascript"),
     "maps.js": ("sinkscope.explore", "maps.js", "text/javascript"),
     "page.css": ("sinkscope.explore", "page.css", "text/css"),
-    "report.css": ("sinkscope.report", "page.css", "text/css"),
+    "report.css": ("sinkscope.pages", "page.css", "text/css"),
 }
 """By address: package, file and type. The look is that of the reports."""
 HEADERS = {

@@ -15,9 +15,9 @@ from typing import Any, cast
 from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
+from sinkscope.interventions.intervene import Untouched, read_prompt
 from sinkscope.interventions.requests import requests
 from sinkscope.models.loading import LoadedModel
-from sinkscope.studies.intervene import Untouched, read_prompt
 
 MOST_CHARACTERS = 20_000
 """Of a prompt."""

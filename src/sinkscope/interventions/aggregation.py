@@ -18,11 +18,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sinkscope.capture.edits import depth, suspend
-from sinkscope.capture.kept_writes import KeptWrites
-from sinkscope.capture.layer_call import wide
-from sinkscope.capture.recorder import ending_after
-from sinkscope.capture.sole_reader import evaluation_mode
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     MIN_CALIBRATION,
@@ -45,6 +40,11 @@ from sinkscope.interventions.neurons import NeuronEdit
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.edits import depth, suspend
+from sinkscope.tracing.kept_writes import KeptWrites
+from sinkscope.tracing.layer_call import wide
+from sinkscope.tracing.recorder import ending_after
+from sinkscope.tracing.sole_reader import evaluation_mode
 
 AGGREGATION, BEFORE_NORM = "aggregation", "aggregation before its norm"
 """What is acted on: what enters the output projection, or the norm before it."""

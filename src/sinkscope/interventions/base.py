@@ -18,17 +18,17 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from sinkscope.capture.edits import OpenIntervention, check_acted, depth, open_interventions, opened, owner
-from sinkscope.capture.receipt import check_reading
-from sinkscope.capture.restored import restored
-from sinkscope.capture.sole_reader import everything_eager, sole_reader
-from sinkscope.capture.taps import entering
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.prompts import check_one_length
 from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
+from sinkscope.tracing.edits import OpenIntervention, check_acted, depth, open_interventions, opened, owner
+from sinkscope.tracing.receipt import check_reading
+from sinkscope.tracing.restored import restored
+from sinkscope.tracing.sole_reader import everything_eager, sole_reader
+from sinkscope.tracing.taps import entering
 
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""

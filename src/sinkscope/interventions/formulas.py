@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_call import wide
 from sinkscope.measures.value_variance import value_variance
+from sinkscope.tracing.layer_call import wide
 
 ROUNDING = 1e-10
 """A variance that is this share of the squared mean is that of sums in float32."""

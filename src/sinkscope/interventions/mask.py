@@ -8,10 +8,6 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
-from sinkscope.capture.attention import read_attention
-from sinkscope.capture.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.capture.attention_tap import attention_tap
-from sinkscope.capture.edits import RowEdit, editing_rows
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Acted,
@@ -23,6 +19,10 @@ from sinkscope.interventions.base import (
     as_indices,
     one_index,
 )
+from sinkscope.tracing.attention import read_attention
+from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
+from sinkscope.tracing.attention_tap import attention_tap
+from sinkscope.tracing.edits import RowEdit, editing_rows
 
 
 class MaskEdit(Intervention):

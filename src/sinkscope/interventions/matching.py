@@ -20,7 +20,6 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_call import wide
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, no_variance, run_with_aggregations
 from sinkscope.interventions.base import AggregationPlace, Intervention, Model, Place
@@ -28,6 +27,7 @@ from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.measures.value_variance import second_moment, value_variance
 from sinkscope.models.anatomy import Layer
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.layer_call import wide
 
 UNTOUCHED = "untouched"
 TOLERANCE = 0.1

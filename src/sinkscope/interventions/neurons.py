@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import check_whole
-from sinkscope.capture.edits import ExpertEdit, editing_experts, suspend
-from sinkscope.capture.replay import ConditionReading, read_units
-from sinkscope.capture.units import LayerUnits
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Acted,
@@ -37,6 +34,9 @@ from sinkscope.interventions.base import (
 from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.edits import ExpertEdit, editing_experts, suspend
+from sinkscope.tracing.replay import ConditionReading, read_units
+from sinkscope.tracing.units import LayerUnits
 
 NUM_NEAREST = 20
 """How many units, or dimensions, a matched one is drawn among."""

@@ -13,8 +13,6 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from sinkscope.capture.replay import ConditionReading, read_condition
-from sinkscope.capture.taps import leaving
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Acted,
@@ -37,6 +35,8 @@ from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.replay import ConditionReading, read_condition
+from sinkscope.tracing.taps import leaving
 
 
 class ResidualEdit(Intervention):

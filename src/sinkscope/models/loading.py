@@ -29,9 +29,9 @@ from sinkscope.models.gguf_files import gguf_tokenizer, load_gguf, read_gguf_hea
 from sinkscope.models.hub import download
 from sinkscope.models.insert_head_norm import load_head_norm
 from sinkscope.models.loaded import LoadedModel, ModelLike, bare_model
-from sinkscope.models.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.models.quantised import INSTALL, dense, dequantising
 from sinkscope.models.tokenizer_loading import load_tokenizer
+from sinkscope.names import DEFAULT_MODEL, RESOLVERS, is_reference, reference_run
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.runtime import check_placement, check_torch_defaults, resolve_device, resolve_dtype
 from sinkscope.user_paths import user_path

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.names import run_path
+from sinkscope.names import run_path
 from sinkscope.pretrain.births import births
 from sinkscope.pretrain.comparison_story import comparison_story
 from sinkscope.pretrain.runs import (

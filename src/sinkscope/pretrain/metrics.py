@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import TRACKERS, check_choice
+from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.optimisers import learning_rate
-from sinkscope.results.atomic import whole_file
 from sinkscope.results.tables import Column, Schema, write_table
 from sinkscope.results.validated import (
     MOST_LINES_OF_JSON,

@@ -24,7 +24,7 @@ from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, causal_config, check_counts
 from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
-from sinkscope.models.names import DEFAULT_MODEL, run_path
+from sinkscope.names import DEFAULT_MODEL, run_path
 from sinkscope.pretrain.checkpoints import FOLDER, RECORD, TENSORS, damage, expected_layouts
 from sinkscope.pretrain.presets import PRESETS, decoder_config, preset
 from sinkscope.pretrain.runs import initial_configuration

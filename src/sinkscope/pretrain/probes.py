@@ -24,9 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sinkscope.capture.findings import Findings
-from sinkscope.capture.sole_reader import evaluation_mode
-from sinkscope.capture.trace import trace
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
@@ -36,6 +33,9 @@ from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.config import check_probe_length
 from sinkscope.pretrain.metrics import JsonLines, read_rows
+from sinkscope.tracing.findings import Findings
+from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.trace import trace
 
 QUANTITIES = {
     "variance_ratio": "1. variance of the value aggregation across sequences, position 0 over the later half",

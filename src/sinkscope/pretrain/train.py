@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from sinkscope.atomic import CANNOT_GROW, explained, locked
 from sinkscope.attention.variants import VARIANTS
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, is_begun
@@ -29,7 +30,6 @@ from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
-from sinkscope.results.atomic import CANNOT_GROW, explained, locked
 from sinkscope.results.run_folder import RunFolder, run_folder
 from sinkscope.results.validated import SCALAR, Each, read_json
 from sinkscope.runtime import environment

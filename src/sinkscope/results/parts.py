@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from sinkscope import processes
-from sinkscope.results.atomic import CANNOT_GROW, explained, hidden_sibling, whole_file
+from sinkscope.atomic import CANNOT_GROW, explained, hidden_sibling, whole_file
 from sinkscope.user_paths import user_path
 
 

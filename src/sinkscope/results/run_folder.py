@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.errors import InputError
-from sinkscope.results import tables
-from sinkscope.results.atomic import (
+from sinkscope.atomic import (
     CANNOT_GROW,
     explained,
     flush,
@@ -34,6 +32,8 @@ from sinkscope.results.atomic import (
     locked,
     whole_file,
 )
+from sinkscope.errors import InputError
+from sinkscope.results import tables
 from sinkscope.results.validated import read_yaml
 from sinkscope.user_paths import user_path
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
-from sinkscope.results.atomic import whole_file
 from sinkscope.results.validated import MOST_CHARACTERS, refused
 
 if TYPE_CHECKING:

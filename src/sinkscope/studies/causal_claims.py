@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.interventions.plan import MAX_UNITS
 from sinkscope.measures.super_neurons import TOP_SHARE
 from sinkscope.models.anatomy import Unit
 from sinkscope.studies.conditions import (
@@ -42,7 +43,6 @@ from sinkscope.studies.judging import (
 )
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
-from sinkscope.studies.plan import MAX_UNITS
 
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
 NO_WRITERS = "no layer with units comes before the first head with the sink"

@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
+from sinkscope.interventions.plan import Plan
 from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
 from sinkscope.studies import conditions as run
 from sinkscope.studies.judging import Empty
-from sinkscope.studies.plan import Plan
 
 CONFIDENCE = 0.99
 """Of the interval in a single layer: there are several layers, and most conditions do what they say."""

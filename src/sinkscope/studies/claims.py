@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sinkscope.interventions.plan import SINK_HEAD_RATE
 from sinkscope.measures.dimension_disparity import DOM_RATIO
 from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
@@ -29,7 +30,6 @@ from sinkscope.studies.judging import (
     some_of,
 )
 from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
-from sinkscope.studies.plan import SINK_HEAD_RATE
 
 
 def _sink(study: Measured) -> Found:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sinkscope.capture.replay import Replay
 from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit, KeptBatch, kept_batch
 from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
@@ -26,13 +25,14 @@ from sinkscope.interventions.neurons import (
     densify_neurons,
     transplant_neurons,
 )
+from sinkscope.interventions.plan import Plan
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
 from sinkscope.models.anatomy import Anatomy, Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.outcome import Outcome, reduced
-from sinkscope.studies.plan import Plan
+from sinkscope.tracing.replay import Replay
 
 FACTORS = (1.5, 2.0, 4.0, 8.0)
 """Doses of amplification beside 1; claims and their controls are judged at the largest."""

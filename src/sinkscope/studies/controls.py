@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_call import LayerCall, wide
-from sinkscope.capture.merges import Mean
-from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder
 from sinkscope.interventions.neurons import matched_units, nearest
+from sinkscope.interventions.plan import MAX_UNITS, Plan, most_super_neurons
 from sinkscope.models.anatomy import Anatomy, Group, Unit
-from sinkscope.studies.plan import MAX_UNITS, Plan, most_super_neurons
+from sinkscope.tracing.layer_call import LayerCall, wide
+from sinkscope.tracing.merges import Mean
+from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.recorder import Recorder
 
 NUM_RANDOM_SETS = 20
 EMPTY = 0.1

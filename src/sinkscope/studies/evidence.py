@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkscope.capture.attention_rule import sampled_queries
-from sinkscope.capture.layer_call import LayerCall, wide
-from sinkscope.capture.lock import later_queries, making_keys
-from sinkscope.capture.merges import Own, Rows
-from sinkscope.capture.observables import Observable, Tap, averaging_law
-from sinkscope.capture.recorder import Recorder
+from sinkscope.interventions.plan import Plan
 from sinkscope.measures.dimension_disparity import direction_share
 from sinkscope.models.anatomy import Anatomy
-from sinkscope.studies.plan import Plan
+from sinkscope.tracing.attention_rule import sampled_queries
+from sinkscope.tracing.layer_call import LayerCall, wide
+from sinkscope.tracing.lock import later_queries, making_keys
+from sinkscope.tracing.merges import Own, Rows
+from sinkscope.tracing.observables import Observable, Tap, averaging_law
+from sinkscope.tracing.recorder import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

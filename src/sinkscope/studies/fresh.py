@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkscope.capture.layer_call import LayerCall
-from sinkscope.capture.merges import Rows
-from sinkscope.capture.observables import Observable, Tap
-from sinkscope.capture.recorder import Recorder
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
 from sinkscope.pretrain.model_specs import Configuration, draw
+from sinkscope.tracing.layer_call import LayerCall
+from sinkscope.tracing.merges import Rows
+from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.recorder import Recorder
 
 SEEDS = (0, 1, 2)
 SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.capture.replay import ConditionReading
+from sinkscope.interventions.plan import Plan
 from sinkscope.measures.dimension_disparity import top_energy_share
 from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
 from sinkscope.models.anatomy import Anatomy, Unit
@@ -18,7 +18,7 @@ from sinkscope.studies.conditions import Condition, sides_of_norm
 from sinkscope.studies.controls import Controls
 from sinkscope.studies.evidence import Evidence
 from sinkscope.studies.outcome import Outcome
-from sinkscope.studies.plan import Plan
+from sinkscope.tracing.replay import ConditionReading
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 NO_TARGET = "no position is free of a sink and has enough later queries"

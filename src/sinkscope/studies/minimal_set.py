@@ -18,16 +18,16 @@ from functools import cached_property
 import numpy as np
 
 from sinkscope import processes
-from sinkscope.capture.replay import ConditionReading, Replay
-from sinkscope.capture.trace import trace
 from sinkscope.interventions.base import together
 from sinkscope.interventions.neurons import ablate_neurons
+from sinkscope.interventions.plan import MAX_UNITS, Plan, candidate_units
 from sinkscope.models.anatomy import DENSE, Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.results.parts import Parts
 from sinkscope.studies.judging import QUARTER
-from sinkscope.studies.plan import MAX_UNITS, Plan, candidate_units
+from sinkscope.tracing.replay import ConditionReading, Replay
+from sinkscope.tracing.trace import trace
 
 NUM_SEARCHING = 16
 """Choosing sequences that the search runs on."""

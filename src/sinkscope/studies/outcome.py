@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sinkscope.capture.replay import ConditionReading
-from sinkscope.studies.plan import Plan
+from sinkscope.interventions.plan import Plan
+from sinkscope.tracing.replay import ConditionReading
 
 QUANTITIES = {
     "entropy": "entropy_LBT",

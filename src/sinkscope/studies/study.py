@@ -15,12 +15,9 @@ import torch
 
 from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
-from sinkscope.capture.receipt import Receipt, described
-from sinkscope.capture.replay import Replay
-from sinkscope.capture.sole_reader import evaluation_mode
-from sinkscope.capture.trace import Trace, trace
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import MIN_CALIBRATION
+from sinkscope.interventions.plan import MAX_UNITS, Plan, make_plan
 from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -49,9 +46,12 @@ from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, ju
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.outcome import STORED, Outcome, reduced
-from sinkscope.studies.plan import MAX_UNITS, Plan, make_plan
-from sinkscope.studies.study_schemas import STUDY_TABLES
+from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
+from sinkscope.tracing.receipt import Receipt, described
+from sinkscope.tracing.replay import Replay
+from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.trace import Trace, trace
 
 NUM_CHOOSING = 32
 NO_SINK = "there is no sink to explain"

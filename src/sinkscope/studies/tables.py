@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkscope.capture.trace import Trace
 from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
@@ -18,7 +17,7 @@ from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, S
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
-from sinkscope.studies.study_schemas import (
+from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
     CLAIMS,
     EFFECTS,
@@ -32,6 +31,7 @@ from sinkscope.studies.study_schemas import (
     RANDOM_SETS,
     RATES,
 )
+from sinkscope.tracing.trace import Trace
 
 NUM_BINS = 24
 NUM_RANKS = 64

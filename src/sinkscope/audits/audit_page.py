@@ -1,0 +1,281 @@
+"""The page of a run of `sinkscope audit`: what each scheme costs, where, what wins it back, and the sink tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkscope.audits.schemes import SCHEMES, scheme_in_words
+from sinkscope.audits.texts import held_out_in_words
+from sinkscope.pages import html
+from sinkscope.pages.figure import Figure, axis, categories, heat_map, level, levels, line, log_axis
+from sinkscope.pages.html import header, write_page
+from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
+from sinkscope.results.tables import rows_where
+
+Table = Mapping[str, list]
+METHOD = (
+    "A damage is the change of the next-token loss on held-out texts, in nats a token, with a 95 % interval over "
+    "texts. Schemes are emulated: symmetric, rounded to nearest, in every linear layer but the output head. The "
+    "prediction is half the squared product of the noise that a scheme makes in a module's output with the gradient at "
+    "it, on targets that the model draws itself, summed over tokens and modules: one forward and one backward pass "
+    "over other texts, after a plain pass that finds the ranges of static scales. A remedy is worth doing where the "
+    "interval of what it wins back lies above zero, and that of what it wins back beyond its control on the same texts "
+    "too."
+)
+LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
+NUM_TOKENS = 20
+"""Different sink tokens that are listed."""
+
+
+def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path) -> None:
+    """Writes the page from a run's tables and summary."""
+    title = f"What breaks, and what to do: {summary['model']}"
+    tokens = summary["tokens"]
+    circumstances = (
+        f"{summary['family']}, {summary['num_layers']} layers; "
+        f"{held_out_in_words(tokens['count'], tokens['length'], tokens.get('source'))}; loss {summary['loss']:.3f}"
+    )
+    figures = audit_figures(tables, summary)
+    by_id = {figure.id: figure for figure in figures}
+    remedies, scatter = by_id.get("remedies"), by_id["scatter"]
+    maps = [figure for figure in figures if figure not in (remedies, scatter)]
+    body = [
+        header(title, circumstances),
+        '<main id="main">',
+        f'<p class="answer">{isolated(summary["story"])}</p>',
+        f'<h2 id="damage">What each scheme costs</h2>{_schemes(tables["damages"])}',
+        f'<h2 id="advice">What to do</h2>{_advice(tables["remedies"], summary)}',
+        f'<div class="figures">{html.figure(remedies, wide=True)}</div>' if remedies else "",
+        f'<h2 id="where">Where it breaks</h2>{_blamed(tables["damages"])}<div class="figures">',
+        *(html.figure(figure, wide=True) for figure in maps),
+        f'</div><h2 id="prediction">Prediction against measurement</h2>'
+        f'<div class="figures">{html.figure(scatter, wide=True)}</div>',
+        f'<h2 id="sinks">The tokens that carry the sinks</h2>{_sinks(tables["sink_tokens"], summary)}',
+        f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(command)}</code></pre></main>',
+    ]
+    write_page(destination, title, "".join(body), figures)
+
+
+def audit_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> list[Figure]:
+    """The figures of the page: what is left of the damage, prediction against measurement, maps of modules."""
+    remedies = _remedies(tables["remedies"])
+    return [*([remedies] if remedies else []), _scatter(tables["damages"], summary), *_maps(tables)]
+
+
+def _two_digits(value: float | None) -> str:
+    """A correlation; of values that are all equal there is none, which a file keeps as null."""
+    return "nan" if value is None else f"{value:.2f}"
+
+
+def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, str]:
+    return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
+
+
+def _schemes(damages: Table) -> str:
+    entries = [
+        (scheme_in_words(row["scheme"]), *_measured(row), row["predicted"], row["control"])
+        for row in rows_where(damages, level="model")
+    ]
+    return html.table(("scheme", "damage", "95 % interval", "predicted", "with 16 bits, or all keys"), entries)
+
+
+def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
+    """What holds, the largest effect first, and what was tried in vain."""
+    refused = "".join(
+        f"<p>{escaped(name.capitalize())} is not possible here: {isolated(reason)}</p>"
+        for name, reason in summary["refused"].items()
+    )
+    rows = sorted(rows_where(remedies), key=lambda row: (not row["holds"], -row["won"]))
+    nothing = ""
+    if why := summary.get("why_nothing"):
+        short = "Nothing needed" if summary["nothing_needed"] else "Nothing helps" if rows else "Nothing to do"
+        nothing = f"<p>{short}: {escaped(why)}.</p>"
+    if not rows:
+        return f"{nothing}{refused}"
+    entries = [
+        (
+            "do" if row["holds"] else "in vain",
+            row["remedy"],
+            scheme_in_words(row["scheme"]),
+            row["damage"],
+            *_measured(row, "won"),
+            *_measured(row, "control"),
+            row["control_is"],
+        )
+        for row in rows
+    ]
+    columns = ("", "remedy", "scheme", "damage", "wins back", "interval", "control wins back", "interval", "control")
+    what = html.table(
+        ("remedy", "scheme", "what"), [(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in rows]
+    )
+    return (
+        f"{nothing}{html.table(columns, entries)}{refused}"
+        f"<details><summary>Which tokens, modules and basis</summary>{what}"
+        '</details><p class="muted">All of it is in recipe.json; for 8-bit activations per tensor, the modules are in '
+        "llm-compressor.yaml (static) and torchao.json (dynamic). The tokens are in kept_positions.json.</p>"
+    )
+
+
+def _remedies(remedies: Table) -> Figure | None:
+    """What each remedy leaves of the damage of each scheme."""
+    rows = rows_where(remedies)
+    if not rows:
+        return None
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    names = list(dict.fromkeys(row["remedy"] for row in rows))
+    shown = {scheme: plotted(scheme_in_words(scheme)) for scheme in schemes}
+    without = {row["scheme"]: row["damage"] for row in rows}
+    traces = [line([shown[s] for s in schemes], [without[s] for s in schemes], "without a remedy", 5, mode="markers")]
+    for look, name in enumerate(names):
+        own = [row for row in rows if row["remedy"] == name]
+        ends = {end: [row[f"left_{end}"] for row in own] for end in ("low", "high")}
+        x = [shown[row["scheme"]] for row in own]
+        traces.append(line(x, [row["left"] for row in own], name, look, mode="markers", **ends))
+    return Figure(
+        "remedies",
+        "What is left of the damage",
+        "Loss above that of the untouched model, in nats a token. The controls are in the table.",
+        ("remedies",),
+        traces,
+        {
+            "xaxis": categories(list(shown.values())),
+            "yaxis": axis("nats a token"),
+            **levels(level(0, "untouched")),
+        },
+        ("remedy", "scheme", "without", "left", "interval", "control wins back", "interval"),
+        [
+            (row["remedy"], row["scheme"], row["damage"], *_measured(row, "left"), *_measured(row, "control"))
+            for row in rows
+        ],
+        height=380,
+    )
+
+
+def _blamed(damages: Table) -> str:
+    entries = [
+        (row["place"], scheme_in_words(row["scheme"]), row["predicted"], *_measured(row))
+        for row in rows_where(damages, level="module")
+    ]
+    table = html.table(("module", "scheme", "predicted", "damage", "95 % interval"), entries)
+    return f"<p>The modules that the prediction blames, each measured alone:</p>{table}"
+
+
+def _maps(tables: Mapping[str, Table]) -> list[Figure]:
+    """The modules by predicted damage: of the worst scheme of activations and of weights, and of attention."""
+    predictions = rows_where(tables["predictions"])
+    totals = Counter[str]()
+    for row in predictions:
+        totals[row["scheme"]] += row["predicted"]
+    figures = []
+    for what in ("activations", "weights"):
+        worst = max((name for name, scheme in SCHEMES.items() if scheme.what == what), key=lambda name: totals[name])
+        rows = [row | {"y": row["kind"]} for row in predictions if row["scheme"] == worst]
+        words = scheme_in_words(worst)
+        figures.append(_map(f"map-{what}", f"Predicted damage by module: {words}", rows, "predicted", "predictions"))
+    rows = [
+        row | {"y": scheme_in_words(row["scheme"])}
+        for row in predictions
+        if SCHEMES[row["scheme"]].what in ("cache", "window")
+    ]
+    figures.append(
+        _map("map-attention", "Predicted damage by layer: cache and window", rows, "predicted", "predictions")
+    )
+    rows = [
+        row | {"y": row["kind"] if row["what"] == "inputs" else row["what"]} for row in rows_where(tables["readings"])
+    ]
+    title = "Largest token over the median token, in what each module reads"
+    figures.append(_map("map-tokens", title, rows, "token_ratio", "readings"))
+    return figures
+
+
+def _map(id: str, title: str, rows: Sequence[Mapping[str, Any]], column: str, source: str) -> Figure:
+    kinds = list(dict.fromkeys(row["y"] for row in rows))[::-1]
+    layers = sorted({row["layer"] for row in rows})
+    values = np.full((len(kinds), len(layers)), np.nan)
+    for row in rows:
+        if row[column] is not None:
+            values[kinds.index(row["y"]), layers.index(row["layer"])] = row[column]
+    shown = list(map(plotted, kinds))
+    where = "layer %{x}, %{y}"
+    return Figure(
+        id,
+        title,
+        "Nats a token." if source == "predictions" else "A sink token sets the scale where this is large.",
+        (source,),
+        [heat_map(layers, shown, values, column.replace("_", " "), where, logarithmic=True)],
+        {"xaxis": axis("layer"), "yaxis": categories(shown)},
+        ("layer", "module", column.replace("_", " ")),
+        [(row["layer"], row["y"], row[column]) for row in rows],
+        height=140 + 24 * len(kinds),
+    )
+
+
+def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
+    """Every cell of a group of layers and a scheme."""
+    rows = rows_where(damages, level="group")
+    hidden = sum(row["measured"] <= 0 for row in rows)
+    shown = [row for row in rows if row["measured"] > 0]
+    traces = []
+    for what, look in LOOKS.items():
+        own = [row for row in shown if SCHEMES[row["scheme"]].what == what]
+        text = [plotted(f"{scheme_in_words(row['scheme'])}, {row['place']} layers") for row in own]
+        extra = {"mode": "markers", "text": text, "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
+        ends = {end: [row[f"measured_{end}"] for row in own] for end in ("low", "high")}
+        x, y = ([row[name] for row in own] for name in ("predicted", "measured"))
+        traces.append(line(x, y, what, look, **ends, **extra))
+    predicted, measured = ([row[name] for row in shown] for name in ("predicted", "measured"))
+    if shown:
+        diagonal = [min(predicted), max(predicted)]
+        traces.append(line(diagonal, diagonal, "equal", 5, mode="lines"))
+    return Figure(
+        "scatter",
+        "Predicted and measured damage",
+        f"{len(rows)} cells: each scheme in each third of the layers, in nats a token. Rank correlation "
+        f"{_two_digits(summary.get('rank_correlation'))}; of the measurements on one half of the texts with those on "
+        f"the other half {_two_digits(summary.get('repeatability'))}."
+        + f" {hidden} cells without measured damage are in the table alone."
+        * (hidden > 0),
+        ("damages",),
+        traces,
+        {"xaxis": log_axis("predicted", predicted), "yaxis": log_axis("measured", measured)},
+        ("layers", "scheme", "predicted", "measured", "95 % interval"),
+        [(row["place"], row["scheme"], row["predicted"], *_measured(row)) for row in rows],
+        height=420,
+    )
+
+
+def _sinks(sinks: Table, summary: Mapping[str, Any]) -> str:
+    rows = rows_where(sinks)
+    if not rows:
+        return "<p>None.</p>"
+    found = Counter((row["token"], row["token_text"]) for row in rows)
+    places: dict[int, list[int]] = {}
+    for row in rows:
+        places.setdefault(row["token"], []).append(row["position"])
+    entries = [
+        (
+            str(token),
+            NO_VALUE if text is None else token_text(text),
+            count,
+            ", ".join(map(str, sorted(set(places[token]))[:8])),
+        )
+        for (token, text), count in found.most_common(NUM_TOKENS)
+    ]
+    listed = html.table(("token", "text", "times a sink", "positions"), entries)
+    first = {row["token"]: row for row in reversed(rows)}
+    shown = "".join(
+        _in_its_text(first[token]) for (token, text), _ in found.most_common(NUM_TOKENS) if text is not None
+    )
+    shown = f"<p>Where each of them is first a sink:</p><ul>{shown}</ul>" if shown else ""
+    return f"<p>{summary['sinks_per_text']:.1f} a text, found in each text by attention.</p>{listed}{shown}"
+
+
+def _in_its_text(row: Mapping[str, Any]) -> str:
+    """A sink token, marked, between the words around it."""
+    marked = f"{escaped(row['before'])}<mark>{escaped(token_text(row['token_text']))}</mark>{escaped(row['after'])}"
+    return f"<li>text {row['text']}, position {row['position']}: <bdi>{marked}</bdi></li>"

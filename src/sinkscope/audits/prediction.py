@@ -1,0 +1,121 @@
+"""The damage of every scheme in every module, predicted from one forward and one backward pass over a few texts,
+after a plain pass that finds the ranges of static scales.
+
+A scheme changes what module m hands on at token t by d_mt. That is known: the scheme is emulated on what the module
+reads, while the rest of the model stays as it was. Near a minimum of the loss the change is of second order: in the
+mean 1/2 (g . d)^2, with g the gradient of the loss on the model's own predictions (`gradients`). Tokens and modules are
+taken to add up, so the damage of some modules is 1/2 sum_mt (g_mt . d_mt)^2, a token's share of it.
+What the formula leaves out: terms of first order, which differ from text to text and have no sign of their own; noise
+that tokens or modules share; and that a loss cannot grow for ever.
+Axes: N texts, B texts of a pass, T positions, E inputs, O outputs, H, D heads and their size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.audits.gradients import read_gradients
+from sinkscope.audits.readings import Reading
+from sinkscope.audits.schemes import (
+    SCHEMES,
+    Scheme,
+    attend,
+    attentions,
+    linear_layers,
+    rounded_cache,
+    rounded_input,
+    rounded_weight,
+    window_mask,
+    window_size,
+)
+from sinkscope.models.anatomy import projection_weight
+from sinkscope.progress import Progress
+from sinkscope.tracing.attention_rule import AttentionRule
+
+BLAMED_SHARE = 0.9
+"""Modules are blamed until they hold this share of the predicted damage ..."""
+MOST_BLAMED = 0.05
+"""... or are this share of all modules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one pass finds of every module."""
+
+    damages: Mapping[tuple[str, str], float]
+    """By (module, scheme), the change of the loss in nats a token."""
+    readings: Mapping[tuple[str, str], Reading]
+    """By (module, what): the inputs of linear layers; the keys and the values of attention."""
+
+    def damage(self, scheme: Scheme, modules: Collection[str]) -> float:
+        """Of a scheme in some modules at once."""
+        return sum(self.damages[module, scheme.name] for module in modules)
+
+    def blamed(self, modules: Sequence[str], *schemes: Scheme) -> list[str]:
+        """The few modules that hold most of the damage of some schemes, the worst first."""
+        harm = {name: sum(self.damages[name, scheme.name] for scheme in schemes) for name in modules}
+        enough, most = BLAMED_SHARE * sum(harm.values()), max(1, int(MOST_BLAMED * len(harm)))
+        chosen: list[str] = []
+        for name in sorted(harm, key=lambda name: -harm[name])[:most]:
+            if sum(harm[each] for each in chosen) >= enough:
+                break
+            chosen.append(name)
+        return chosen
+
+
+def predict(
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    ranges: Mapping[str, float],
+    is_sink: Tensor,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Prediction:
+    """The prediction for every scheme; `ranges` give the static scales and `is_sink` [N, T] the sinks of the texts.
+
+    `progress` is called with (texts read, texts in all)."""
+    layers, names = linear_layers(model), {layer: name for name, layer in attentions(model).items()}
+    sums: defaultdict[tuple[str, str], float] = defaultdict(float)
+    readings: defaultdict[tuple[str, str], Reading] = defaultdict(Reading)
+    num_texts, length = ids_NT.shape
+
+    def add(module: str, scheme: Scheme, dot_BT: Tensor) -> None:
+        # A window costs the tokens after it alone, and `damage` counts those.
+        counted = length - 1 - (window_size(scheme, length) if scheme.what == "window" else 0)
+        sums[module, scheme.name] += float(dot_BT.double().square().sum()) / 2 / counted / num_texts
+
+    def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
+        readings[name, "inputs"].add(x_BTE, is_sink[text : text + 1])
+        weight_OI = projection_weight(layers[name]).float()
+        g_BTE = g_BTO @ weight_OI
+        for scheme in SCHEMES.values():
+            if scheme.what == "activations":
+                add(name, scheme, (g_BTE * (rounded_input(scheme, x_BTE, ranges[name]) - x_BTE)).sum(-1))
+            elif scheme.what == "weights":
+                noise_OI = rounded_weight(scheme, weight_OI) - weight_OI
+                add(name, scheme, (g_BTO * (x_BTE @ noise_OI.T)).sum(-1))
+
+    def on_attention(
+        text: int, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, g_BTHD: Tensor
+    ) -> None:
+        name, plain_BTHD, is_sink_BT = names[layer], attend(query, key, value, rule), is_sink[text : text + 1]
+        for what, x_BKSD in (("keys", key), ("values", value)):
+            readings[name, what].add(x_BKSD.transpose(1, 2).flatten(2), is_sink_BT)
+        for scheme in SCHEMES.values():
+            if scheme.what == "cache":
+                other_BTHD = attend(query, *rounded_cache(scheme, key, value), rule)
+            elif scheme.what == "window":
+                keep_BT = is_sink_BT if scheme.keeps_sinks else None
+                other_BTHD = attend(query, key, value, rule, window_mask(scheme, query, keep_BT))
+            else:
+                continue
+            add(name, scheme, (g_BTHD * (other_BTHD - plain_BTHD)).sum((-1, -2)))
+
+    read_gradients(model, ids_NT, on_linear, on_attention, seed=seed, progress=progress)
+    return Prediction(damages=dict(sums), readings=dict(readings))

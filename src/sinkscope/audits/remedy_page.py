@@ -1,0 +1,66 @@
+"""The page of a remedied model: what 8 bits cost it before and after, beside the controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkscope.audits.remedied import LOSSES
+from sinkscope.audits.texts import held_out_in_words
+from sinkscope.pages import html
+from sinkscope.pages.figure import Figure, axis, categories, level, levels, line
+from sinkscope.pages.html import header, write_page
+from sinkscope.pages.text import interval, isolated, plotted
+from sinkscope.results.tables import rows_where
+
+Table = Mapping[str, list]
+
+
+def write_remedied_page(tables: Mapping[str, Table], summary: Mapping[str, Any], destination: Path) -> None:
+    """Writes the page from a run's table and summary."""
+    title = f"What helps in 8 bits: {summary['model']}"
+    figures = remedied_figures(tables)
+    body = [
+        header(title, held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))),
+        f'<main id="main"><p class="answer">{isolated(summary["story"])}</p>',
+        *(html.figure(figure, wide=True) for figure in figures),
+        "</main>",
+    ]
+    write_page(destination, title, "".join(body), figures)
+
+
+def remedied_figures(tables: Mapping[str, Table]) -> list[Figure]:
+    """The loss of each treated model above the original's, in 16 bits and in 8."""
+    rows = rows_where(tables[LOSSES.name])
+    names = {row["model"]: row["model"] + " (control)" * row["control"] for row in rows}
+    traces = []
+    for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
+        own = [row for row in rows if row["scheme"] == scheme]
+        ends = {end: [row[end] for row in own] for end in ("low", "high")}
+        x, y = [plotted(names[row["model"]]) for row in own], [row["change"] for row in own]
+        traces.append(line(x, y, scheme, look, mode="markers", **ends))
+    listed = [
+        (names[row["model"]], row["scheme"], row["loss"], row["change"], interval(row["low"], row["high"]))
+        for row in rows
+    ]
+    return [
+        Figure(
+            "losses",
+            "What 8 bits cost, before and after",
+            "Loss above that of the original in 16 bits, in nats a token; lines are 95 % intervals over texts.",
+            (LOSSES.name,),
+            traces,
+            {
+                "xaxis": categories(list(map(plotted, names.values()))),
+                "yaxis": axis("nats a token"),
+                **levels(level(0, "original in 16 bits")),
+            },
+            ("model", "scheme", "loss", "change", "95 % interval", "won back", "95 % interval"),
+            [
+                (*entry, row["won_back"], interval(row["won_low"], row["won_high"]))
+                for entry, row in zip(listed, rows, strict=True)
+            ],
+            height=380,
+        )
+    ]

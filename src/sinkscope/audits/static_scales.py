@@ -1,0 +1,146 @@
+"""Static scales: the range of what each linear layer reads in a calibration, over the steps of its bits.
+
+- `least_error_ranges`: the squared error is least. A few far values are clipped where all others gain more by it, as by
+  HistogramObserver, PyTorch's usual choice. Every scheme is measured with these unless others are given.
+- `better_ranges`: also tries those of the least predicted damage, which clip a far value where the loss hardly depends
+  on it; the squared error cannot see that. The prediction holds for small changes. Where it clips a sink away it goes
+  wrong, so they are taken only if the calibration stays nearer to the model as it was.
+Axes: N texts, B texts of a pass, T positions, E inputs, O outputs, M magnitudes, R ranges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.audits.damage import Prefix, losses, scheme_losses
+from sinkscope.audits.gradients import read_gradients
+from sinkscope.audits.schemes import SCHEMES, entering_rows, linear_layers, rounded_input, without_kept
+from sinkscope.models.anatomy import projection_weight
+from sinkscope.models.loading import bare_model
+from sinkscope.progress import Progress
+
+STATIC = SCHEMES["activations-8-static"]
+RANGE_STEPS = 20
+"""Ranges of which the least squared error is sought: even steps up to the largest input."""
+SHARES = torch.exp2(-torch.arange(9) / 2).tolist()
+"""Ranges of which the least predicted damage is sought, as shares of the largest input: down to a sixteenth."""
+BINS_AN_OCTAVE, HALF_BINS = 32, 32 * 128
+"""Magnitudes are counted in bins of 2 %, over all that float32 holds."""
+MAGNITUDE_M = torch.exp2(torch.arange(1 - HALF_BINS, 1 + HALF_BINS, dtype=torch.float64) / BINS_AN_OCTAVE)
+"""The upper ends of the bins, so that the largest range clips nothing."""
+
+Ranges = dict[str, float]
+"""By the name of a linear layer."""
+
+
+def least_error_ranges(
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    bits: int = STATIC.bits,
+    keep: Tensor | None = None,
+    prefix: Prefix | None = None,
+) -> Ranges:
+    """The ranges that round a calibration with the least squared error.
+
+    Tokens that are kept in 16 bits, `keep` [N, T], do not count."""
+    counts, _ = _magnitudes(bare_model(model), ids_NT, keep, prefix)
+    return _least_error_ranges(counts, bits)
+
+
+def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
+    """The range that rounds numbers of these magnitudes, each so often, with the least squared error.
+
+    Of even steps up to the largest. Within the range the error is that of numbers spread evenly over a step, and below
+    half a step the number itself.
+    """
+    seen = count_M > 0
+    magnitude_M, count_M = magnitude_M[seen], count_M[seen]
+    range_R1 = magnitude_M.max() * torch.arange(1, RANGE_STEPS + 1)[:, None] / RANGE_STEPS
+    step_R1 = range_R1 / (2 ** (bits - 1) - 1)
+    within_RM = torch.where(magnitude_M < step_R1 / 2, magnitude_M.square(), step_R1.square() / 12)
+    error_RM = torch.where(magnitude_M > range_R1, (magnitude_M - range_R1).square(), within_RM)
+    return float(range_R1[(count_M * error_RM).sum(1).argmin(), 0])
+
+
+def better_ranges(
+    model: Any,
+    ids_NT: Tensor,
+    *,
+    modules: Collection[str] | None = None,
+    prefix: Prefix | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[Ranges, Ranges]:
+    """(the ranges of least squared error, the better ones), both the same where the calibration asks for no others.
+
+    The better ones are those under which the calibration stays nearer to the model, with these `modules` rounded, or
+    all. `progress` is called with (texts read, texts in all)."""
+    model = bare_model(model)
+    counts, plain_NT = _magnitudes(model, ids_NT, None, prefix)
+    by_error = _least_error_ranges(counts, STATIC.bits)
+    largest = {name: float(MAGNITUDE_M[count_M > 0].max()) for name, count_M in counts.items()}
+    by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, seed=seed, progress=progress)
+
+    def distance(ranges: Ranges) -> float:
+        rounded_NT = scheme_losses(model, STATIC, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
+        return float(np.abs(rounded_NT - plain_NT).mean())
+
+    return by_error, min(by_error, by_damage, key=distance)
+
+
+def least_damage_ranges(
+    model: Any,
+    ids_NT: Tensor,
+    largest: Mapping[str, float],
+    *,
+    prefix: Prefix | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Ranges:
+    """The ranges with the least predicted damage, each as if no other module were rounded; `largest` inputs bound
+    them."""
+    layers = linear_layers(model)
+    damages = {name: np.zeros(len(SHARES)) for name in largest}
+
+    def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
+        g_BTE = g_BTO @ projection_weight(layers[name]).float()
+        for number, share in enumerate(SHARES):
+            noise_BTE = rounded_input(STATIC, x_BTE, share * largest[name]) - x_BTE
+            damages[name][number] += float((g_BTE * noise_BTE).sum(-1).double().square().sum())
+
+    read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed, progress=progress)
+    return {name: largest[name] * SHARES[int(found.argmin())] for name, found in damages.items()}
+
+
+def _least_error_ranges(counts: Mapping[str, Tensor], bits: int) -> Ranges:
+    return {name: least_error_range(MAGNITUDE_M, count_M, bits) for name, count_M in counts.items()}
+
+
+def _magnitudes(
+    model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None
+) -> tuple[dict[str, Tensor], np.ndarray]:
+    """([M] how often each magnitude is read, by linear layer; [N, T - 1] the losses of the same pass)."""
+    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
+    spared: Tensor | None = None
+
+    def note(name: str, x_BTE: Tensor) -> None:
+        magnitude = without_kept(x_BTE, spared).detach().float().abs().nan_to_num().flatten()
+        bins = (magnitude.log2() * BINS_AN_OCTAVE).floor().clamp(-HALF_BINS, HALF_BINS - 1).long() + HALF_BINS
+        found[name] += bins.bincount(minlength=2 * HALF_BINS).cpu()
+
+    def each(rows: slice) -> contextlib.AbstractContextManager:
+        nonlocal spared
+        spared = None if keep is None else keep[rows]
+        return contextlib.nullcontext()
+
+    with entering_rows(model, linear_layers(model), note):
+        plain_NT = losses(model, ids_NT, prefix=prefix, each=each)
+    return found, plain_NT

@@ -1,0 +1,316 @@
+"""Runs side by side in one page: verdicts, numbers and curves of studies and traces, variants of training runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.errors import InputError
+from sinkscope.names import is_reference, reference_run, run_path
+from sinkscope.pages import html
+from sinkscope.pages.figure import Figure, axis, line, log_axis
+from sinkscope.pages.html import header, write_page
+from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, visible
+from sinkscope.results.run import Run, is_run, read_run
+from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
+from sinkscope.studies.page import circumstances
+from sinkscope.studies.rate_figures import dose_curve
+from sinkscope.tracing.figures import sink_rates
+from sinkscope.tracing.maps import head_map
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from sinkscope.pretrain.comparison import TrainingComparison
+
+MOST_RUNS = 26
+"""Studies and traces are named by letters; training runs by their variant."""
+TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
+"""What runs with one label may differ in."""
+LABELS = {"kind": "tokens", "count": "sequences", "weight_hash": "weights"}
+"""Some of these in words that a reader knows from the commands."""
+Labelled = Sequence[tuple[str, Run]]
+
+
+def compare(runs: Sequence[str], out: Path, *, run_of: Callable[[str], Path], overwrite: bool = False) -> str:
+    """Writes the page that compares runs, and returns their answers, one per line.
+
+    A name that is no run folder is a model, for which `run_of` makes a run; a model that comes with the package counts
+    as its training run too. The tables of training runs are written beside the page.
+    """
+    out = user_path(out)
+    _check(runs, out, overwrite)
+    folders = [reference_run(name) for name in runs if is_reference(name)]
+    folders += [user_path(name) if is_run(user_path(name)) else run_of(name) for name in runs]
+    return write_comparison_page(folders, out, overwrite=overwrite)
+
+
+def _check(runs: Sequence[str], out: Path, overwrite: bool) -> None:
+    """Refuses what cannot be compared or written before a model is studied, which takes minutes."""
+    training = [name for name in runs if is_training_run(user_path(name))]
+    lettered = [name for name in runs if name not in training]
+    if len(runs) < 2 or len(lettered) > MOST_RUNS:
+        raise InputError(
+            expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
+            found=f"{len(runs)}",
+            next_step="Give at least two folders of runs, or models" if len(runs) < 2 else "Leave some out",
+        )
+    places = [run_path(name).resolve() for name in runs]
+    if again := [name for index, name in enumerate(runs) if places[index] in places[:index]]:
+        raise InputError(
+            expected="different runs to compare",
+            found=f"{again[0]} twice",
+            next_step="Leave one of them out, or give another",
+        )
+    trained = [*(name for name in runs if is_reference(name)), *training]
+    if len(trained) == 1:
+        raise InputError(
+            expected=f"a second training run to compare {trained[0]} with",
+            found=f"{', '.join(name for name in runs if name not in trained)}, which is no training run",
+            next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
+        )
+    check_page(out, overwrite)
+    if out.suffix != ".html":  # the folder of the tables has the page's name without its suffix
+        raise InputError(
+            expected="a page whose name ends in .html",
+            found=str(out),
+            next_step=f"Give `out='{out.with_suffix('.html')}'`",
+        )
+    if trained:
+        check_output(tables_path(out), overwrite)
+
+
+def _told_apart(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with what differs in the labels of those that would have the same; else the names of their folders."""
+    named = []
+    for run, folder in zip(runs, _folder_names(runs), strict=True):
+        alike = [other for other in runs if other.label == run.label]
+        facts = [{**other.config, **other.environment, **other.summary["tokens"]} for other in alike]
+        own = facts[[other is run for other in alike].index(True)]
+        differ = [key for key in TOLD_APART if len({str(each.get(key)) for each in facts}) > 1]
+        entries = [f"{LABELS.get(key, key)} {str(own.get(key))[:8]}" for key in differ]
+        twins = [each for each in facts if all(str(each.get(key)) == str(own.get(key)) for key in differ)]
+        if len(twins) > 1:
+            entries.append(f"in {folder}")
+        named.append(replace(run, given_label=", ".join([run.label, *entries])) if len(alike) > 1 else run)
+    return named
+
+
+def _folder_names(runs: Sequence[Run]) -> list[str]:
+    """The folder of each run, by as many of its last parts as tell it from the others."""
+    parts = [run.path.resolve().parts for run in runs]
+    ends = [[own[-count:] for count in range(1, len(own) + 1)] for own in parts]
+    shared = Counter(end for each in ends for end in each)
+    return [str(Path(*next((end for end in each if shared[end] == 1), each[-1]))) for each in ends]
+
+
+def tables_path(page: Path) -> Path:
+    """The folder beside a page that holds the tables of its training runs."""
+    return page.with_name(f"{page.stem}-tables")
+
+
+def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
+    """Writes one page with the runs in these folders side by side, and returns their answers, one per line."""
+    trained = [folder for folder in folders if is_training_run(folder)]
+    read = [read_run(folder) for folder in folders if folder not in trained]
+    if biases := [run.path.name for run in read if run.kind == "bias"]:
+        raise InputError(
+            expected="studies, traces or training runs",
+            found=f"{biases[0]}, a run of sinkscope bias",
+            next_step="Leave it out; its own page shows its seeds side by side",
+        )
+    read = _told_apart(read)
+    runs = [(_letter(index), run) for index, run in enumerate(read)]
+    told = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
+    if not trained:
+        _write(destination, _title(read, 0), runs)
+        return "\n".join(told)
+    from sinkscope.pretrain.comparison import compare_training
+
+    comparison = compare_training(trained)
+    write_training_page(comparison, destination, read, overwrite=overwrite)
+    return "\n".join([comparison.story, *told, f"Tables: {tables_path(destination)}"])
+
+
+def write_training_page(
+    comparison: TrainingComparison, destination: Path, beside: Sequence[Run] = (), *, overwrite: bool = False
+) -> None:
+    """Writes the page of training runs, with studies and traces below them, and their tables beside it."""
+    from sinkscope.pretrain.page import training_parts
+
+    runs = [(_letter(index), run) for index, run in enumerate(beside)]
+    with run_folder(tables_path(destination), overwrite) as folder:
+        comparison.write(folder)
+        part = training_parts(comparison, tables_path(destination))
+        # Inside the block: a page that cannot be written leaves no tables either.
+        _write(
+            destination,
+            _title(beside, len(comparison.tables["training_runs"]["run"])),
+            runs,
+            [*comparison.variants],
+            *part,
+        )
+
+
+def _write(
+    destination: Path,
+    title: str,
+    runs: Labelled,
+    variants: Sequence[str] = (),
+    trained: str = "",
+    trained_figures: Sequence[Figure] = (),
+) -> None:
+    figures = _reading_figures(runs) if runs else []
+    names = dict.fromkeys([*(run.model for _, run in runs), *variants])
+    parts = [header(title, ", ".join(names)), '<main id="main">', trained]
+    if runs:
+        parts.append(_runs(runs, destination.parent))
+        if any(run.claims for _, run in runs):
+            parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
+        drawn = "".join(html.figure(figure, None) for figure in figures)
+        parts.append(f"<h2>Numbers</h2>{_numbers(runs)}")
+        parts.append(f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>')
+    write_page(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
+
+
+def _title(runs: Sequence[Run], num_trained: int) -> str:
+    """What is compared: how many studies, traces and training runs."""
+    kinds = [run.kind for run in runs]
+    counts = [
+        (kinds.count("study"), "study", "studies"),
+        (kinds.count("trace"), "trace", "traces"),
+        (num_trained, "training run", "training runs"),
+    ]
+    return f"Comparison of {' and '.join(f'{n} {one if n == 1 else many}' for n, one, many in counts if n)}"
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+def _runs(runs: Labelled, beside: Path) -> str:
+    """What each run is and found; its name leads to its own page, as seen from the folder of this one."""
+    cards, folders = [], _folder_names([run for _, run in runs])
+    for (letter, run), folder in zip(runs, folders, strict=True):
+        name = html.linked(*html.to_run(run.label, run.path, beside))
+        cards.append(
+            f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {name}</h3>'
+            f"<p>{isolated(run.answer)}</p>"
+            f'<p class="caption">{isolated(circumstances(run))}; {isolated(folder)}</p>'
+            + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
+            + "</section>"
+        )
+    return f'<div class="runs">{"".join(cards)}</div>'
+
+
+def _verdicts(runs: Labelled) -> str:
+    """Claims as rows, runs as columns; each cell the verdict, the effect and its interval."""
+    statements = {id: claim["statement"] for _, run in runs for id, claim in run.claims.items()}
+    body = []
+    for id, statement in statements.items():
+        cells = "".join(f'<td data-label="{letter}">{_verdict_cell(run.claims.get(id))}</td>' for letter, run in runs)
+        body.append(f'<tr><th scope="row" title="{escaped(id)}">{escaped(statement)}</th>{cells}</tr>')
+    head = "".join(
+        f'<th scope="col">{html.linked(f"{letter} {run.label}", f"#run-{letter}")}</th>' for letter, run in runs
+    )
+    return (
+        '<div class="scroll"><table class="verdicts stacks" id="verdicts">'
+        f'<thead><tr><th scope="col">Claim</th>{head}</tr>'
+        f"</thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _verdict_cell(claim: dict[str, Any] | None) -> str:
+    if claim is None:
+        return NO_VALUE
+    effect = "" if claim["effect"] is None else f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
+    return f"{html.verdict(claim['verdict'])} {escaped(effect)}"
+
+
+def _numbers(runs: Labelled) -> str:
+    """What each run found, a row for each."""
+    columns = (
+        "run",
+        "sink rate",
+        "at position",
+        "births",
+        "massive dimensions",
+        "largest DomRatio at the sink",
+        "elsewhere",
+        "largest variance ratio",
+    )
+    entries = []
+    for letter, run in runs:
+        dom_ratio = run.summary["dom_ratio"]
+        entries.append(
+            (
+                f"{letter} {run.label}",
+                run.summary["sink_rate"],
+                run.strongest,
+                ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
+                ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
+                _largest(dom_ratio.get("sink")),
+                _largest(dom_ratio["elsewhere"]),
+                _largest(run.tables["layers"]["variance_ratio"]),
+            )
+        )
+    return html.table(columns, entries)
+
+
+def _largest(values: Sequence[float | None] | None) -> float | None:
+    """None where there is no value: no sink, or no layer that has one."""
+    return max((value for value in values or () if value is not None), default=None)
+
+
+def _overlay(
+    id: str, title: str, caption: str, sources: tuple[str, ...], series: list[tuple], x_title: str, **options: Any
+) -> Figure:
+    """Curves of several runs in one figure: `series` holds (name, x, y, look)."""
+    y_axis = log_axis("", *(y for _, _, y, _ in series)) if options.get("logarithmic") else axis("", rangemode="tozero")
+    return Figure(
+        id,
+        title,
+        caption,
+        sources,
+        [line(x, y, name, look) for name, x, y, look in series],
+        {"xaxis": axis(x_title), "yaxis": y_axis},
+        ("run", x_title, title.lower()),
+        [(name, *pair) for name, x, y, _ in series for pair in zip(x, y, strict=True)],
+    )
+
+
+def _reading_figures(runs: Labelled) -> list[Figure]:
+    named = [(f"{letter} {run.label}", run, look) for look, (letter, run) in enumerate(runs)]
+    rates = [(name, *sink_rates(run)[:2], look) for name, run, look in named]
+    sources = tuple(dict.fromkeys("rates" if "rates" in run.tables else "positions" for _, run in runs))
+    figures = [_overlay("rates", "Sink rate by position", "Untouched models.", sources, rates, "key position")]
+    by_layer = (
+        ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have no curve.", True),
+        ("variance_ratio", "Variance ratio", "Value variance at position 0 over the later half.", True),
+        ("effective_rank", "Effective rank", "Of up to 1,024 tokens.", False),
+    )
+    for column, title, caption, logarithmic in by_layer:
+        series = [
+            (name, run.tables["layers"]["layer"], run.tables["layers"][column], look)
+            for name, run, look in named
+            if any(value is not None for value in run.tables["layers"][column])
+        ]
+        if series:
+            id = f"layers-{column.replace('_', '-')}"  # training runs on the same page have an effective rank too
+            figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
+    doses = []
+    for name, run, look in named:
+        acted_on = {row["target"] for row in run.rows("rates", condition="amplify_variance")} - {None}
+        for target in sorted(acted_on)[:1]:
+            curve = dose_curve(run, "amplify_variance", target)
+            x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
+            doses.append((f"{name} @{target}", x, y, look))
+    if doses:
+        caption = "Sink rate at the target by factor of amplification, first target of each run."
+        figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))
+    for letter, run in runs:
+        map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")
+        figures.append(map_of_run)
+    return figures

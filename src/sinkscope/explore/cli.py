@@ -1,0 +1,107 @@
+"""sinkscope explore: a local page to type prompts into and to intervene on what the model makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sinkscope.arguments import check_count
+from sinkscope.cli_options import Bos, ModelOptions
+from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from sinkscope.explore.sources import Source
+
+FIRST_PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark and both of them went home."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions:
+    """What the page begins with, and where it is."""
+
+    beside: Annotated[
+        str | None, typer.Option(help="A second model or trace, to compare with.", show_default=False)
+    ] = None
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="The text to begin with; a second one is shown beside it.", show_default=False),
+    ] = None
+    bos: Bos = None
+    port: Annotated[int, typer.Option(help="Port of this machine; 0 takes a free one.")] = 0
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser; its address is printed.")
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_count("port", self.port, 0, 65535)
+        if len(self.prompt or ()) > 2:
+            raise InputError(
+                expected="one `prompt`, or two side by side",
+                found=str(len(self.prompt or ())),
+                next_step="Give the others on the page",
+            )
+
+
+def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
+    """Explore a prompt on a live page, and intervene by clicking.
+
+    MODEL may also be the folder of a finished trace, however long. The page is served to this machine alone, and needs
+    no network. Ctrl-C ends it.
+
+    Example: sinkscope explore gpt2 --prompt "The cat sat on the mat."
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise InputError(
+            expected="starlette and uvicorn, to serve the page",
+            found=f"no {' and no '.join(missing)}",
+            next_step='Run: pip install "sinkscope[explore]"',
+        )
+    import webbrowser
+
+    from sinkscope.explore.server import listening, private_redirect, serve
+    from sinkscope.pages.text import say
+
+    def opened(address: str) -> None:
+        say(f"Page: {address}\nCtrl-C ends it.")
+        if asked.browser:
+            webbrowser.open(until_the_end.enter_context(private_redirect(address)).as_uri())
+
+    with ExitStack() as until_the_end, listening(asked.port) as at:
+        sources = [_opened(source, asked.bos)]
+        if asked.beside is not None:
+            sources.append(_opened(replace(source, model=asked.beside), asked.bos))
+        if asked.prompt and not any(each.is_live for each in sources):
+            raise InputError(
+                expected="a model, to read `prompt`",
+                found="a finished trace, which has its own text",
+                next_step="Leave `prompt` out, or name a model",
+            )
+        try:
+            serve(sources, prompts=asked.prompt or [FIRST_PROMPT], at=at, opened=opened)
+        except KeyboardInterrupt:
+            say("Ended.")
+
+
+def _opened(source: ModelOptions, bos: bool | None) -> Source:
+    """The model, or the finished trace, that is named."""
+    from sinkscope.explore.sources import FinishedTrace, LiveModel
+    from sinkscope.results.run_folder import is_training_run
+    from sinkscope.user_paths import user_path
+
+    folder = None if source.model is None else user_path(source.model)
+    if folder is not None and (folder / "summary.json").is_file() and not is_training_run(folder):
+        return FinishedTrace(folder)
+    given = {field.name for field in fields(source) if getattr(source, field.name) != field.default} - {"model"}
+    loaded = source.load()
+    if loaded.tokenizer is None:
+        raise InputError(
+            expected="a model with a tokenizer, to read what is typed",
+            found=f"{loaded.name} without one",
+            next_step="Save its tokenizer beside it, or write a trace and open that: sinkscope explore RUN",
+        )
+    options = "".join(f", {name}={value!r}" for name, value in asdict(source).items() if name in given)
+    return LiveModel(loaded, f"sinkscope.load({source.model or loaded.name!r}{options})", bos=bos)

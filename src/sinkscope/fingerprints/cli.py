@@ -1,0 +1,96 @@
+"""sinkscope fingerprint: which models began with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from sinkscope.arguments import check_fingerprint, check_inputs
+from sinkscope.cli_options import Device, Dtype, TrustRemoteCode, bound_memory_of
+from sinkscope.cli_output import Output, command_text, finished_parts_are_kept, first_process_writes, write_request
+from sinkscope.errors import InputError
+from sinkscope.runtime import check_placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class FingerprintOptions:
+    """Which models are compared, and how."""
+
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="A base model and suspects: Hugging Face names, folders, .gguf files, training runs, init:RUN for a "
+            "run's first weights, or signatures (.safetensors) of earlier runs.",
+            metavar="BASE SUSPECT...",
+            show_default=False,
+        ),
+    ]
+    matrix: Annotated[bool, typer.Option("--matrix", help="Compare all pairs, not each with the first.")] = False
+    method: Annotated[str, typer.Option(help="alignment, or seedprint: the published test.")] = "alignment"
+    unrelated: Annotated[
+        list[str] | None, typer.Option(help="A model known to be unrelated; may be repeated.", show_default=False)
+    ] = None
+    fresh: Annotated[int, typer.Option(help="Fresh initialisations drawn as unrelated models.")] = 4
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Draw ids below this only; needed where vocabularies differ.", show_default=False)
+    ] = None
+    length: Annotated[int | None, typer.Option(help="Tokens in each sequence; default 64.", show_default=False)] = None
+    num_sequences: Annotated[int | None, typer.Option(help="Sequences; default 512.", show_default=False)] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the sequences; default 0.", show_default=False)] = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: TrustRemoteCode = False
+
+    def __post_init__(self) -> None:
+        check_placement(self.dtype, self.device)
+        check_fingerprint(self.models, method=self.method, unrelated=self.unrelated or (), fresh=self.fresh)
+        given = {name: getattr(self, name) for name in ("vocabulary", "length", "num_sequences", "seed")}
+        check_inputs(**{name: value for name, value in given.items() if value is not None})
+
+
+def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
+    """Say which models began with the same weights.
+
+    Each verdict comes with an effect, an interval and a false-discovery rate. The same command with the same --out
+    resumes an interrupted run. Signatures are kept in the run folder: give them in place of models to compare again
+    without weights.
+
+    Example: sinkscope fingerprint init:runs/a runs/a runs/b --out runs/origins
+    """
+    path = output.path("fingerprint")
+    from sinkscope import __version__, processes
+    from sinkscope.fingerprints.fingerprint import fingerprint
+    from sinkscope.pages import progress, terminal
+    from sinkscope.pages.html import can_write_pages
+    from sinkscope.results.parts import Parts
+    from sinkscope.results.run_folder import run_folder
+    from sinkscope.runtime import environment, resolve_device
+
+    bound_memory_of(asked.device)
+    # Parts are named by weights and inputs, so a model runs once, whatever else changes.
+    parts = Parts(path, {"command": "fingerprint", "version": __version__})
+    named: dict[str, Any] = asdict(asked) | {"unrelated": asked.unrelated or []}
+    goes_on = parts.path is not None and parts.path.exists()
+    try:
+        way_on = f"the same command with --out {path} goes on"
+        with finished_parts_are_kept(way_on), progress.bars() as work:
+            if processes.count() > 1:
+                processes.from_first(parts.prepare)
+            result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
+    except InputError:
+        if not goes_on:
+            parts.discard()  # a refused command must change nothing
+        raise
+    first_process_writes()
+    with run_folder(path, output.overwrite) as folder:
+        write_request(folder, asked)
+        folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
+        result.write(folder)
+        if can_write_pages():
+            from sinkscope.fingerprints.page import write_fingerprint_page
+
+            write_fingerprint_page(result.tables, result.summary, command_text(), folder.path / "report.html")
+    parts.discard()
+    output.show(path, lambda: terminal.show_fingerprint(result, path))

@@ -1,0 +1,341 @@
+"""Which models share an initialisation: signatures compared pair by pair, with a verdict for each pair.
+
+The default method, `alignment`, says "same origin" if the false-discovery rate over the pairs of the run is at most 1 %
+*and* z is above that of every unrelated model. Unrelated models are fresh initialisations of the first model's
+configuration and those that the user names; each is compared with both models of the pair. It says "different origin"
+if the upper end of the alignment's interval is below the least that long training left of a shared initialisation in
+our own table (docs/lab/origins.md). Otherwise it can't tell.
+`seedprint` is the published test: same origin if p < 0.01, otherwise different origin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
+
+from torch import Tensor
+
+from sinkscope.arguments import Method, check_fingerprint
+from sinkscope.errors import InputError
+from sinkscope.fingerprints.alignment import alignment, alignment_table
+from sinkscope.fingerprints.schemas import FINGERPRINT_TABLES, PAIRS, UNRELATED
+from sinkscope.fingerprints.seedprint import LEVEL, seedprint
+from sinkscope.fingerprints.signature import (
+    Inputs,
+    Signature,
+    check_made_with,
+    is_signature_file,
+    load_signature,
+    sign,
+)
+from sinkscope.models.loaded import ModelLike
+from sinkscope.models.loading import LoadedModel, LoadOptions, load
+from sinkscope.models.token_batches import num_embeddings
+from sinkscope.pretrain.model_specs import INITIAL, draw
+from sinkscope.progress import Work
+from sinkscope.results.parts import Parts
+from sinkscope.results.result import Result
+from sinkscope.statistics import false_discovery_rates
+from sinkscope.tracing.receipt import described
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from sinkscope.results.run_folder import RunFolder
+
+Verdict = Literal["same origin", "different origin", "can't tell"]
+WEAKEST_RELATION = 0.016
+"""The weakest alignment with its initialisation that a trained model of ours showed, after 43,000 steps; others had up
+to 0.045 (docs/lab/origins.md). An interval that reaches it cannot rule a relation out. Two trained models that share
+an initialisation can still lie below it."""
+FRESH = 4
+FRESH_SEED = 1_847_362_915
+"""Seed of the first fresh initialisation: one that nobody gives, and below 2^32, where torch's generator wraps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The comparison of two models."""
+
+    base: str
+    suspect: str
+    verdict: Verdict
+    effect: float
+    low: float
+    high: float
+    z: float
+    p: float
+    q: float
+    num_dimensions: int
+    num_unrelated: int
+    """Comparisons of one of the two with an unrelated model."""
+    unrelated_z: float
+    """The largest z of these comparisons."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Fingerprint(Result):
+    """Signatures, and every pair of them that was asked for."""
+
+    headline = ("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q")
+    schemas = FINGERPRINT_TABLES
+    method: Method
+    signatures: list[Signature]
+    unrelated: list[Signature]
+    pairs: list[Pair]
+    unrelated_rows: list[dict[str, Any]]
+
+    @property
+    def story(self) -> str:
+        """The result in a sentence."""
+        counts = {verdict: sum(pair.verdict == verdict for pair in self.pairs) for verdict in get_args(Verdict)}
+        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        if len(self.pairs) > 1:
+            return f"Of {len(self.pairs)} pairs: {told}."
+        (pair,) = self.pairs
+        return f"{pair.suspect} and {pair.base}: {pair.verdict}."
+
+    @property
+    def caveat(self) -> str:
+        """What the verdicts do not say."""
+        text = "A p-value says how rarely two independent initialisations would look so alike. It is no proof of theft."
+        if any(pair.verdict == "different origin" for pair in self.pairs):
+            text += (
+                " Different origin says that no more is shared than by unrelated models. Long training erases a shared "
+                "initialisation too: it is no proof of innocence."
+            )
+            num_sequences, width = self.signatures[0].states.shape
+            if num_sequences < width:
+                text += f" {num_sequences} sequences are few for {width} dimensions: more may find a relation."
+        return text
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json of a run."""
+        inputs = self.signatures[0].inputs
+        return {
+            "kind": "fingerprint",
+            "method": self.method,
+            "story": self.story,
+            "caveat": self.caveat,
+            "inputs": asdict(inputs),
+            "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
+            "unrelated": [each.name for each in self.unrelated],
+            "pairs": [asdict(pair) for pair in self.pairs],
+            **described(*(each.receipt for each in self.signatures)),
+        }
+
+    @property
+    def tables(self) -> dict[str, dict[str, list]]:
+        """Columns by table: pairs, unrelated."""
+        rows = [asdict(pair) | {"method": self.method} for pair in self.pairs]
+        return {PAIRS.name: PAIRS.from_rows(rows), UNRELATED.name: UNRELATED.from_rows(self.unrelated_rows)}
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes summary, tables and signatures into a run folder."""
+        super().write(folder)
+        (folder.path / "signatures").mkdir()
+        for index, signature in enumerate([*self.signatures, *self.unrelated]):
+            signature.save(folder.path / "signatures" / f"{index:03d}-{_file_name(signature.name)}.safetensors")
+
+
+def fingerprint(
+    models: Sequence[ModelLike | Signature],
+    *,
+    matrix: bool = False,
+    method: Method = "alignment",
+    unrelated: Sequence[ModelLike | Signature] = (),
+    fresh: int = FRESH,
+    vocabulary: int | None = None,
+    length: int | None = None,
+    num_sequences: int | None = None,
+    seed: int | None = None,
+    parts: Parts | None = None,
+    work: Work | None = None,
+    **loading: Unpack[LoadOptions],
+) -> Fingerprint:
+    """The first model compared with each other one, or with `matrix` all pairs of them.
+
+        sinkscope.fingerprint(["init:runs/a", "runs/a", "runs/b"]).table("pairs")
+
+    Models are anything that `load` takes, signatures, or files of signatures. If one is a signature, its inputs are the
+    default. Further options go to `load`. Only one model is in memory at a time.
+    """
+    check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
+    numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
+    asked = {key: value for key, value in numbers.items() if value is not None}
+    # Signatures first: their inputs are the default, and other files are refused before any work.
+    sources = deque(_read_if_signature(source) for source in models)
+    given = [_read_if_signature(source) for source in unrelated]
+    inputs = _inputs([*sources, *given], asked)
+    if inputs is None:
+        sources[0] = _loaded(sources[0], loading)
+        inputs = Inputs(vocabulary=num_embeddings(sources[0].model), **asked)
+
+    def signed(source: Any) -> Signature:
+        opened = source if isinstance(source, Signature) else _loaded(source, loading)
+        has = opened.vocabulary if isinstance(opened, Signature) else num_embeddings(opened.model)
+        if vocabulary is None and has != inputs.vocabulary:
+            raise InputError(
+                expected=f"models with one vocabulary, of {inputs.vocabulary} ids",
+                found=f"{has} in {opened.name}",
+                next_step="If the first ids mean the same tokens in all models, give their number as `vocabulary`",
+            )
+        if isinstance(opened, Signature):
+            check_made_with(opened, inputs)
+            return opened
+        return sign(opened, inputs, parts=parts, progress=work(opened.name) if work else None)
+
+    signatures: list[Signature] = []
+    while sources:  # taken off, so that no model stays in memory once it is signed
+        signatures.append(signed(sources.popleft()))
+        _check_widths(signatures)
+    null = [signed(source) for source in given]
+    if fresh and method == "alignment":
+        dtype, device = loading.get("dtype", "auto"), loading.get("device", "auto")
+        configuration = signatures[0].configuration()
+        for index in range(fresh):
+            drawn = draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", dtype=dtype, device=device)
+            null.append(signed(drawn))
+            del drawn  # only one model is in memory at a time
+    _check_widths([signatures[0], *null])
+    signatures = _with_own_names(signatures)
+    pairs = itertools.combinations(range(len(signatures)), 2)
+    return _compare(signatures, [pair for pair in pairs if matrix or pair[0] == 0], null, method)
+
+
+def _compare(
+    signatures: list[Signature], places: list[tuple[int, int]], unrelated: list[Signature], method: Method
+) -> Fingerprint:
+    rows: list[dict[str, Any]] = []
+    if method == "seedprint":
+        pairs = [_published(signatures[a], signatures[b]) for a, b in places]
+    else:
+        tables = [alignment_table(each.states, each.embeddings) for each in signatures]
+        for other in unrelated:
+            other_table = alignment_table(other.states, other.embeddings)
+            for signature, table in zip(signatures, tables, strict=True):
+                found = alignment(table, other_table)
+                rows.append({"model": signature.name, "unrelated": other.name, "effect": found.effect, "z": found.z})
+        pairs = _aligned(signatures, places, tables, rows)
+    return Fingerprint(method=method, signatures=signatures, unrelated=unrelated, pairs=pairs, unrelated_rows=rows)
+
+
+def _aligned(
+    signatures: list[Signature], places: list[tuple[int, int]], tables: list[Tensor], rows: list[dict[str, Any]]
+) -> list[Pair]:
+    found = [alignment(tables[a], tables[b]) for a, b in places]
+    rates = false_discovery_rates([each.p for each in found])
+    pairs = []
+    for (a, b), each, q in zip(places, found, rates, strict=True):
+        names = (signatures[a].name, signatures[b].name)
+        null = [row["z"] for row in rows if row["model"] in names and not math.isnan(row["z"])]
+        largest = max(null, default=math.nan)
+        pair = Pair(
+            base=names[0],
+            suspect=names[1],
+            verdict="can't tell",
+            **asdict(each),
+            q=float(q),
+            num_unrelated=len(null),
+            unrelated_z=largest,
+        )
+        pairs.append(replace(pair, verdict=judged(pair)))
+    return pairs
+
+
+def judged(pair: Pair) -> Verdict:
+    """The verdict on a pair by alignment. Comparisons with NaN are false, so without numbers it is "can't tell"."""
+    above_all = not pair.num_unrelated or pair.z > pair.unrelated_z
+    if pair.q <= LEVEL and above_all:
+        return "same origin"
+    if pair.q > LEVEL and pair.high < WEAKEST_RELATION:
+        return "different origin"
+    return "can't tell"
+
+
+def _published(base: Signature, suspect: Signature) -> Pair:
+    found = seedprint(base.states, suspect.states)
+    nan = math.nan
+    verdict: Verdict = "can't tell" if math.isnan(found.p) else "same origin" if found.p < LEVEL else "different origin"
+    return Pair(
+        base=base.name,
+        suspect=suspect.name,
+        verdict=verdict,
+        effect=found.tau,
+        low=nan,
+        high=nan,
+        z=found.z,
+        p=found.p,
+        q=nan,
+        num_dimensions=found.num_dimensions,
+        num_unrelated=0,
+        unrelated_z=nan,
+    )
+
+
+def _check_widths(signatures: list[Signature]) -> None:
+    first = signatures[0]
+    for other in signatures[1:]:
+        if (other.embeddings is None) != (first.embeddings is None):
+            without = first if first.embeddings is None else other
+            raise InputError(
+                expected="embeddings as wide as the layers in every model, or in none",
+                found=f"none in {without.name}",
+                next_step="Leave it out: signatures with and without embeddings cannot be compared",
+            )
+        if other.width != first.width:
+            raise InputError(
+                expected=f"models of one width: {first.name} has {first.width} hidden dimensions",
+                found=f"{other.width} in {other.name}",
+                next_step="Leave it out: without dimensions to match, nothing of an initialisation can be compared",
+            )
+
+
+def _read_if_signature(source: Any) -> Any:
+    if not isinstance(source, str | Path):
+        return source
+    path = user_path(str(source).removeprefix(INITIAL))  # a name that no model can have is refused here too
+    return load_signature(path) if is_signature_file(source) else source
+
+
+def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
+    """The inputs asked for, completed from the first signature among the models; None if the vocabulary is unknown."""
+    for source in sources:
+        if isinstance(source, Signature):
+            return Inputs(**(asdict(source.inputs) | asked))
+    return Inputs(**asked) if "vocabulary" in asked else None
+
+
+def _loaded(source: Any, loading: LoadOptions) -> LoadedModel:
+    """The model, under the name that was given: the final weights of all training runs are in folders called model."""
+    if isinstance(source, LoadedModel):
+        return source
+    loaded = load(source, **loading)
+    if not isinstance(source, str | Path):
+        return loaded
+    # Run folders are shared, so an absolute path is recorded by its last part.
+    prefix = INITIAL if str(source).startswith(INITIAL) else ""
+    path = user_path(str(source).removeprefix(prefix))
+    return replace(loaded, name=f"{prefix}{path.name}" if path.is_absolute() else str(source))
+
+
+def _with_own_names(signatures: list[Signature]) -> list[Signature]:
+    """The same with a number after names that occur twice."""
+    seen: dict[str, int] = {}
+    result = []
+    for signature in signatures:
+        seen[signature.name] = seen.get(signature.name, 0) + 1
+        again = seen[signature.name]
+        result.append(signature if again == 1 else replace(signature, name=f"{signature.name} ({again})"))
+    return result
+
+
+def _file_name(name: str) -> str:
+    return (
+        "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip("-.")[:80] or "model"
+    )

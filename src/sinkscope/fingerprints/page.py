@@ -1,0 +1,96 @@
+"""The page of a run of `sinkscope fingerprint`: the answer, every pair with its verdict, and the pairs as a map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkscope.pages import html
+from sinkscope.pages.figure import Figure, categories, heat_map
+from sinkscope.pages.html import header, write_page
+from sinkscope.pages.text import escaped, interval, isolated, plotted
+from sinkscope.results.tables import rows_where
+
+Table = Mapping[str, list]
+METHOD = {
+    "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
+    "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
+    "with itself, 0 on average for models that began with different weights, however alike they react. z counts "
+    "standard deviations over random renamings of one model's dimensions; q is the rate of false discoveries among "
+    "the pairs of this run. Same origin needs q of at most 1 % and a z above that of every unrelated model.",
+    "seedprint": "The published test: Kendall's tau over the tenth of the dimensions with the smallest mean that both "
+    "models share, with a p-value that takes dimensions for independent. It is not calibrated; use it to compare.",
+}
+
+
+def write_fingerprint_page(
+    tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path
+) -> None:
+    """Writes the page from a run's tables and summary."""
+    inputs = summary["inputs"]
+    title = "Origins of " + ", ".join(model["name"] for model in summary["models"][:4])
+    circumstances = f"{inputs['num_sequences']} sequences of {inputs['length']} ids below {inputs['vocabulary']}"
+    figure = pairs_map(tables, summary)
+    columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
+    rows = [
+        (
+            pair["base"],
+            pair["suspect"],
+            pair["verdict"],
+            _known(pair["effect"]),
+            "" if _known(pair["low"]) is None else interval(pair["low"], pair["high"]),
+            *(_known(pair[name]) for name in ("z", "p", "q", "unrelated_z")),
+        )
+        for pair in sorted(rows_where(tables["pairs"]), key=_by_z)
+    ]
+    unrelated = [
+        (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"]))
+        for row in rows_where(tables["unrelated"])
+    ]
+    compared = html.table(("model", "unrelated model", "alignment", "z"), unrelated)
+    body = [
+        header(title, circumstances),
+        '<main id="main">',
+        f'<p class="answer">{isolated(summary["story"])}</p>',
+        f"<p>{escaped(summary['caveat'])}</p>",
+        f"<h2>Pairs</h2>{html.table(columns, rows)}",
+        f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
+        f'<h2>Map</h2><div class="figures">{html.figure(figure, wide=True)}</div>',
+        f"<h2>Method</h2><p>{escaped(METHOD[summary['method']])}</p><p><code>{isolated(command)}</code></p></main>",
+    ]
+    write_page(destination, title, "".join(body), [figure])
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _by_z(pair: Mapping[str, Any]) -> tuple[bool, float]:
+    """The largest z first, unknown ones last."""
+    z = _known(pair["z"])
+    return z is None, -(z or 0.0)
+
+
+def pairs_map(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> Figure:
+    """The effect of every pair."""
+    names, pairs = [model["name"] for model in summary["models"]], rows_where(tables["pairs"])
+    values = np.full((len(names), len(names)), np.nan)
+    for pair in pairs:
+        place = names.index(pair["base"]), names.index(pair["suspect"])
+        values[place] = values[place[::-1]] = np.nan if pair["effect"] is None else pair["effect"]
+    shown = [plotted(name) for name in names]
+    return Figure(
+        "pairs",
+        "Effect by pair",
+        "Alignment of two models, or the mean tau of the published test; pairs that were not asked for are blank.",
+        ("pairs",),
+        [heat_map(shown, shown, values, "effect", "%{y} and %{x}", largest=1.0)],
+        {"xaxis": categories(shown), "yaxis": categories(shown)},
+        ("base", "suspect", "effect"),
+        [(pair["base"], pair["suspect"], _known(pair["effect"])) for pair in pairs],
+        height=min(900, 220 + 24 * len(names)),
+    )

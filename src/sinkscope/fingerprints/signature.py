@@ -1,0 +1,282 @@
+"""A model's signature: its states at the last position of random sequences that every model is shown.
+
+Two states of each sequence are kept: after the last layer and its final norm, as published, and the embedding of the
+last token, which keeps traces of an initialisation longest. Both are written in the dimensions of the residual stream.
+
+A signature is enough to compare a model later without its weights. It records what it was made from: the inputs (ids
+uniform over the vocabulary, drawn from a seed, and their hash), the weights' hash, and the configuration, from which
+unrelated models of the same shape can be drawn. N sequences, T positions, E width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sinkscope import processes
+from sinkscope.arguments import check_inputs
+from sinkscope.atomic import whole_file
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import embedding_device
+from sinkscope.models.checkpoint_checks import first_line
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import context_length, num_embeddings
+from sinkscope.pretrain.model_specs import Configuration
+from sinkscope.progress import Progress
+from sinkscope.results.parts import Parts
+from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
+from sinkscope.tracing.overflow import overflow
+from sinkscope.tracing.receipt import Receipt, receipt_of_own_pass
+from sinkscope.tracing.sole_reader import evaluation_mode
+
+VERSION = 1
+"""Of the file format and of the method; signatures of different versions are not compared."""
+METADATA = "sinkscope.signature"
+TOKENS_AT_ONCE = 16_384
+WIDEST = 1 << 15
+"""Dimensions of a state: twice those of the widest models. Comparing takes their square."""
+RECORD = {
+    "version": Int(),
+    "name": NAME,
+    "inputs": {
+        "vocabulary": Int(2, 1 << 26),
+        "length": Int(1),
+        "num_sequences": Int(1),
+        "seed": Int(0, 2**63 - 1),
+    },
+    "inputs_hash": NAME,
+    "weight_hash": NAME,
+    "dtype": NAME,
+    "vocabulary": Int(2, 1 << 26),
+    "config": Maybe({"model_type": NAME}),
+}
+"""What a file holds beside the states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The sequences that models are shown: ids uniform over the first `vocabulary` ids, sequence by sequence."""
+
+    vocabulary: int
+    length: int = 64
+    num_sequences: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_inputs(**asdict(self))
+
+    @cached_property
+    def ids(self) -> Int64[Tensor, "N T"]:
+        generator = torch.Generator().manual_seed(int(self.seed))
+        return torch.randint(self.vocabulary, (self.num_sequences, self.length), generator=generator)
+
+    @property
+    def hash(self) -> str:
+        """Of the ids themselves: another version of torch might draw others from a seed."""
+        return hashlib.sha256(self.ids.numpy().astype("<i8").tobytes()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Signature:
+    """The states of one model, and what they were made from."""
+
+    name: str
+    states: Float[Tensor, "N E"]
+    """After the last layer and its norm."""
+    embeddings: Float[Tensor, "N E"] | None
+    """Of the last token; None where they have another width than the layers."""
+    inputs: Inputs
+    inputs_hash: str
+    weight_hash: str
+    dtype: str
+    vocabulary: int
+    """Ids that the model has embeddings for; the inputs may use fewer."""
+    config: dict[str, Any] | None
+    """Of the model, with its model_type; None where transformers has none to draw a model from."""
+    receipt: Receipt | None = None
+    """None for what was read before, and kept in a file."""
+
+    @property
+    def width(self) -> int:
+        return self.states.shape[1]
+
+    def configuration(self) -> Configuration:
+        """What models of the same shape are drawn from."""
+        from transformers import AutoConfig
+
+        if self.config is None:
+            raise InputError(
+                expected=f"a configuration that models like {self.name} can be drawn from",
+                found="none",
+                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
+            )
+        others = {key: value for key, value in self.config.items() if key != "model_type"}
+        try:
+            return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
+        except Exception as error:  # transformers raises many kinds of exceptions here
+            raise InputError(
+                expected=f"a configuration in the signature of {self.name} that models can be drawn from",
+                found=first_line(error),
+                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Writes the signature to a safetensors file, whole or not at all."""
+        tensors = {"states": self.states, "embeddings": self.embeddings}
+        left_out = {*tensors, "receipt"}  # a receipt is of one reading, not of what is read again from the file
+        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        with whole_file(path) as partial:
+            save_file(kept, partial, metadata=metadata)
+
+
+def load_signature(path: Path) -> Signature:
+    """The signature in a file; anything else, or one of another version, is refused before its numbers are read."""
+    check_safetensors(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            written = (file.metadata() or {}).get(METADATA)
+            if written is None:
+                raise refused(path, "no signature of a model")
+            record = parse_json(written, path, RECORD)
+            if (version := record.pop("version")) != VERSION:
+                raise InputError(
+                    expected=f"a signature of version {VERSION} in {path}",
+                    found=f"version {version}",
+                    next_step="Make it again from the model with this version of sinkscope",
+                )
+            if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
+                raise refused(path, "other entries than those of a signature")
+            rows, slices = record["inputs"]["num_sequences"], {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: each.get_shape() for name, each in slices.items()}
+            width = shapes.get("states", [0])[-1]
+            whole = shapes.keys() in ({"states"}, {"states", "embeddings"}) and 1 <= width <= WIDEST
+            if not whole or any(
+                shape != [rows, width] or slices[name].get_dtype() != "F32" for name, shape in shapes.items()
+            ):
+                raise refused(path, f"tensors of the shapes {shapes}, not states of {rows} sequences in float32")
+            tensors = {name: file.get_tensor(name) for name in shapes}
+    except SafetensorError as error:
+        raise refused(path, str(error)) from error
+    if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+        raise refused(path, "NaN or infinity in its states")
+    return Signature(
+        states=tensors["states"],
+        embeddings=tensors.get("embeddings"),
+        **record | {"inputs": Inputs(**record["inputs"])},
+    )
+
+
+def sign(
+    loaded: LoadedModel, inputs: Inputs, *, parts: Parts | None = None, progress: Progress | None = None
+) -> Signature:
+    """The signature of a model; with `parts`, batches that an interrupted run finished are not run again.
+
+    Under torchrun each process runs its share of the batches.
+    """
+    parts = parts or Parts(None, {})
+    _check(loaded, inputs)
+    size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
+    # The configuration too: large weights are hashed by a sample, and other settings give other states.
+    identity = json.dumps([loaded.name, loaded.weight_hash, loaded.dtype, _fields(loaded)], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    batches = []
+    for start in processes.share(range(0, inputs.num_sequences, size)):
+        key = f"{digest}-{inputs_hash[:16]}-{start}"
+        kept = parts.load(key)
+        if kept is None:
+            kept = _states(loaded, inputs.ids[start : start + size])
+            parts.save(key, kept)
+        batches.append(kept)
+        if progress is not None:
+            progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
+    batches = [batch for share in processes.gathered(batches) for batch in share]
+    states, embeddings = (
+        torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
+    )
+    if not torch.isfinite(states).all():
+        raise overflow(loaded.model, f"in what leaves the last layer of {loaded.name}, at the last position")
+    return Signature(
+        name=loaded.name,
+        states=states,
+        embeddings=embeddings if embeddings.shape == states.shape else None,
+        inputs=inputs,
+        inputs_hash=inputs_hash,
+        weight_hash=loaded.weight_hash,
+        dtype=loaded.dtype,
+        vocabulary=num_embeddings(loaded.model),
+        config=_fields(loaded),
+        receipt=receipt_of_own_pass(loaded),
+    )
+
+
+@torch.no_grad()
+def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
+    """[B, E] after the last layer and its final norm, and of the embeddings, at the last position.
+
+    Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
+    """
+    body: Any = loaded.model.base_model
+    ids_BT = ids_BT.to(embedding_device(loaded.model))
+    with evaluation_mode(loaded.model):
+        last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
+        embedded = body.get_input_embeddings()(ids_BT[:, -1])
+    return {"states": last.float().cpu().numpy(), "embeddings": embedded.float().cpu().numpy()}
+
+
+def _check(loaded: LoadedModel, inputs: Inputs) -> None:
+    if inputs.vocabulary > (rows := num_embeddings(loaded.model)):
+        raise InputError(
+            expected=f"a model with at least {inputs.vocabulary} ids, those of the sequences",
+            found=f"{rows} in {loaded.name}",
+            next_step=f"If the first ids mean the same tokens in all models, give `vocabulary={rows}`",
+        )
+    context = context_length(loaded.model)
+    if context is not None and inputs.length > context:
+        raise InputError(
+            expected=f"at most {context} tokens, the context of {loaded.name}",
+            found=f"`length={inputs.length}`",
+            next_step=f"Give `length={context}` or less",
+        )
+
+
+def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
+    from transformers import CONFIG_MAPPING
+
+    config = loaded.model.config
+    if config.model_type not in CONFIG_MAPPING:
+        return None
+    found = json.loads(config.to_json_string(use_diff=True))
+    # Where the weights were stored is private, and says nothing about the shape.
+    return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
+
+
+def check_made_with(signature: Signature, inputs: Inputs) -> None:
+    """Refuses a signature that was made with other sequences."""
+    if (signature.inputs, signature.inputs_hash) != (inputs, inputs.hash):
+        raise InputError(
+            expected=f"a signature made with {_described(inputs)}",
+            found=f"{signature.name}, made with {_described(signature.inputs)}",
+            next_step="Ask for these numbers, or give the model in place of its signature",
+        )
+
+
+def is_signature_file(source: Any) -> bool:
+    """Whether a name is that of a .safetensors file; models are named by their folder."""
+    return isinstance(source, str | Path) and Path(source).suffix == ".safetensors"
+
+
+def _described(inputs: Inputs) -> str:
+    return f"{inputs.num_sequences} sequences of {inputs.length} ids below {inputs.vocabulary}, seed {inputs.seed}"

@@ -1,0 +1,75 @@
+"""sinkscope bias: which tokens a model prefers from birth, what causes it, and what training leaves of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from sinkscope.arguments import CONTROLS, check_bias, check_choice
+from sinkscope.cli_options import Length, ModelOptions, NumSequences, Seed, bound_memory_of
+from sinkscope.cli_output import Output, first_process_writes, run_environment, write_request
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasOptions:
+    """What is measured of a model, or of models that are drawn from a configuration."""
+
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Models to draw from a configuration, one per seed; default 8.", show_default=False),
+    ] = None
+    num_sequences: NumSequences = 128
+    length: Length = 32
+    seed: Seed = 0
+    controls: Annotated[str, typer.Option(help="all, none, or names separated by commas, such as no_attention.")] = (
+        "all"
+    )
+    along: Annotated[
+        list[str] | None,
+        typer.Option(help="A later checkpoint of the model; may be repeated. A training run brings its own."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        seeds = 1 if self.seeds is None else self.seeds
+        check_bias(seeds=seeds, length=self.length, num_sequences=self.num_sequences, seed=self.seed)
+        for name in self.chosen_controls or ():
+            check_choice("controls", name, CONTROLS)
+
+    @property
+    def chosen_controls(self) -> list[str] | None:
+        """By name; None for all of them."""
+        named = [name.strip() for name in self.controls.split(",")]
+        return {"all": None, "none": []}.get(self.controls, named)
+
+
+def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> None:
+    """Show which tokens a model prefers, whatever it reads.
+
+    It also shows what causes this, and what training leaves of it. The model may also be a configuration (config.json
+    or its folder, a preset of pretrain, a training run): its weights are then drawn from seeds.
+
+    Example: sinkscope bias tiny --seeds 8
+    """
+    path = output.path(source.model)
+    from sinkscope.initial_bias.bias import bias
+    from sinkscope.pages import progress, terminal
+    from sinkscope.pages.html import can_write_pages
+    from sinkscope.results.run_folder import run_folder
+
+    bound_memory_of(source.device)
+    given = {"controls": asked.chosen_controls, "along": asked.along or []}
+    named: dict[str, Any] = asdict(source) | asdict(asked) | given
+    with progress.bar("readings") as move:
+        result = bias(named.pop("model"), **named, progress=move)
+    first_process_writes()
+    with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
+        write_request(folder, source, asked)
+        folder.write_json("environment.json", run_environment(result.readings.model))
+        result.write(folder)
+        if can_write_pages():
+            from sinkscope.results.run_page import write_page_of_run
+
+            write_page_of_run(folder.path, folder.path / "report.html")
+    output.show(path, lambda: terminal.show_bias(result, path))

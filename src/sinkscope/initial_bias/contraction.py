@@ -1,0 +1,130 @@
+"""How far the residual stream contracts to one direction, after each attention and each feed-forward.
+
+A site is a place in the residual stream: 0 enters the first layer, 2 l + 1 lies after the attention of layer l and
+2 l + 2 after its feed-forward. Where both read the same input (parallel blocks), the site between them is the input
+plus what attention adds. At each site the states of the last position are kept; other positions only add to sums.
+
+Axes: S sites, N sequences, T positions, P positions of the curves, E width, C channels of the value aggregation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinkscope.measures.contraction import pairwise_cosine, principal, split_half_cosine
+from sinkscope.measures.directional_collapse import cosine_from_sum
+from sinkscope.tracing.layer_call import LayerCall, wide
+from sinkscope.tracing.merges import Cosine, Moments, Rows
+from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.recorder import Recorder
+
+NUM_CURVE_POSITIONS = 64
+"""Positions of the curves in longer sequences, closer together where the variance falls fastest."""
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The contraction of one model on one batch. Inter is between sequences at the last position, intra between the
+    positions of a sequence; both have one value per sequence, whose mean is the mean cosine over pairs."""
+
+    inter_SN: np.ndarray
+    intra_SN: np.ndarray
+    alignment_S: np.ndarray
+    """|cosine| of the mean state with the top principal direction, of unit states at the last position."""
+    top_share_S: np.ndarray
+    """That direction's share of the energy."""
+    split_half_S: np.ndarray
+    mean_state_SE: np.ndarray
+    """The mean of the unit states at the last position."""
+    positions_P: np.ndarray
+    inter_by_position: np.ndarray
+    """[L + 1, P] mean cosine between sequences in the stream that enters layer 0 and after each layer."""
+    value_variance: np.ndarray
+    """[L, P] variance across sequences of the value aggregation, averaged over channels."""
+
+
+def contraction_observables(length: int) -> list[Observable]:
+    """The observables that `contraction` needs."""
+    positions_P = curve_positions(length)
+    sites = [("", Tap.RESIDUAL_OUT), ("_mid", Tap.RESIDUAL_MID)]
+    return [
+        *(
+            Observable(
+                name=f"last{suffix}",
+                tap=tap,
+                reduce=lambda call: _directions(call)[:, -1].cpu(),
+                merge=Rows(),
+                axes="LBE",
+                meaning="The unit state at the last position",
+            )
+            for suffix, tap in sites
+        ),
+        *(
+            Observable(
+                name=f"intra{suffix}",
+                tap=tap,
+                reduce=_intra,
+                merge=Rows(),
+                axes="LB",
+                meaning="Mean cosine of the states of a sequence over pairs of positions",
+            )
+            for suffix, tap in sites
+        ),
+        Observable(
+            name="inter",
+            tap=Tap.RESIDUAL_OUT,
+            reduce=lambda call: _directions(call)[:, positions_P],
+            merge=Cosine(),
+            axes="LT",
+            meaning="Mean cosine of the states at a position over pairs of sequences",
+        ),
+        Observable(
+            name="value_variance",
+            tap=Tap.AGGREGATION,
+            reduce=lambda call: call.aggregation[:, positions_P].double(),
+            merge=Moments(),
+            axes="LT",
+            meaning="Variance of the value aggregation across sequences, mean over channels",
+        ),
+    ]
+
+
+def contraction(recorder: Recorder, length: int) -> Contraction:
+    """The contraction over all passes that the recorder listened to."""
+    found = recorder.results()
+    layers = range(len(recorder.anatomy.layers))
+    sites = [(name, layer) for layer in layers for name in ("_mid", "")]
+    last = [found[f"last{name}"][layer] for name, layer in [("", -1), *sites]]
+    intra = [found[f"intra{name}"][layer] for name, layer in [("", -1), *sites]]
+    directions = [principal(rows_NE) for rows_NE in last]
+    return Contraction(
+        inter_SN=np.stack([pairwise_cosine(rows_NE).numpy() for rows_NE in last]),
+        intra_SN=np.stack([values_N.cpu().numpy() for values_N in intra]),
+        alignment_S=np.array([direction.alignment for direction in directions]),
+        top_share_S=np.array([direction.share for direction in directions]),
+        split_half_S=np.array([split_half_cosine(rows_NE) for rows_NE in last]),
+        mean_state_SE=np.stack([rows_NE.double().mean(0).numpy() for rows_NE in last]),
+        positions_P=curve_positions(length).numpy(),
+        inter_by_position=torch.stack([values_P.cpu() for values_P in found["inter"].values()]).double().numpy(),
+        value_variance=torch.stack([values_P.cpu() for values_P in found["value_variance"].values()]).numpy(),
+    )
+
+
+def _directions(call: LayerCall) -> Tensor:
+    return nn.functional.normalize(wide(call.residual), dim=-1)
+
+
+def _intra(call: LayerCall) -> Tensor:
+    unit_BTE = _directions(call)
+    return cosine_from_sum(unit_BTE.sum(1).double(), (unit_BTE != 0).any(-1).sum(1))
+
+
+def curve_positions(length: int) -> Tensor:
+    """[P] every position of a short sequence; of a longer one the first, the last, and others evenly in log."""
+    if length <= NUM_CURVE_POSITIONS:
+        return torch.arange(length)
+    return torch.logspace(0, np.log10(length), NUM_CURVE_POSITIONS, dtype=torch.float64).round().long().unique() - 1

@@ -1,0 +1,213 @@
+"""A model on random sequences: which tokens it prefers, how its states contract, and how far two models agree.
+
+Axes: N sequences, V vocabulary, G groups of sequences, K preferred tokens that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope import processes
+from sinkscope.arguments import BIAS_SEQUENCES
+from sinkscope.errors import InputError
+from sinkscope.initial_bias.contraction import Contraction, contraction, contraction_observables
+from sinkscope.measures.token_preference import (
+    prediction_ratio,
+    prediction_surprise,
+    probability_ratio,
+    uniform_entropy,
+)
+from sinkscope.models.anatomy import anatomy_of, input_device
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
+from sinkscope.tracing.overflow import overflow
+from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.sole_reader import evaluation_mode
+
+NUM_PREFERRED = 10
+NUM_GROUPS = BIAS_SEQUENCES
+"""Groups of sequences. Leaving out pairs of them in turn gives the error of a rank correlation."""
+CHUNK_TOKENS = 1 << 14
+MOST_PROBABILITIES = 1 << 29
+"""Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
+
+
+class Agreement(NamedTuple):
+    """A rank correlation, and jackknife values with the same mean, which give its interval over sequences."""
+
+    correlation: float
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class BiasReading:
+    """What one model does with one batch of random tokens."""
+
+    name: str
+    values: dict[str, np.ndarray]
+    """One value per sequence for each quantity, which is their mean."""
+    group_probability_GV: np.ndarray
+    """Mean next-token probabilities of each group of sequences."""
+    preferred_K: np.ndarray
+    """The tokens that are most probable on average, most probable first."""
+    predicted_share_K: np.ndarray
+    """Share of sequences in which each is the most likely next token."""
+    contraction: Contraction
+
+    @cached_property
+    def ceiling(self) -> Agreement:
+        """The agreement of the model with itself on other sequences: no other model can be expected to agree more."""
+        return agreement(self, self)
+
+    @property
+    def probability_V(self) -> np.ndarray:
+        """Mean next-token probabilities: what the model prefers whatever it reads."""
+        return self.group_probability_GV.mean(0)
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """One model under a control: each quantity by sequence, and whether it still prefers the same tokens."""
+
+    values: dict[str, np.ndarray]
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One later model of a training run."""
+
+    name: str
+    step: int | None
+    reading: BiasReading
+    agreement: Agreement
+    """With the model at the beginning."""
+    other_seeds: list[float]
+    """The same with models drawn from other seeds; an agreement that does not exceed these means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasReadings:
+    """Every reading of a configuration or a model."""
+
+    name: str
+    model: LoadedModel
+    """The model, or the first that was drawn."""
+    batch: TokenBatch
+    seeds: tuple[int | None, ...]
+    """(None,) for a model that has weights."""
+    untouched: list[BiasReading]
+    """One for each seed."""
+    controls: dict[str, list[Controlled]]
+    refused: dict[str, str]
+    """Controls that the family cannot honour, with the reason."""
+    checkpoints: list[Checkpoint]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.untouched[0].group_probability_GV.shape[1]
+
+
+def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
+    """The preference and the contraction of a model on a batch of random tokens, shared among processes."""
+    anatomy = anatomy_of(loaded.model)
+    _check_size(batch, vocabulary_of(loaded))
+    recorder = Recorder(anatomy, contraction_observables(batch.length), mergeable=True)
+    parts = []
+    for ids_BT in processes.share(batch.ids).split(max(1, CHUNK_TOKENS // batch.length)):
+        with evaluation_mode(loaded.model), torch.no_grad(), recorder.listening(tuple(ids_BT.shape)):
+            logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
+        parts.append(logits[:, -1].float().softmax(-1).cpu())
+    probability_NV = torch.cat([part for share in processes.gathered(parts) for part in share])
+    recorder.join_processes()
+    contracted = contraction(recorder, batch.length)
+    if not torch.isfinite(probability_NV).all():
+        raise overflow(loaded.model, "in the logits at the last position")
+    if not np.isfinite(contracted.top_share_S).all():
+        raise InputError(
+            expected="states with a direction",
+            found=f"states of zeros in {loaded.name}",
+            next_step="Look at its weights: they may all be 0",
+        )
+    predicted_N = probability_NV.argmax(-1)
+    values = _preference(probability_NV, predicted_N) | {
+        "inter_cosine": contracted.inter_SN[-1],
+        "intra_cosine": contracted.intra_SN[-1],
+    }
+    preferred_K = probability_NV.mean(0).topk(min(NUM_PREFERRED, probability_NV.shape[1])).indices
+    return BiasReading(
+        name=loaded.name,
+        values=values,
+        group_probability_GV=np.stack([group.mean(0).numpy() for group in probability_NV.tensor_split(NUM_GROUPS)]),
+        preferred_K=preferred_K.numpy(),
+        predicted_share_K=(predicted_N[:, None] == preferred_K).double().mean(0).numpy(),
+        contraction=contracted,
+    )
+
+
+def vocabulary_of(loaded: LoadedModel) -> int:
+    """How many tokens a model gives a probability."""
+    head: Any = loaded.model.get_output_embeddings()
+    return head.weight.shape[0]
+
+
+def _check_size(batch: TokenBatch, vocabulary: int) -> None:
+    most = MOST_PROBABILITIES // vocabulary
+    if not BIAS_SEQUENCES <= batch.num_sequences <= most:
+        raise InputError(
+            expected=f"{BIAS_SEQUENCES} to {most} sequences for a vocabulary of {vocabulary} tokens",
+            found=f"`num_sequences={batch.num_sequences}`",
+            next_step=f"Give `num_sequences={min(most, max(BIAS_SEQUENCES, batch.num_sequences))}`",
+        )
+
+
+def _preference(probability_NV: Tensor, predicted_N: Tensor) -> dict[str, np.ndarray]:
+    num_sequences, vocabulary = probability_NV.shape
+    surprise_N = prediction_surprise(predicted_N)
+    values = {
+        "prediction_ratio": prediction_ratio(predicted_N, vocabulary),
+        "probability_ratio": probability_ratio(probability_NV),
+        "entropy": surprise_N,
+        "entropy_deficit": uniform_entropy(num_sequences, vocabulary) - surprise_N,
+    }
+    return {name: value.numpy() for name, value in values.items()}
+
+
+def sample_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of the 95 % interval of the mean over the first axis; NaN for fewer than 5 values, which say little."""
+    if len(values) < 5:
+        return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)
+    confidence = 1 - 2 * bootstrap_tail(len(values), 0.95)
+    # Few values have long tails to resolve; many make resamples large.
+    num_resamples = 10_000 if len(values) <= 256 else 2000
+    return bootstrap_mean_interval(values, confidence=confidence, num_resamples=num_resamples)
+
+
+def agreement(one: BiasReading, other: BiasReading) -> Agreement:
+    """`preference_correlation` with its error, found by leaving out pairs of groups of sequences in turn.
+
+    Only the spread of the jackknife's pseudo-values is used. Fewer sequences give a lower correlation, which would
+    shift their mean.
+    """
+    whole = preference_correlation(one, other)
+    without = np.array([preference_correlation(one, other, left_out) for left_out in range(NUM_GROUPS // 2)])
+    return Agreement(whole, whole - (len(without) - 1) * (without - without.mean()))
+
+
+def preference_correlation(one: BiasReading, other: BiasReading, left_out: int | None = None) -> float:
+    """The rank correlation of two models' mean next-token probabilities, each over different sequences.
+
+    Two models may treat a sequence alike without preferring any token. So every other group of one model is compared
+    with the remaining groups of the other, and the other way round. A model compared with itself gives the ceiling.
+    """
+    pairs = np.arange(NUM_GROUPS).reshape(-1, 2)
+    pairs = pairs if left_out is None else np.delete(pairs, left_out, 0)
+    halves = [reading.group_probability_GV[pairs[:, half]].mean(0) for reading in (one, other) for half in (0, 1)]
+    return (rank_correlation(halves[0], halves[3]) + rank_correlation(halves[1], halves[2])) / 2

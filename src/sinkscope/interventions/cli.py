@@ -1,0 +1,78 @@
+"""sinkscope intervene: any combination of interventions, with every observable before, after and under a control."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions
+from sinkscope.cli_output import Output, command_text, run_environment, write_request
+from sinkscope.interventions.kinds import KINDS
+from sinkscope.interventions.requests import requests
+
+if TYPE_CHECKING:
+    Interventions = Any
+else:
+    # One option for each kind of intervention.
+    Interventions = make_dataclass(
+        "Interventions",
+        [
+            (name, Annotated[list[str] | None, typer.Option(help=kind.help, show_default=False)], None)
+            for name, kind in KINDS.items()
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterveneOptions:
+    """Where interventions act."""
+
+    layers: Annotated[
+        str | None, typer.Option(help="Layers of mask, aggregation and dimension edits, such as 0-2.")
+    ] = None
+    heads: Annotated[str | None, typer.Option(help="Heads of mask and aggregation edits, such as 0,3.")] = None
+
+
+def intervene_command(
+    interventions: Interventions,
+    asked: InterveneOptions,
+    tokens: BatchOptions,
+    texts: PromptOptions,
+    source: ModelOptions,
+    output: Output,
+) -> None:
+    """Intervene in a model's forward pass and show what changes.
+
+    Every observable is shown before, after and under a control. Aggregation edits act up to the birth of disparity
+    unless --layers says otherwise. Their means come from 64 other sequences; with --prompt, --tokens says of what kind.
+    The control replaces each intervention: a mask by its opposite, amplification by a shift of the mean that leaves the
+    variance, units by matched random ones.
+
+    Example: sinkscope intervene gpt2 --mask-to-self 10 --clamp-dimension 447@10
+    """
+    texts.check(tokens, calibrates=True)
+    given = {kind: values for kind, values in asdict(interventions).items() if values}
+    requests(given, **asdict(asked))  # refuses what cannot be parsed before a model is loaded
+    path = output.path(source.model)
+    from sinkscope.interventions.intervene import intervene
+    from sinkscope.pages import progress, terminal
+    from sinkscope.pages.html import can_write_pages
+    from sinkscope.results.run_folder import run_folder
+
+    loaded = source.load()
+    with progress.working("tracing before, after and under the control"):
+        result = intervene(loaded, given, **asdict(asked), **asdict(texts), **asdict(tokens))
+    with run_folder(path, output.overwrite) as folder:
+        write_request(folder, source, tokens, texts, asked, interventions=given)
+        attention = result.after.recording.attention_path
+        folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
+        result.write(folder)
+        if can_write_pages():
+            from sinkscope.interventions.page import write_intervened_page
+
+            write_intervened_page(result.tables, result.summary, command_text(), folder.path / "report.html")
+    output.show(path, lambda: terminal.show_intervened(result, path))

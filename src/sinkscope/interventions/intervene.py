@@ -1,0 +1,260 @@
+"""Any combination of interventions: a trace before, a trace under them, and a trace under their control."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sinkscope.arguments import check_sizes
+from sinkscope.errors import InputError
+from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.base import MIN_CALIBRATION, together
+from sinkscope.interventions.kinds import Setting
+from sinkscope.interventions.plan import make_plan
+from sinkscope.interventions.requests import Request
+from sinkscope.interventions.requests import requests as read_requests
+from sinkscope.measures.sink_score import eligible_positions
+from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.loaded import ModelLike
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.prompts import check_one_length, prompt_batch
+from sinkscope.models.token_batches import TokenBatch, batch_with_others
+from sinkscope.results.result import Result
+from sinkscope.results.tables import Column, Schema
+from sinkscope.tracing.receipt import described
+from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from sinkscope.interventions.requests import ByKind
+
+ARMS = ("before", "after", "control")
+MOST_POSITIONS = 256
+"""Positions that a curve of the page shows."""
+_QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
+_POSITION = Column("position", "int", "Position, counted from 0")
+_VALUES = (
+    Column("before", "float", "In the untouched model", nullable=True),
+    Column("after", "float", "Under the interventions", nullable=True),
+    Column("control", "float", "Under their control", nullable=True),
+)
+OBSERVABLES = Schema("observables", (_QUANTITY, Column("layer", "int", "Layer, counted from 0"), _POSITION, *_VALUES))
+MEANS = Schema("means", (_QUANTITY, _POSITION, *_VALUES))
+"""Means over layers."""
+
+
+@dataclass(frozen=True, repr=False)
+class Intervened(Result):
+    """Three traces of one batch."""
+
+    headline = ("means", "quantity", "position", *ARMS)
+    schemas = (OBSERVABLES, MEANS)
+    before: Trace
+    after: Trace
+    control: Trace
+    positions: tuple[int, ...]
+    """Positions that the interventions act on."""
+    control_is: str
+    """The control in words."""
+    calibrated_on: str
+    """Where the means of interventions come from, in words."""
+
+    @cached_property
+    def observables(self) -> list[dict[str, Tensor]]:
+        """[L, T] by name, of each arm; no sink rate of a key with too few later queries to be one."""
+        length = self.before.recording.batch.length
+        return [
+            {
+                "sink_rate": recording["head_sink_rate"].mean(1).where(eligible_positions(length), float("nan")),
+                "received": recording["received"].mean(1),
+                **recording.by_position,
+            }
+            for recording in (getattr(self, arm).recording for arm in ARMS)
+        ]
+
+    @cached_property
+    def shown(self) -> list[int]:
+        """The positions acted on, and the first sinks before and after."""
+        sinks = [sink.position for arm in (self.before, self.after) for sink in arm.findings.sinks[:3]]
+        return sorted({*self.positions, *sinks})
+
+    @cached_property
+    def tables(self) -> dict[str, Mapping[str, list]]:
+        """`observables`: all of them by layer and position, in all three. `means`: over layers, at a few positions."""
+        columns: dict[str, list] = {column.name: [] for column in OBSERVABLES.columns}
+        means: dict[str, list] = {column.name: [] for column in MEANS.columns}
+        values = self.observables
+        for quantity in values[0]:
+            num_layers, num_positions = values[0][quantity].shape
+            columns["quantity"] += [quantity] * (num_layers * num_positions)
+            columns["layer"] += [layer for layer in range(num_layers) for _ in range(num_positions)]
+            columns["position"] += list(range(num_positions)) * num_layers
+            for arm, value in zip(ARMS, values, strict=True):
+                columns[arm] += value[quantity].double().flatten().tolist()
+            if not quantity.startswith("largest_"):
+                means["quantity"] += [quantity] * len(self.shown)
+                means["position"] += self.shown
+                for arm, value in zip(ARMS, values, strict=True):
+                    means[arm] += value[quantity][:, self.shown].double().nanmean(0).tolist()
+        return {OBSERVABLES.name: columns, MEANS.name: means}
+
+    @property
+    def _texts(self) -> list[dict[str, Any]]:
+        """The tokens that the page names, where one text was read and can be written."""
+        batch = self.before.recording.batch
+        if self.before.tokenizer is None or batch.num_sequences > 1:
+            return []
+        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.shown})
+        return [{"position": at, "text": self.before.token_text(int(batch.ids[0, at]))} for at in places]
+
+    @property
+    def story(self) -> str:
+        return f"Before: {self.before.story} After: {self.after.story} Under the control: {self.control.story}"
+
+    @property
+    def summary(self) -> dict:
+        arms = {arm: getattr(self, arm).summary for arm in ARMS}
+        rates = {arm: getattr(self, arm).recording.sink_rate.tolist() for arm in ARMS}
+        return {
+            "story": self.story,
+            "positions": self.positions,
+            "control_is": self.control_is,
+            "calibrated_on": self.calibrated_on,
+            **({"texts": texts} if (texts := self._texts) else {}),
+            **arms,
+            **described(self.after.receipt),
+            "sink_rate_by_position": rates,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untouched:
+    """A batch that interventions are to act on, and what they are made with. The untouched model reads it once, however
+    many of them are tried."""
+
+    loaded: LoadedModel
+    batch: TokenBatch
+    calibration: TokenBatch
+    """Other sequences, as long, on which interventions are calibrated."""
+    observables: Sequence[str] | None = None
+    """What a trace records; all of the chain where nothing is named."""
+
+    @cached_property
+    def before(self) -> Trace:
+        return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
+
+    @cached_property
+    def setting(self) -> Setting:
+        plan = make_plan(self.before.findings)
+        return Setting(
+            loaded=self.loaded,
+            anatomy=anatomy_of(self.loaded.model),
+            batch=self.batch,
+            calibration=self.calibration,
+            last_layer=plan.last_layer,
+            excluded=plan.candidates,
+        )
+
+    def under(self, requests: Sequence[Request], *, control: bool = False) -> Trace:
+        """A trace under these interventions or, as a control, under what stands in for them."""
+        if wrong := [position for position in _positions(requests) if not 0 <= position < self.batch.length]:
+            is_prompt = self.batch.kind == "text" and self.batch.source is None
+            raise InputError(
+                expected=f"positions from 0 to {self.batch.length - 1}",
+                found=", ".join(map(str, wrong)),
+                next_step=f"Choose others, or a {'longer `prompt`' if is_prompt else 'greater `length`'}",
+            )
+        setting = self.setting
+        with evaluation_mode(self.loaded.model):
+            interventions = [each for request in requests for each in request.make(setting, control=control)]
+        with together(interventions):
+            for edit in interventions:
+                if isinstance(edit, AggregationEdit):
+                    edit.check_deviation()
+            return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
+
+
+def read_prompt(
+    loaded: LoadedModel,
+    prompt: str | Sequence[str],
+    tokens: str = "random",
+    *,
+    bos: bool | None = None,
+    seed: int = 0,
+    observables: Sequence[str] | None = None,
+) -> Untouched:
+    """A text, or several of one length, to intervene on."""
+    batch = prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos)
+    check_one_length(batch, "interventions act on positions")
+    calibration = batch_with_others(
+        loaded,
+        tokens,
+        bos=batch.bos,
+        length=batch.length,
+        num_sequences=MIN_CALIBRATION,
+        seed=seed,
+        least=(batch.length, MIN_CALIBRATION),
+    )
+    return Untouched(loaded=loaded, batch=batch, calibration=calibration, observables=observables)
+
+
+def drawn_batch(
+    loaded: LoadedModel, tokens: str, *, bos: bool | None, length: int, num_sequences: int, seed: int
+) -> Untouched:
+    """A batch as `token_batch` draws it, to intervene on."""
+    check_sizes(length=length, num_sequences=num_sequences)
+    drawn = batch_with_others(
+        loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed, others=MIN_CALIBRATION
+    )
+    batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split([num_sequences, MIN_CALIBRATION]))
+    return Untouched(loaded=loaded, batch=batch, calibration=calibration)
+
+
+def intervene(
+    model: ModelLike,
+    requests: ByKind,
+    *,
+    layers: str | Sequence[int] | None = None,
+    heads: str | Sequence[int] | None = None,
+    prompt: str | Sequence[str] | None = None,
+    tokens: str = "random",
+    bos: bool | None = None,
+    length: int = 64,
+    num_sequences: int = 32,
+    seed: int = 0,
+) -> Intervened:
+    """Traces of a batch before, under the requested interventions, and under a control in their place.
+
+        sinkscope.intervene(model, {"mask_to_self": 10}, prompt="a text of 27 tokens or more").story
+
+    What is asked for is written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
+    a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
+    `heads` choose where masks and edits of the aggregation act. The batch is `prompt`, one text or several of one
+    length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences of
+    that length: with `prompt`, from those that `tokens` names.
+    """
+    wanted = read_requests(requests, layers=layers, heads=heads)
+    if prompt is None:
+        given = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
+    else:
+        given = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
+    after, control = (given.under(wanted, control=is_control) for is_control in (False, True))
+    controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in wanted))
+    calibration = given.calibration
+    kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
+    return Intervened(
+        given.before,
+        after,
+        control,
+        positions=_positions(wanted),
+        control_is=controls,
+        calibrated_on=f"{MIN_CALIBRATION} other sequences of {calibration.length} {kind}",
+    )
+
+
+def _positions(requests: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(sorted({position for request in requests for position in request.positions()}))

@@ -1,0 +1,41 @@
+"""sinkscope models: the families that are supported, and where a model keeps its modules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from sinkscope.cli_options import TrustRemoteCode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions:
+    """Which model is shown."""
+
+    name: Annotated[
+        str | None, typer.Argument(help="A family of the table, or a model to look into.", show_default=False)
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else.")] = False
+
+
+def models_command(asked: ModelsOptions) -> None:
+    """List the supported families, or show a model's modules.
+
+    Example: sinkscope models gpt2
+    """
+    from sinkscope.models.anatomy import anatomy_of
+    from sinkscope.models.families import FAMILIES
+    from sinkscope.models.loading import load
+    from sinkscope.pages import progress, terminal
+
+    rows = [family.row() for family in FAMILIES if asked.name in (None, family.name)]
+    if rows:
+        print(json.dumps(rows, indent=2)) if asked.as_json else terminal.show_families(rows)
+        return
+    with progress.working("loading the model"):
+        parts = anatomy_of(load(asked.name, trust_remote_code=asked.trust_remote_code).model).row()
+    print(json.dumps(parts, indent=2)) if asked.as_json else terminal.show_anatomy(asked.name or "", parts)

@@ -1,0 +1,48 @@
+"""sinkscope report: the page of a finished run, written again from its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sinkscope.names import is_reference
+from sinkscope.user_paths import user_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Which run, and where its page goes."""
+
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a training run, a study, a trace or a bias; reference:NAME for the training of that model.",
+            show_default=False,
+        ),
+    ]
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Page to write; default report.html in the run's folder, or here for reference:NAME."),
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False
+
+
+def report_command(asked: ReportOptions) -> None:
+    """Write the page of one run.
+
+    The page of a training run shows its losses, its sink and when each link was born.
+
+    Example: sinkscope report runs/tiny --overwrite
+    """
+    from sinkscope.pages.text import say
+    from sinkscope.results.run_folder import check_page
+    from sinkscope.results.run_page import write_page_of_run
+
+    beside = Path() if is_reference(asked.run) else user_path(asked.run)
+    out = beside / "report.html" if asked.out is None else user_path(asked.out)
+    check_page(out, asked.overwrite)
+    say(write_page_of_run(asked.run, out))
+    say(f"Page: {out}")

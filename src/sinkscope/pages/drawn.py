@@ -1,0 +1,167 @@
+"""Figures of a page, drawn by matplotlib for notebooks and papers, from the description that Plotly draws."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.pages.figure import LOOKS, Figure, floats
+from sinkscope.pages.text import END_ISOLATE, ISOLATE
+from sinkscope.tracing.picture import drawing_class
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+COLOURS = {colour: f"C{number}" for number, (colour, _, _) in enumerate(LOOKS)} | {"var(--muted)": "gray"}
+DASHES = {
+    "solid": "-",
+    "dash": "--",
+    "dot": ":",
+    "dashdot": "-.",
+    "longdash": (0, (8, 3)),
+    "longdashdot": (0, (8, 3, 1, 3)),
+}
+MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "triangle-right": ">",
+    "triangle-left": "<",
+}
+PIXELS_AN_INCH = 75
+
+
+def drawing(figures: Sequence[Figure]) -> Drawing:
+    """The figures side by side as one matplotlib figure. Needs the extra `report`."""
+    height = min(max(figure.height for figure in figures) / PIXELS_AN_INCH, 10)
+    whole = drawing_class()(figsize=(6 * len(figures), max(height, 3.5)), layout="constrained")
+    panels = whole.subplots(1, len(figures), squeeze=False)[0]
+    for axes, figure in zip(panels, figures, strict=True):
+        _draw(axes, figure)
+    labels = {tuple(axes.get_legend_handles_labels()[1]) for axes in panels}
+    if len(panels) > 1 and len(labels) == 1 and any(*labels):
+        whole.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    else:
+        for axes in panels:
+            if any(axes.get_legend_handles_labels()[1]):
+                axes.legend(fontsize=7)
+    return whole
+
+
+def _draw(axes: Axes, figure: Figure) -> None:
+    axes.set_title(_plain(figure.title), fontsize=10, parse_math=False)
+    bars = [trace for trace in figure.traces if trace["type"] == "bar"]
+    # Names in their order; those that the layout does not order come as the series bring them.
+    orders = [
+        {name: place for place, name in enumerate(figure.layout.get(axis, {}).get("categoryarray", ()))}
+        for axis in ("xaxis", "yaxis")
+    ]
+    for trace in figure.traces:
+        if trace["type"] == "heatmap":
+            _heat_map(axes, trace)
+        elif trace["type"] == "bar":
+            _bars(axes, trace, bars.index(trace), len(bars))
+        elif trace["mode"] == "none":
+            y = floats(trace["y"])
+            axes.fill(trace["x"], y, color=_colour(trace["fillcolor"]), alpha=trace["opacity"], lw=0)
+        else:
+            _series(axes, trace, orders)
+    for shape in figure.layout.get("shapes", ()):
+        is_vertical = shape.get("yref") == "paper"
+        draw, value = (axes.axvline, shape["x0"]) if is_vertical else (axes.axhline, shape["y0"])
+        draw(value, color="gray", linestyle=":", lw=1)
+    is_map = any(trace["type"] == "heatmap" for trace in figure.traces)  # which has set its own ticks
+    for name, order in zip(("x", "y"), orders, strict=True):
+        _axis(axes, name, figure.layout.get(f"{name}axis", {}), () if is_map else order)
+    axes.tick_params(labelsize=8)
+
+
+def _axis(axes: Axes, name: str, asked: dict[str, Any], categories: Collection[str]) -> None:
+    """The axis x or y as the layout asks for it, with these names along it."""
+    if categories:
+        names = [_plain(category) for category in categories]
+        long = name == "x" and max(map(len, names)) > 8
+        look = {"rotation": 30, "ha": "right"} if long else {}
+        getattr(axes, f"set_{name}ticks")(range(len(names)), names, **look)
+    axes.set(**{f"{name}label": _plain(asked.get("title", {}).get("text", ""))})
+    if "ticktext" in asked:
+        getattr(axes, f"set_{name}ticks")(asked["tickvals"], [_plain(text) for text in asked["ticktext"]])
+    if "range" in asked:
+        axes.set(**{f"{name}lim": asked["range"]})
+    if asked.get("type") == "log":
+        axes.set(**{f"{name}scale": "log"})
+    if asked.get("autorange") == "reversed":
+        getattr(axes, f"invert_{name}axis")()
+
+
+def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> None:
+    mode, line, marker = trace["mode"], trace.get("line", {}), trace.get("marker", {})
+    symbol = marker.get("symbol", "circle")
+    errors = {}
+    for name in ("x", "y"):
+        if ends := trace.get(f"error_{name}"):
+            errors[f"{name}err"] = [[max(0.0, _known(end)) for end in ends[side]] for side in ("arrayminus", "array")]
+    places = {
+        name: [
+            order.setdefault(place, len(order)) if isinstance(place, str) else _known(place, math.nan)
+            for place in trace[name]
+        ]
+        for name, order in zip(("x", "y"), orders, strict=True)
+    }
+    axes.errorbar(
+        **places,
+        **errors,
+        color=_colour(line.get("color", marker.get("color", "var(--muted)"))),
+        linestyle=DASHES.get(line.get("dash", "solid"), "-") if "lines" in mode else "none",
+        drawstyle="steps-post" if line.get("shape") == "hv" else "default",
+        marker=(MARKERS.get(symbol if isinstance(symbol, str) else symbol[0], "x") if "markers" in mode else ""),
+        markersize=3.5,
+        lw=1.2,
+        capsize=2,
+        label=_plain(trace.get("name", "")) if trace.get("showlegend", True) else "",
+    )
+
+
+def _bars(axes: Axes, trace: dict[str, Any], index: int, count: int) -> None:
+    names = [_plain(name) for name in trace["x"]]
+    places = [place + 0.8 * ((index + 0.5) / count - 0.5) for place in range(len(names))]
+    heights = [_known(value) for value in trace["y"]]
+    axes.bar(places, heights, 0.8 / count, color=f"C{index}", label=_plain(trace.get("name", "")))
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+
+
+def _heat_map(axes: Axes, trace: dict[str, Any]) -> None:
+    values = [floats(row) for row in trace["z"]]
+    image = axes.imshow(
+        values, aspect="auto", origin="lower", vmin=trace.get("zmin"), vmax=trace.get("zmax"), interpolation="nearest"
+    )
+    for names, set_ticks in ((trace["x"], axes.set_xticks), (trace["y"], axes.set_yticks)):
+        step = max(1, len(names) // 12)
+        shown = list(range(0, len(names), 1 if isinstance(names[0], str) else step))
+        set_ticks(shown, [str(_plain(names[place])) for place in shown])
+    if trace.get("showscale", True):
+        bar, asked = axes.figure.colorbar(image, ax=axes), trace.get("colorbar", {})
+        if "tickvals" in asked:
+            low, high = image.get_clim()  # a tick outside would stretch the bar
+            ticks = [tick for tick in zip(asked["tickvals"], asked["ticktext"], strict=True) if low <= tick[0] <= high]
+            bar.set_ticks([place for place, _ in ticks], labels=[text for _, text in ticks])
+
+
+def _plain(text: Any) -> Any:
+    """A label without what Plotly reads in it; numbers stay as they are."""
+    if not isinstance(text, str):
+        return text
+    plain = html.unescape(text.replace("<br>", "\n").replace(ISOLATE, "").replace(END_ISOLATE, ""))
+    return plain.replace("$", r"\$")  # a lone dollar sign would begin a formula
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "gray")
+
+
+def _known(value: float | None, otherwise: float = 0.0) -> float:
+    return otherwise if value is None else value

@@ -1,0 +1,142 @@
+"""sinkscope study: whether the chain holds in a model, link by link, with causal evidence and controls."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from sinkscope.arguments import check_choice, check_study
+from sinkscope.cli_options import BatchOptions, ModelOptions
+from sinkscope.cli_output import (
+    Output,
+    finished_parts_are_kept,
+    first_process_writes,
+    run_environment,
+    run_path,
+    write_pictures,
+    write_request,
+)
+from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from sinkscope.studies.study import Study
+
+BOS = {"auto": None, "yes": True, "no": False}
+CHOICES = (*BOS, "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """How the sequences of a study begin."""
+
+    bos: Annotated[
+        str,
+        typer.Option(
+            help="Begin with what the tokenizer puts before a text, or with BOS if it puts nothing: yes, no, both (two "
+            "studies side by side), or auto: text begins as the tokenizer begins it, random tokens with nothing."
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("bos", self.bos, CHOICES)
+
+
+class ValueOfBos(TyperCommand):
+    """Refuses --bos and --no-bos as other commands have them, with what to type here: a study can have both."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for given, value in pairwise([*args, "--"]):
+            if given == "--no-bos" or (given == "--bos" and value.startswith("--")):
+                raise InputError(
+                    expected=f"`bos` with a value: {', '.join(CHOICES)}",
+                    found="none" if given == "--bos" else given,
+                    next_step="Give `bos=True`" if given == "--bos" else "Give `bos=False`",
+                )
+        return super().parse_args(ctx, args)
+
+
+def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
+    """Decide, link by link, whether the chain holds in a model.
+
+    A report is written to the run folder. Claims are judged on the sequences asked for; 96 others choose what is tested
+    and calibrate it. The same command with the same --out resumes an interrupted study.
+
+    Example: sinkscope study HuggingFaceTB/SmolLM2-135M --out runs/smollm2
+    """
+    check_study(tokens.length, tokens.num_sequences)
+    path = output.path(source.model)
+    runs, page = _both(path, output.overwrite) if asked.bos == "both" else ({path: asked}, None)
+    with finished_parts_are_kept(f"the same command with --out {path} goes on"):
+        _study(source, tokens, runs, page, output)
+    if output.as_json:
+        texts = [(run / "summary.json").read_text(encoding="utf-8") for run in runs]
+        print(texts[0] if page is None else f"[{', '.join(texts)}]")
+
+
+def _both(path: Path, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
+    """The run folders of the studies with and without BOS, and the page that compares them; checked before any work."""
+    from sinkscope.results.run_folder import check_page
+
+    names = {"bos": "yes", "no-bos": "no"}  # in this order, a model that has no BOS is refused at once
+    runs = {path.with_name(f"{path.name}-{name}"): StudyOptions(bos=choice) for name, choice in names.items()}
+    for run in runs:
+        run_path(run, None, overwrite)
+    page = path.with_name(f"{path.name}.html")
+    check_page(page, overwrite)
+    return runs, page
+
+
+def study_run(model: str) -> Path:
+    """The run folder of a study of a model with every option at its default, made now."""
+    path = run_path(None, model, overwrite=False)
+    command = shlex.join(["sinkscope", "study", model, "--out", str(path)])
+    with finished_parts_are_kept(f"{command} goes on, and {path} can be compared"):
+        _study(ModelOptions(model=model), BatchOptions(), {path: StudyOptions()}, None, Output())
+    return path
+
+
+def _study(
+    source: ModelOptions, tokens: BatchOptions, runs: dict[Path, StudyOptions], page: Path | None, output: Output
+) -> None:
+    """Studies one model, with or without BOS or both. No run is written before all studies are done, so that an
+    interrupted command can be given again unchanged."""
+    from sinkscope import __version__, processes
+    from sinkscope.pages import progress, terminal
+    from sinkscope.pages.html import can_write_pages
+    from sinkscope.results.parts import Parts
+    from sinkscope.results.run_folder import run_folder
+    from sinkscope.studies.study import study
+
+    loaded = source.load()
+    identity = asdict(source) | asdict(tokens) | {"weights": loaded.weight_hash, "version": __version__}
+    parts = {path: Parts(path, identity | asdict(asked)) for path, asked in runs.items()}
+    results: dict[Path, Study] = {}
+    for path, asked in runs.items():
+        if processes.count() > 1:  # one process makes it only when needed: a refused run must change nothing
+            processes.from_first(parts[path].prepare)
+        with progress.bar(f"conditions of {loaded.name}") as move:
+            results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=move)
+    first_process_writes()
+    for path, result in results.items():
+        with progress.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:
+            write_request(folder, source, tokens, runs[path])
+            attention = result.trace.recording.attention_path
+            folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
+            result.write(folder)
+            write_pictures(folder, result.trace)
+        if not output.as_json:
+            terminal.show_study(result, path)
+    if page is not None and can_write_pages():
+        from sinkscope.compare.page import write_comparison_page
+
+        write_comparison_page(list(runs), page)
+        if not output.as_json:
+            print(f"Side by side: {page}")
+    for each in parts.values():
+        each.discard()

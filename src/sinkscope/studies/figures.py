@@ -1,0 +1,264 @@
+"""The figures of a study, by section: what makes a sink, what it needs, through what it acts, what else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sinkscope.pages.figure import (
+    LOOKS,
+    MAP_COLOURS,
+    PATTERNS,
+    Figure,
+    axis,
+    categories,
+    floats,
+    level,
+    levels,
+    line,
+    points,
+    rounded,
+)
+from sinkscope.pages.text import interval, number, plotted
+from sinkscope.results.run import Run
+from sinkscope.studies.judging import QUARTER, RISE, SPARED, percent
+from sinkscope.studies.rate_figures import condition_name, created, dose_response, moved, strongest_doses, targets
+from sinkscope.tracing.figures import unit_name
+
+REMOVALS = {
+    "open_to_later": "opened to later positions",
+    "equalise_variance": "variance equalised",
+    "remove_mean": "mean removed",
+    "remove_deviation": "deviation removed",
+    "remove_energy": "energy removed",
+    "ablate_minimal_set": "minimal set removed",
+    "mean_minimal_set": "minimal set at its mean",
+    "densify_minimal_set": "minimal set densified",
+    "move_minimal_set": "minimal set moved to another dimension",
+    "turn_minimal_set": "minimal set turned",
+    "turn_basis": "the whole basis turned",
+    "ablate_writers": "writers along its direction removed",
+    "ablate_writers_at_sink": "the writers removed at the sink alone",
+    "ablate_writers_elsewhere": "the writers removed elsewhere",
+}
+NUM_UNITS, NUM_CONDITIONS = 2, 4
+"""Histograms are shown for this many units, each under this many conditions."""
+ROUNDING = 1e-9
+EFFECT_COLUMNS = ("before", "after", "difference", "low", "high", "n")
+
+
+def study_figures(run: Run) -> dict[str, list[Figure]]:
+    """Figures by section; a section whose tables are empty has none."""
+    return {
+        "creation": _if_any(run, "rates", created) + dose_response(run) + _if_any(run, "effects", _forest),
+        "necessity": _if_any(run, "effects", _remaining) + _if_any(run, "rates", moved),
+        "mediation": _if_any(run, "mediation", mediation),
+        "confounds": _if_any(run, "effects", confounds),
+        "histograms": histograms(run),
+    }
+
+
+def _if_any(run: Run, table: str, build: Callable[[Run], Figure | None]) -> list[Figure]:
+    figure = build(run) if any(run.tables[table].values()) else None
+    return [] if figure is None else [figure]
+
+
+def _forest(run: Run) -> Figure | None:
+    quantities = {"sink_rate_at_target": "at the target", "sink_rate_at_sink": "at the sink"}
+    entries = [row for row in strongest_doses(run.rows("effects")) if row["quantity"] in quantities]
+    if not entries:
+        return None
+    names = list(dict.fromkeys(plotted(condition_name(row)) for row in entries))[::-1]
+    traces = []
+    for look, (quantity, label) in enumerate(quantities.items()):
+        own = [row for row in entries if row["quantity"] == quantity]
+        differences, low, high = ([row[name] for row in own] for name in ("difference", "low", "high"))
+        conditions = [plotted(condition_name(row)) for row in own]
+        traces.append(points(differences, conditions, label, look, low=low, high=high))
+    return Figure(
+        "forest",
+        "Change of the sink rate under every intervention",
+        "Bars are intervals over sequences. A change between the dotted lines, 5 points, counts as none. "
+        "Interventions with a factor are shown at their largest.",
+        ("effects",),
+        traces,
+        {
+            "xaxis": axis("change of the sink rate"),
+            "yaxis": categories(names),
+            **levels(
+                level(-RISE, "", vertical=True), level(RISE, f"\N{PLUS-MINUS SIGN}{percent(RISE)}", vertical=True)
+            ),
+        },
+        ("condition", "quantity", *EFFECT_COLUMNS),
+        [
+            (condition_name(row), quantities[row["quantity"]], *(row[name] for name in EFFECT_COLUMNS))
+            for row in entries
+        ],
+        120 + 22 * len(names),
+    )
+
+
+def _remaining(run: Run) -> Figure | None:
+    """Share of the sink rate that each removal leaves."""
+    entries = [
+        row
+        for row in run.rows("effects", quantity="sink_rate_at_sink")
+        if row["condition"] in REMOVALS and row["target"] not in targets(run) and row["before"] > 0
+    ]
+    if not entries:
+        return None
+    sets = run.rows("random_sets")
+    names = [REMOVALS[row["condition"]] for row in entries]
+    # The interval is that of the difference, which reaches beyond all of the rate where rates differ by sequence.
+    shares, low, high = (
+        [max(0.0, row["before"] + row[part]) / row["before"] for row in entries]
+        for part in ("difference", "low", "high")
+    )
+    random_name = f"{len(sets)} matched random sets"
+    traces = [points(shares, names, "removal", 0, low=low, high=high, marker={"size": 8}, showlegend=False)]
+    if sets:
+        remaining = [row["remaining"] for row in sets]
+        faint = {"marker": {"opacity": 0.7}, "showlegend": False}
+        traces.append(points(remaining, [random_name] * len(sets), "one random set", 4, **faint))
+    listed = list(zip(names, shares, low, high, strict=True))
+    return Figure(
+        "remaining",
+        "How much of the sink is left",
+        "Sink rate divided by the untouched one, with the interval of the change. The minimal set is necessary if less "
+        "than a quarter is left without it, while matched random sets leave 80 %.",
+        ("effects", "random_sets"),
+        traces,
+        {
+            "xaxis": axis("share of the sink rate left", rangemode="tozero"),
+            "yaxis": categories([random_name, *names[::-1]]),
+            **levels(level(QUARTER, "a quarter", vertical=True), level(SPARED, percent(SPARED), vertical=True)),
+        },
+        ("removal", "share left", "low", "high"),
+        listed + [(f"random set {row['set']}", row["remaining"], None, None) for row in sets],
+        140 + 26 * (len(names) + 1),
+    )
+
+
+def mediation(run: Run) -> Figure:
+    """Total, direct and indirect effects, with the indirect share and its interval."""
+    entries = run.rows("mediation")
+    names = [plotted(f"{row['intervention']} through {row['mediator']}".replace("_", " ")) for row in entries]
+    shares = [f"share {number(row['share'])}<br>{interval(row['low'], row['high'])}" for row in entries]
+    parts = ("total", "random", "direct", "indirect")
+    return Figure(
+        "mediation-effects",
+        "Total, direct and indirect effect",
+        "Rise of the sink rate at the target: in total; while as many matched random units or dimensions are held at "
+        "their untouched values; directly, while the mediator is; and indirectly, the difference of these two, with "
+        "its share and interval.",
+        ("mediation",),
+        [
+            {
+                "type": "bar",
+                "x": [name.replace(" through ", "<br>through ") for name in names],
+                "y": rounded([row[part] for row in entries]),
+                "name": part,
+                "marker": {"color": LOOKS[index][0], "pattern": {"shape": PATTERNS[index]}},
+                "text": shares if part == "indirect" else None,
+                "textposition": "outside",
+                "cliponaxis": False,
+            }
+            for index, part in enumerate(parts)
+        ],
+        {"xaxis": {"type": "category"}, "yaxis": axis("sink rate")},
+        ("intervention", "mediator", *parts, "indirect share", "low", "high", "n"),
+        [tuple(row.values()) for row in entries],
+        340,
+    )
+
+
+def confounds(run: Run) -> Figure:
+    """Every quantity after over before, under every condition."""
+    entries = strongest_doses(run.rows("effects"))
+    names = list(dict.fromkeys(condition_name(row) for row in entries))
+    quantities = list(dict.fromkeys(row["quantity"] for row in entries))
+    ratios = np.full((len(names), len(quantities)), np.nan)
+    for row in entries:
+        # No ratio to a value that is 0 but for rounding, such as the entropy of a token that sees one key.
+        if abs(row["before"]) > ROUNDING and row["after"] / row["before"] > 0:
+            ratios[names.index(condition_name(row)), quantities.index(row["quantity"])] = row["after"] / row["before"]
+    labels = [[number(float(value)) if np.isfinite(value) else "" for value in row] for row in ratios]
+    return Figure(
+        "confounds",
+        "Every quantity, after over before",
+        "A stronger shade is further from 1 in either direction. Blank: no ratio. Factors at their largest.",
+        ("effects",),
+        [
+            {
+                "type": "heatmap",
+                "x": [plotted(name.replace("_", " ")) for name in quantities],
+                "y": list(map(plotted, names)),
+                # Beyond a factor of 16 the colour stays the same; the number in the cell says how far.
+                "z": rounded(np.minimum(np.abs(np.log2(ratios)), 4)),
+                "text": labels,
+                "texttemplate": "%{text}",
+                "hovertemplate": "%{y}<br>%{x}<br>after / before %{text}<extra></extra>",
+                "colorscale": MAP_COLOURS,
+                "zmin": 0,
+                "showscale": False,
+                "hoverongaps": False,
+                "xgap": 1,
+                "ygap": 1,
+            }
+        ],
+        {
+            "xaxis": {
+                "side": "top",
+                "type": "category",
+                "showgrid": False,
+                "dtick": 1,
+                "tickangle": -45,
+                "automargin": True,
+            },
+            "yaxis": categories(list(map(plotted, names)), autorange="reversed", showgrid=False),
+        },
+        ("condition", "quantity", *EFFECT_COLUMNS),
+        [
+            (condition_name(row), row["quantity"].replace("_", " "), *(row[name] for name in EFFECT_COLUMNS))
+            for row in entries
+        ],
+        200 + 22 * len(names),
+    )
+
+
+def histograms(run: Run) -> list[Figure]:
+    """Activations of the first units at the sink, at the target and elsewhere."""
+    entries = run.rows("histograms")
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in entries:
+        groups.setdefault((unit_name(row), condition_name(row)), []).append(row)
+    units = list(dict.fromkeys(unit for unit, _ in groups))[:NUM_UNITS]
+    conditions = list(dict.fromkeys(condition for _, condition in groups))[:NUM_CONDITIONS]
+    shown = [(unit, condition) for unit in units for condition in conditions if (unit, condition) in groups]
+    return [_histogram(index, *names, groups[names]) for index, names in enumerate(shown)]
+
+
+def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Figure:
+    traces = []
+    for look, place in enumerate(("sink", "target", "elsewhere")):
+        own = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
+        if own:
+            counts = floats([row["count"] for row in own])
+            # Shares: a batch has one sink token a sequence and many elsewhere.
+            x = [row["bin_low"] for row in own] + [own[-1]["bin_high"]]
+            share = rounded(np.append(counts, counts[-1]) / max(counts.sum(), 1))
+            trace = line(x, share, place, look, mode="lines")
+            trace["line"] |= {"shape": "hv"}
+            traces.append(trace)
+    return Figure(
+        f"histogram-{index}",
+        f"Unit {unit}, {condition}",
+        "Activations of the unit as shares of the tokens at each place.",
+        ("histograms",),
+        traces,
+        {"xaxis": axis("activation"), "yaxis": axis("share of tokens", rangemode="tozero")},
+        ("place", "from", "to", "tokens"),
+        [(row["place"], row["bin_low"], row["bin_high"], row["count"]) for row in entries if row["count"]],
+        260,
+    )

@@ -1,0 +1,356 @@
+"""Hands every layer's queries, keys and values to a function of ours, through interfaces that a model offers.
+
+Most families look up a function by name in the attention registry of transformers. A mask function of the same name
+must be registered too, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal,
+with or without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch
+function mode sees. Registration is process-wide, so both functions look for a tap that acts on the pass that runs.
+Where there is none, in another thread's pass or in a copy of the model, they use what the model used before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import Anatomy, Layer, input_device
+from sinkscope.tracing.attention_rule import AttentionRule
+from sinkscope.tracing.edits import depth, row_edits
+from sinkscope.tracing.sole_reader import sole_reader
+
+NAME = "sinkscope"
+
+OnAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionRule], Tensor]
+"""(layer, query [B, H, T, D], key [B, K, S, D], value [B, K, S, D], rule) -> value aggregation [B, T, H, D]."""
+
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "sliding_window",
+    "is_causal",
+}
+"""Arguments that models pass on to attention and that change nothing here: windows are read from the mask, positions
+are already in q, k."""
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """What a model's mask means; it is passed on in place of the mask."""
+
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tap:
+    """A function that the attention of one model goes through."""
+
+    config: Any
+    """The configuration of the model, which says whose a mask is; None where masks are not asked for."""
+    layer_of: dict[int, int]
+    """By the attention module's id."""
+    on_attention: OnAttention
+    depth: int
+    thread: int | None
+    """The thread whose passes go through it; None for all of them."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether it acts on the pass that runs here and now."""
+        return self.depth == depth() and self.thread in (None, threading.get_ident())
+
+
+_taps: list[_Tap] = []
+"""The open ones of all models; what was opened last comes first."""
+_doors: WeakKeyDictionary[nn.Module, tuple[int, contextlib.ExitStack]] = WeakKeyDictionary()
+"""By decoder: how many taps are open, and what undoes the change that the first of them made to the model."""
+_doors_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
+    """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every one.
+    Taps may be closed in any order; after the last one the model is as it was."""
+    tap = _Tap(
+        config=getattr(anatomy.decoder, "config", None),
+        layer_of={id(layer.attention): layer.index for layer in anatomy.layers},
+        on_attention=on_attention,
+        depth=depth(),
+        thread=None if every_thread else threading.get_ident(),
+    )
+    with contextlib.ExitStack() as stack:
+        if not every_thread:
+            stack.enter_context(sole_reader(anatomy.decoder))
+        _enter_door(anatomy)
+        stack.callback(_leave_door, anatomy.decoder)
+        _taps.append(tap)
+        stack.callback(_taps.remove, tap)
+        yield
+
+
+def _enter_door(anatomy: Anatomy) -> None:
+    with _doors_lock:
+        count, undo = _doors.get(anatomy.decoder, (0, contextlib.ExitStack()))
+        if count == 0:
+            _open_door(anatomy, undo)
+        _doors[anatomy.decoder] = count + 1, undo
+
+
+def _leave_door(decoder: nn.Module) -> None:
+    with _doors_lock:
+        count, undo = _doors.pop(decoder)
+        if count > 1:
+            _doors[decoder] = count - 1, undo
+        else:
+            undo.close()
+
+
+def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
+    """Changes a model so that its attention asks us."""
+    door = anatomy.family.attention_door
+    config: Any = getattr(anatomy.decoder, "config", None)
+    if door != "causal_sdpa":
+        before = config._attn_implementation
+        # What set_attn_implementation does, without its walk over all modules: each attention asks the configuration
+        # for the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen.
+        ours = _name_over(before) if door == "registry" else "sdpa"
+        config._attn_implementation = ours
+
+        def restore() -> None:
+            if config._attn_implementation == ours:  # else its owner has chosen another meanwhile
+                config._attn_implementation = before
+
+        undo.callback(restore)
+    if door != "registry":
+        marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_device(anatomy))
+        for layer in anatomy.layers:
+            calls = _CallsOfLayer(anatomy, layer, marker)
+            undo.callback(calls.close)
+            undo.callback(layer.attention.register_forward_pre_hook(calls.enter).remove)
+            undo.callback(layer.attention.register_forward_hook(calls.leave, always_call=True).remove)
+        if door == "sdpa_call":
+            # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+            by_marker = _mask_by_marker(anatomy.decoder, marker)
+            undo.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+
+
+@cache
+def _name_over(before: str) -> str:
+    """The name under which our functions are registered for models that use the implementation `before`. It says what
+    to use where no tap is open: in other threads, and in a copy of the model."""
+    name = f"{NAME}_over_{len(_names)}"
+    _names[name] = before
+    AttentionInterface.register(name, partial(_attention, before))
+    AttentionMaskInterface.register(name, partial(_mask, before))
+    return name
+
+
+_names: dict[str, str] = {}
+
+
+def _tap_of(attention: nn.Module) -> _Tap | None:
+    """The tap that acts on a call of an attention."""
+    return next((tap for tap in reversed(_taps) if id(attention) in tap.layer_of and tap.acts), None)
+
+
+def _has_tap(config: Any) -> bool:
+    """Whether a tap acts on a pass of the model with this configuration."""
+    return any(tap.config is config and tap.acts for tap in _taps)
+
+
+def _attention(
+    before: str,
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    sigmoid_bias=None,
+    **others,
+):
+    tap = _tap_of(module)
+    if tap is None and not isinstance(attention_mask, CausalMask):
+        if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
+            own = variant.attend_plain if before == "eager" else variant.attend
+            found = own(query, key, value, attention_mask)
+            return found if before == "eager" else (found, None)
+        # The registry holds every implementation but the one that a model writes out itself, under this name.
+        written_out: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend = AttentionInterface().get_interface(before, written_out)
+        given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
+        others |= {name: value for name, value in given.items() if value is not None}
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
+    if tap is None:
+        raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
+    if not isinstance(attention_mask, CausalMask):
+        raise RuntimeError(
+            f"layer {tap.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
+        )
+    unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
+    if unknown or dropout or others.get("is_causal") is False:
+        raise InputError(
+            expected="attention made of scaling, a causal mask, windows, soft-capping, learned sinks and a sigmoid",
+            found=f"further arguments to attention: {', '.join(sorted(unknown)) or 'dropout or a bidirectional mask'}",
+            next_step="Use a model without them, or teach sinkscope/tracing/attention_tap.py what they mean",
+        )
+    rule = AttentionRule(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=attention_mask.window,
+        softcap=softcap,
+        sink_logits=s_aux,
+        edits=row_edits(module),
+        sigmoid_bias=sigmoid_bias,
+    )
+    return tap.on_attention(tap.layer_of[id(module)], query, key, value, rule), None
+
+
+def _mask(
+    before: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=None,
+    attention_mask=None,
+    local_size=None,
+    **others,
+) -> Any:
+    """The meaning of the mask that a model asks for; refuses padding, caches and shapes other than causal windows."""
+    if not _has_tap(others.get("config")):
+        others |= {} if local_size is None else {"local_size": local_size}
+        asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        return AttentionMaskInterface()[before](*asked, **others)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError(
+            expected="sequences of equal length",
+            found="padding in the attention mask",
+            next_step="Cut the sequences to one length",
+        )
+    window = local_size if local_size is not None and local_size < kv_length else None
+    if q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
+        raise InputError(
+            expected="a causal mask, with or without a sliding window",
+            found="another pattern of who may attend to whom (chunks, packed sequences, a prefix or a cache)",
+            next_step="Use a model or input without it",
+        )
+    return CausalMask(window)
+
+
+def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
+    """Whether a mask function agrees with a causal window on a grid of positions that holds both edges of every
+    pattern known."""
+    marks = {0, 1, 2, length // 3, length // 2, length - 2, length - 1}
+    if window is not None:
+        marks |= {window - 1, window, window + 1, length - 1 - window, length - window}
+    positions = torch.tensor(sorted(mark for mark in marks if 0 <= mark < length))
+    queries, keys = positions[:, None], positions[None, :]
+    expected = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    zero = torch.zeros((), dtype=torch.long)
+    return bool(
+        torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected).cpu(), expected)
+    )
+
+
+def _mask_by_marker(decoder: nn.Module, marker: Tensor):
+    """A hook that gives the decoder the marker for a mask, unless the caller hides tokens."""
+
+    def hook(module, args, kwargs):
+        if module is not decoder or not _has_tap(module.config):
+            return None
+        given = kwargs.get("attention_mask")
+        if given is not None and given is not marker and not bool(given.all()):
+            return None  # refused where attention is called
+        return args, {**kwargs, "attention_mask": marker}
+
+    return hook
+
+
+class _CallsOfLayer:
+    """Sees the calls of scaled_dot_product_attention that one layer's attention makes, while it runs."""
+
+    def __init__(self, anatomy: Anatomy, layer: Layer, marker: Tensor) -> None:
+        self.layer, self.marker = layer, marker
+        self.by_flag = anatomy.family.attention_door == "causal_sdpa"
+        self.running: dict[int, list[_SdpaCalls | None]] = defaultdict(list)
+        """By thread."""
+
+    def enter(self, module, args) -> None:
+        """A hook before the attention."""
+        tap = _tap_of(module) if module is self.layer.attention else None
+        calls = None if tap is None else _SdpaCalls(tap, self.layer, self.marker, self.by_flag)
+        if calls is not None:
+            calls.__enter__()
+        self.running[threading.get_ident()].append(calls)
+
+    def leave(self, module, args, output) -> None:
+        """A hook after the attention, also where it fails."""
+        if running := self.running[threading.get_ident()]:
+            calls = running.pop()
+            if calls is not None:
+                calls.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Leaves what an interrupt left open."""
+        while self.running[threading.get_ident()]:
+            self.leave(None, None, None)
+
+
+@contextlib.contextmanager
+def direct_call(anatomy: Anatomy, layer: Layer) -> Iterator[None]:
+    """Around a call of a layer's `attention.forward` that goes past the hooks on the module."""
+    if anatomy.family.attention_door == "registry":
+        yield
+        return
+    tap = _tap_of(layer.attention)
+    assert tap is not None
+    marker = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with _SdpaCalls(tap, layer, marker, anatomy.family.attention_door == "causal_sdpa"):
+        yield
+
+
+class _SdpaCalls(TorchFunctionMode):
+    """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
+
+    def __init__(self, tap: _Tap, layer: Layer, marker: Tensor, by_flag: bool) -> None:
+        super().__init__()
+        self.tap, self.layer, self.marker, self.by_flag = tap, layer, marker, by_flag
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        mask = kwargs.get("attn_mask")
+        if self.by_flag:
+            is_plain = len(args) == 3 and kwargs.keys() <= {"is_causal", "scale"} and kwargs.get("is_causal") is True
+        else:
+            is_plain = mask is not None and mask.shape == self.marker.shape
+        if not is_plain:
+            raise InputError(
+                expected="a plain causal call of scaled_dot_product_attention",
+                found="a mask tensor (padding or a bias)",
+                next_step="Cut the sequences to one length, or use a model without an attention bias",
+            )
+        rule = AttentionRule(
+            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.layer.attention)
+        )
+        return self.tap.on_attention(self.layer.index, query, key, value, rule).transpose(1, 2)

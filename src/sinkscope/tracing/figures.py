@@ -1,0 +1,317 @@
+"""The five panels of the chain, and what all figures of a trace share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE, SINK_THRESHOLD
+from sinkscope.pages.figure import (
+    PATTERNS,
+    Figure,
+    axis,
+    floats,
+    level,
+    levels,
+    line,
+    log_axis,
+    rounded,
+)
+from sinkscope.pages.text import number, plotted, token_text
+from sinkscope.results.run import Run, before_the_sink, curve_layers
+from sinkscope.studies.judging import percent
+
+NUM_POSITIONS_DRAWN = 64
+"""Most positions in a curve."""
+NUM_UNITS_DRAWN = 6
+NUM_CURVES_DRAWN = 3
+"""Most layers, or super neurons, with a curve each in one panel."""
+PANEL_HEIGHT = 230
+NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+
+
+def chain_panels(run: Run) -> list[Figure]:
+    """The chain from left to right: variance, neurons, output vectors, residual dimensions, attention received."""
+    panels = [_variance(run), _writes(run), _output_vectors(run), _dom_ratio(run), _received(run)]
+    return [with_tokens(run, panel) for panel in panels]
+
+
+def position_texts(run: Run) -> dict[int, str]:
+    """The tokens by position, where one sequence was read; several have no token in common."""
+    if run.summary["tokens"]["count"] > 1:
+        return {}
+    return {row["position"]: token_text(row["text"]) for row in run.rows("tokens", sequence=0)}
+
+
+def with_tokens(run: Run, drawn: Figure) -> Figure:
+    """A figure by position with the token at each in its hover and its table, where one sequence was read."""
+    return with_texts(position_texts(run), drawn)
+
+
+def with_texts(texts: Mapping[int, str], drawn: Figure) -> Figure:
+    """The same with the tokens given by position; unchanged without any."""
+    if not texts or "position" not in drawn.columns:
+        return drawn
+    at = drawn.columns.index("position") + 1
+    traces = []
+    for trace in drawn.traces:
+        own = [plotted(texts.get(position, "")) for position in trace["x"]]
+        if trace["type"] == "heatmap":
+            hover = trace["hovertemplate"].replace("%{x}", "%{x}, %{text}")
+            traces.append(trace | {"text": [own] * len(trace["z"]), "hovertemplate": hover})
+        else:
+            traces.append(trace | {"text": own, "hovertemplate": "position %{x}, %{text}<br>%{y:.4g}"})
+    rows = [(*row[:at], texts.get(row[at - 1], ""), *row[at:]) for row in drawn.rows]
+    return replace(drawn, traces=traces, columns=(*drawn.columns[:at], "token", *drawn.columns[at:]), rows=rows)
+
+
+def shown_units(run: Run, most: int) -> tuple[list[dict], str]:
+    """Super neurons at the strongest key, first those that begin the disparity, which the answer names; and how many
+    were left out, in words."""
+    rows = run.rows("neurons", position=run.strongest)
+    begins = [row for layer in run.births for row in rows if row["layer"] == layer and row["role"] == "writes"]
+    ordered = begins + [row for row in rows if row not in begins]
+    return ordered[:most], _cut(most, len(ordered), "units")
+
+
+def _cut(shown: int, total: int, things: str) -> str:
+    return f" The first {shown:,} of {total:,} {things}." if shown < total else ""
+
+
+def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
+    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on.
+
+    The last keys have so few queries that they would look like sinks.
+    """
+    if position >= run.summary["tokens"]["length"] - LATER_QUERIES:
+        return False
+    return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
+
+
+def by_layer_and_position(run: Run, name: str) -> np.ndarray:
+    """A column of `positions` as [layer, position]."""
+    return floats(run.tables["positions"][name]).reshape(run.summary["num_layers"], -1)
+
+
+def _variance(run: Run) -> Figure:
+    applicable = run.summary.get("variance_ratio") is not None
+    name = "value_variance" if applicable else "second_moment"
+    values, law = (by_layer_and_position(run, column)[:, :NUM_POSITIONS_DRAWN] for column in (name, "averaging_law"))
+    fits = run.tables["layers"]["averaging_law_r_squared"]
+    fit = ", ".join(f"{number(fits[layer])} in layer {layer}" for layer in curve_layers(run.summary))
+    positions = range(values.shape[1])
+    cut = _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
+    alone = run.summary["tokens"]["count"] == 1
+    why = "One sequence has no variance across sequences" if alone else "Position 0 has none across sequences here"
+    traces, listed = [], []
+    for look, layer in enumerate(curve_layers(run.summary)):
+        traces.append(line(positions, values[layer], f"layer {layer}", look))
+        if applicable:
+            expected = line(positions, law[layer], "law", look, mode="lines", showlegend=look == 0)
+            expected["line"] |= {"dash": "dot", "width": 1}
+            traces.append(expected)
+        listed += [(layer, position, values[layer, position], law[layer, position]) for position in positions]
+    return Figure(
+        "variance",
+        "Variance by position" if applicable else "Energy by position",
+        f"Variance of the value aggregation across sequences. Dotted: what averaging predicts (log R^2 {fit})." + cut
+        if applicable
+        else f"{why}, so the second moment is shown.{cut}",
+        ("positions", "layers"),
+        traces,
+        {"xaxis": axis("position"), "yaxis": log_axis("", values[curve_layers(run.summary)].ravel())},
+        ("layer", "position", name.replace("_", " "), "averaging law"),
+        listed,
+        PANEL_HEIGHT,
+    )
+
+
+def _writes(run: Run) -> Figure:
+    values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
+    of_units = sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)})
+    if run.births:
+        where, layers = "the layers where disparity is born", run.births
+    elif of_units:
+        where, layers = "the layers of super neurons", of_units
+    elif run.summary["sinks"]:
+        where, layers = "the layer before the first with the sink", [before_the_sink(run.summary)]
+    else:
+        where, layers = "the first layer", [0]
+    cut = _cut(NUM_CURVES_DRAWN, len(layers), "such layers")
+    cut += _cut(NUM_POSITIONS_DRAWN, run.summary["tokens"]["length"], "positions")
+    layers = layers[:NUM_CURVES_DRAWN]
+    positions = range(values.shape[1])
+    return Figure(
+        "writes",
+        "Neuron activations",
+        f"Largest |activation| x output norm of any unit, in {where}.{cut}",
+        ("positions",),
+        [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
+        {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
+        ("layer", "position", "largest write"),
+        [(layer, position, values[layer, position]) for layer in layers for position in positions],
+        PANEL_HEIGHT,
+    )
+
+
+def _output_vectors(run: Run) -> Figure:
+    if run.rows("output_energy"):
+        return _output_energy(run)
+    units, cut = shown_units(run, NUM_UNITS_DRAWN)
+    names = [unit_name(unit) for unit in units]
+    series = (("top_share", "super neuron", 1), ("layer_top_share", "median of its layer", 2))
+    return Figure(
+        "output-vectors",
+        "Down-projection energy",
+        f"Energy share of the top dimension of each super neuron's output vector.{cut}"
+        if units
+        else "No super neurons were found.",
+        ("neurons",),
+        [
+            {
+                "type": "bar",
+                "x": names,
+                "y": rounded([unit[column] for unit in units]),
+                "name": label,
+                "marker": {"color": f"var(--series-{colour})", "pattern": {"shape": PATTERNS[colour - 1]}},
+            }
+            for column, label, colour in series
+        ],
+        {"xaxis": axis("layer:neuron", type="category"), "yaxis": axis("", range=[0, 1])} if units else NOTHING,
+        ("layer", "expert", "neuron", "top share", "median of its layer"),
+        [(u["layer"], u["expert"], u["neuron"], u["top_share"], u["layer_top_share"]) for u in units],
+        PANEL_HEIGHT,
+    )
+
+
+def _output_energy(run: Run) -> Figure:
+    entries = run.rows("output_energy")
+    units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
+    first = {unit_name(unit): place for place, unit in enumerate(shown_units(run, len(units))[0])}
+    supers = sorted((unit for unit in units if unit[0] == "super"), key=lambda unit: first.get(unit[1], len(first)))
+    shown = supers[:NUM_CURVES_DRAWN] + [unit for unit in units if unit[0] == "median"][:1]
+    traces, listed = [], []
+    for look, (kind, name) in enumerate(shown):
+        # Super neurons of one layer share its median unit, which is then listed for each of them.
+        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and unit_name(row) == name}
+        own = [ranks[rank] for rank in sorted(ranks)]
+        label = name if kind == "super" else "median"
+        traces.append(
+            line(
+                [row["rank"] + 1 for row in own],
+                [row["energy_share"] for row in own],
+                label,
+                5 if kind == "median" else look,
+                customdata=[row["dimension"] for row in own],
+                hovertemplate="dimension %{customdata}<br>energy share %{y:.3g}",
+            )
+        )
+        listed += [(name, kind, row["rank"] + 1, row["dimension"], row["energy_share"]) for row in own[:10]]
+    return Figure(
+        "output-vectors",
+        "Down-projection energy",
+        "Energy of each output dimension, largest first, of super neurons and of the median unit."
+        + _cut(NUM_CURVES_DRAWN, len(supers), "super neurons"),
+        ("output_energy",),
+        traces,
+        {
+            "xaxis": axis("dimension's rank", type="log", tickvals=[1, 2, 5, 10, 20, 50]),
+            "yaxis": log_axis("", [share for trace in traces for share in trace["y"]]),
+        },
+        ("layer:neuron", "kind", "rank", "dimension", "energy share"),
+        listed,
+        PANEL_HEIGHT,
+    )
+
+
+def _dom_ratio(run: Run) -> Figure:
+    layers = run.tables["layers"]
+    has_sink = any(value is not None for value in layers["dom_ratio_sink"])
+    traces = [line(layers["layer"], layers["dom_ratio_elsewhere"], "elsewhere" if has_sink else "all positions", 1)]
+    if has_sink:
+        traces.insert(0, line(layers["layer"], layers["dom_ratio_sink"], "sink", 0))
+    turned = layers["dom_ratio_turned_sink"]
+    if any(value is not None for value in turned):
+        traces.append(line(layers["layer"], turned, "sink, basis turned", 2))
+    return Figure(
+        "dom-ratio",
+        "Residual dimensions",
+        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks. What is left "
+        "in every basis is one direction; the table has its share of the energy.",
+        ("layers",),
+        traces,
+        {
+            "xaxis": axis("layer"),
+            "yaxis": log_axis("", layers["dom_ratio_sink"], layers["dom_ratio_elsewhere"]),
+        },
+        ("layer", "DomRatio at the sink", "DomRatio elsewhere", "at the sink, basis turned", "share of one direction"),
+        list(
+            zip(
+                *(layers[name] for name in ("layer", "dom_ratio_sink", "dom_ratio_elsewhere")),
+                *(turned, layers["direction_share_sink"]),
+                strict=True,
+            )
+        ),
+        PANEL_HEIGHT,
+    )
+
+
+def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
+    """Positions, sink rates, and the ends of their intervals, where a study measured them."""
+    measured = run.rows("rates", condition="untouched")
+    if measured:
+        measured = [row for row in measured if is_drawn(run, row["position"])]
+        positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
+        return positions, rates, low, high
+    means = by_layer_and_position(run, "sink_rate").mean(0)
+    positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
+    return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
+
+
+def _received(run: Run) -> Figure:
+    positions, rates, low, high = sink_rates(run)
+    if not positions:
+        return _received_unjudged(run)
+    # Between chosen keys nothing was recorded.
+    chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
+    return Figure(
+        "received",
+        "Attention received",
+        f"Sink rate: share of heads that give a key more than {SINK_THRESHOLD} of their attention."
+        + _cut(len(positions), run.summary["tokens"]["length"], "positions; the last ones have few queries"),
+        ("rates",) if "rates" in run.tables else ("positions",),
+        [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],
+        {
+            "xaxis": axis("key position"),
+            "yaxis": axis("", rangemode="tozero"),
+            **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
+        },
+        ("position", "sink rate", "low", "high"),
+        list(zip(positions, rates, low, high, strict=True)),
+        PANEL_HEIGHT,
+    )
+
+
+def _received_unjudged(run: Run) -> Figure:
+    """The attention itself, of a text that is too short for a sink rate."""
+    means = by_layer_and_position(run, "attention_received").mean(0)
+    positions = np.flatnonzero(np.isfinite(means)).tolist()
+    means = means[positions].tolist()
+    return Figure(
+        "received",
+        "Attention received",
+        f"Mean over layers, heads and queries. There is no sink rate: a key needs {LATER_QUERIES} later queries.",
+        ("positions",),
+        [line(positions, means, "attention received", 0, showlegend=False)],
+        {"xaxis": axis("key position"), "yaxis": axis("", range=[0, 1])},
+        ("position", "attention received"),
+        list(zip(positions, means, strict=True)),
+        PANEL_HEIGHT,
+    )
+
+
+def unit_name(row: dict) -> str:
+    """layer:neuron, or layer:expert:neuron in a mixture of experts."""
+    return ":".join(str(row[part]) for part in ("layer", "expert", "neuron") if row[part] is not None)

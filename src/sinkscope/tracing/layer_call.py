@@ -1,0 +1,294 @@
+"""One layer while it runs: what its call holds at each tap, and what several observables share, worked out once.
+
+Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
+channels of the value aggregation, U units, P positions that stand out, Q lock positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.kernels.token_statistics import TokenStatistics, token_dom_ratio, token_statistics
+from sinkscope.measures.dimension_disparity import dom_ratio_turned
+from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received, mean_received_later
+from sinkscope.models.anatomy import Anatomy, Layer
+from sinkscope.tracing.attention_rule import AttentionReading, AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
+from sinkscope.tracing.observables import RANK_TOKENS
+from sinkscope.tracing.units import LayerUnits, UnitWrites
+
+NUM_POINTED_AT = 8
+"""Positions that each signal picks in each layer, to be recorded in full."""
+NUM_FIRST = 4
+"""First positions, recorded in full in every layer even if they do not stand out."""
+
+
+class Known(NamedTuple):
+    """What the survey of all sequences found, for passes that see only some of them."""
+
+    value_variance_LKS: Sequence[Tensor]
+    """By layer; empty for a batch of one sequence."""
+    pointed_at: Sequence[Tensor]
+    """[2, Q] by row of the residual stream, the first entering layer 0: see `point_at`."""
+
+
+@dataclass(kw_only=True)
+class Passing:
+    """One forward pass of some sequences, and what later layers need from earlier ones."""
+
+    anatomy: Anatomy
+    shape: tuple[int, int]
+    """(sequences, positions)."""
+    request: ReadingRequest
+    weigh_mixing: bool = False
+    """Whether the averaging law is asked for, of several sequences in all: squared attention is weighed by the variance
+    of each key's value."""
+    known: Known | None = None
+    attention_path: str = ""
+    received_T: Tensor | None = None
+    """Attention received so far, as a mean over queries, summed over layers, heads and sequences."""
+    standing_out: dict[int, Tensor] = field(default_factory=dict)
+    lock_residual: dict[int, Tensor] = field(default_factory=dict)
+    """[B, Q, E] by layer that they leave."""
+    largest: dict[int, Tensor] = field(default_factory=dict)
+    """[T] by layer: the largest magnitude that leaves it, of any sequence."""
+
+    @property
+    def length(self) -> int:
+        return self.shape[1]
+
+    def keys(self, device: torch.device) -> Tensor:
+        """[S] the recorded keys."""
+        return every_position(self.length, device) if self.request.keys is None else self.request.keys.to(device)
+
+
+class LayerCall:
+    """One layer while it runs. Layer -1 is the residual stream that enters layer 0."""
+
+    state: Tensor
+    """[B, T, E] what enters attention."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    """[B, H, T, D], [B, K, S, D] and [B, K, S, D], as attention gets them."""
+    rule: AttentionRule
+    attention: AttentionReading
+    aggregation: Tensor
+    """[B, T, C] the value aggregation of all heads, which enters the output projection."""
+    before_norm: Tensor | None = None
+    """[B, T, C] the same as it enters the norm on the aggregation; None where there is no norm."""
+    projected: Tensor
+    """[B, T, E] what leaves the output projection."""
+    residual: Tensor
+    """[B, T, E] the residual stream: at RESIDUAL_MID after attention, later after the layer."""
+    units: LayerUnits
+
+    def __init__(self, index: int, passing: Passing) -> None:
+        self.index, self.passing = index, passing
+        self.arguments: tuple[tuple, dict[str, Any]] = ((), {})
+        """Of the attention's call, without the state."""
+
+    @property
+    def layer(self) -> Layer:
+        return self.passing.anatomy.layers[self.index]
+
+    @cached_property
+    def direction(self) -> Tensor:
+        """[B, T, E] the state over its norm."""
+        return nn.functional.normalize(wide(self.state), dim=-1)
+
+    @cached_property
+    def state_dom_ratio(self) -> Tensor:
+        """[B, T]."""
+        return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
+
+    @property
+    def sides(self) -> list[Tensor]:
+        """The aggregation in float32 as it enters the output projection and, where a norm comes before that, as it
+        enters the norm."""
+        return [side.float() for side in (self.aggregation, self.before_norm) if side is not None]
+
+    @cached_property
+    def alpha(self) -> Tensor:
+        """[B, H, S] attention received, mean over the queries from each key on."""
+        received_BHS = self.attention.received
+        return mean_received(received_BHS, self.passing.keys(received_BHS.device), self.passing.length)
+
+    @cached_property
+    def is_sink(self) -> Tensor:
+        """[B, H, S] whether the head counts the key as a sink."""
+        return self.alpha > SINK_THRESHOLD
+
+    @property
+    def is_sink_later(self) -> Tensor:
+        """[B, H, S] the same, by later queries alone; where `own weights` were asked for."""
+        assert self.attention.own is not None
+        return mean_received_later(self.attention.received, self.attention.own) > SINK_THRESHOLD
+
+    @property
+    def sink_heads(self) -> Tensor:
+        """[B, S] how many heads count the key as a sink."""
+        return self.is_sink.sum(1, dtype=torch.int32)
+
+    @property
+    def second_moment(self) -> Tensor:
+        """[B, T] mean over channels of the squared value aggregation, by one read of it."""
+        dtype = torch.promote_types(self.aggregation.dtype, torch.float32)
+        squares_BT = torch.linalg.vector_norm(self.aggregation, dim=-1, dtype=dtype).square()
+        return squares_BT / self.aggregation.shape[-1]
+
+    @cached_property
+    def lock_rows(self) -> LockInput:
+        """What the lock of this layer needs, at the positions that stand out before the layer."""
+        if self.index - 1 not in self.passing.standing_out:
+            raise RuntimeError(f"the block of layer {self.index - 1} was silent: {blame(self.passing.anatomy)}")
+        positions_Q = self.passing.standing_out[self.index - 1][:NUM_LOCK_POSITIONS].to(self.state.device)
+        queries_n = sampled_queries(self.passing.length, self.state.device)
+        few = slice(LOCK_SEQUENCES)
+        return LockInput(
+            positions_Q=positions_Q,
+            queries_n=queries_n,
+            residual_BQE=self.passing.lock_residual.pop(self.index - 1),
+            state_BQE=self.state[few].index_select(1, positions_Q),
+            query_BHnD=self.query[few].index_select(2, queries_n),
+            key_BKQD=self.key[few].index_select(2, positions_Q),
+            length=self.passing.length,
+            call=self.arguments,
+        )
+
+    @cached_property
+    def tokens(self) -> TokenStatistics:
+        """Statistics of the residual's tokens, [B, T] each but for [E] of its channels."""
+        found = token_statistics(self.residual.flatten(0, 1))
+        of_tokens = {name: getattr(found, name).view(self.passing.shape) for name in found._fields[:-1]}
+        return found._replace(**of_tokens)
+
+    @property
+    def largest(self) -> Tensor:
+        """[T] largest magnitude of the residual in any sequence."""
+        known = "tokens" in self.__dict__
+        return self.tokens.largest.amax(0) if known else self.residual.abs().amax((0, 2))
+
+    @cached_property
+    def dom_ratio(self) -> Tensor:
+        """[B, T]."""
+        return self.tokens.largest / self.tokens.mean_abs
+
+    @cached_property
+    def standing_out(self) -> Tensor:
+        """[P] the positions to be recorded in full: what DomRatio and attention received point at, what DomRatio
+        pointed at a layer before, and the first ones."""
+        passing, device = self.passing, self.residual.device
+        if passing.known is not None:
+            pointed_at = passing.known.pointed_at[self.index + 1].to(device)
+        else:
+            ratio_T = self.dom_ratio.nansum(0)  # a token of zeros stands out nowhere
+            pointed_at = point_at(ratio_T, ratio_T if passing.received_T is None else passing.received_T.to(device))
+        before_P = passing.standing_out.get(self.index - 1, pointed_at[0]).to(device)
+        first_F = every_position(passing.length, device)[:NUM_FIRST]
+        return torch.cat([pointed_at.flatten(), before_P[: pointed_at.shape[1]], first_F])
+
+    @cached_property
+    def rows_standing_out(self) -> Tensor:
+        """[B, P, E] the residual there."""
+        return wide(self.residual.index_select(1, self.standing_out))
+
+    @property
+    def dom_ratio_turned(self) -> Tensor:
+        """[B, T] the DomRatio there in another basis; NaN elsewhere."""
+        ratio_BT = self.rows_standing_out.new_full(self.passing.shape, float("nan"))
+        return ratio_BT.index_copy(1, self.standing_out, dom_ratio_turned(self.rows_standing_out))
+
+    @cached_property
+    def rank_tokens(self) -> Tensor:
+        """[N, E] tokens that the effective rank is taken over."""
+        return self.residual.flatten(0, 1)[rank_index(*self.passing.shape, self.residual.device)]
+
+    @cached_property
+    def writes(self) -> UnitWrites:
+        """The largest write of each token, [B, T], and the energy of each unit, [U]."""
+        largest_N, largest_at_N, energy_U = self.units.writes()
+        return UnitWrites(largest_N.view(self.passing.shape), largest_at_N.view(self.passing.shape), energy_U)
+
+    @cached_property
+    def tokens_standing_out(self) -> Tensor:
+        """[B * P] their numbers among all tokens."""
+        num_sequences, length = self.passing.shape
+        first_B = every_position(num_sequences * length, self.standing_out.device)[::length]
+        return (first_B[:, None] + self.standing_out).flatten() if num_sequences > 1 else self.standing_out
+
+    @cached_property
+    def units_standing_out(self) -> Tensor:
+        """[B, P, U] every unit's activation there."""
+        rows = self.units.at(self.tokens_standing_out)
+        return wide(rows.unflatten(0, (self.passing.shape[0], -1)))
+
+    @cached_property
+    def written_standing_out(self) -> Tensor:
+        """[B, P, U] the same as the residual stream gets it: after a post-norm, scaled by it."""
+        scale_N = self.units.write_scale_N
+        if scale_N is None:
+            return self.units_standing_out
+        return self.units_standing_out * scale_N[self.tokens_standing_out].view(*self.units_standing_out.shape[:2], 1)
+
+    def let_go(self, *names: str) -> None:
+        """Drops activations that no later tap needs."""
+        for name in names:
+            self.__dict__.pop(name, None)
+
+
+def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
+    """[2, Q] the positions of the largest values of each."""
+    num_pointed_at = min(NUM_POINTED_AT, len(dom_ratio_T))
+    return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(num_pointed_at, dim=1).indices
+
+
+def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | None, length: int) -> Tensor:
+    """[T] the attention received up to a layer: what was received before, and what keys with enough later queries
+    receive there, summed over heads and sequences. `keys_S`: which keys were recorded, if not all."""
+    device = alpha_BHS.device
+    received_S = alpha_BHS.sum((0, 1))
+    if keys_S is not None:
+        received_S = received_S.new_zeros(length).index_add(0, keys_S.to(device), received_S)
+    received_T = received_S * eligible_positions(length, device)
+    return received_T if before_T is None else before_T.to(device) + received_T
+
+
+@lru_cache(maxsize=64)
+def every_position(length: int, device: torch.device) -> Tensor:
+    """[T] the positions, kept per device: all layers need them."""
+    return torch.arange(length, device=device)
+
+
+@lru_cache(maxsize=64)
+def rank_index(num_sequences: int, length: int, device: torch.device) -> Tensor:
+    """[N] the first tokens of a batch, or evenly spaced ones of its first sequence where that is longer than all of
+    them.
+
+    Kept per device: a copy from the host would make every layer wait for the one before.
+    """
+    if length > RANK_TOKENS:
+        return torch.linspace(0, length - 1, RANK_TOKENS).long().to(device)
+    return torch.arange(min(RANK_TOKENS, num_sequences * length), device=device)
+
+
+def value_variance(value_BKSD: Tensor) -> Tensor:
+    """[K, S] variance across sequences of each key's value, mean over channels."""
+    value_BKSD = wide(value_BKSD)
+    squares_KSD = (value_BKSD - value_BKSD.mean(0)).square_().sum(0)  # on a CPU faster than var along the first axis
+    return squares_KSD.mean(-1) / (len(value_BKSD) - 1)
+
+
+def blame(anatomy: Anatomy) -> str:
+    return f"the row of family {anatomy.family.name} in the family table is wrong"
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32, or float64 where it comes so."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,130 @@
+"""The lock: whether queries agree with the keys of a few positions, and how much of that the massive dimensions carry.
+
+During the pass only a few rows are kept. The keys without massive dimensions are computed afterwards, by the model's
+own attention on those rows. This works for every family, whatever it does between state and key.
+Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n sampled queries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
+from sinkscope.models.anatomy import Anatomy, Layer
+from sinkscope.processes import moved
+from sinkscope.tracing.attention_tap import CausalMask, attention_tap, direct_call
+from sinkscope.tracing.edits import suspend
+
+LOCK_SEQUENCES = 8
+"""Sequences that the lock is measured on."""
+NUM_LOCK_POSITIONS = 4
+"""The lock of a layer is measured at this many positions, those with the largest DomRatio before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockInput:
+    """The rows of one layer that the lock needs."""
+
+    positions_Q: Tensor
+    queries_n: Tensor
+    residual_BQE: Tensor
+    """What enters the layer at the lock positions."""
+    state_BQE: Tensor
+    """What enters attention there."""
+    query_BHnD: Tensor
+    key_BKQD: Tensor
+    length: int
+    call: tuple[tuple, dict[str, Any]]
+    """The arguments of the attention call, without the state."""
+
+    def joined(self, other: LockInput) -> LockInput:
+        """The sequences of both, as far as the lock is measured on them."""
+        names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
+
+        def of_both(name: str) -> Tensor:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return torch.cat([mine, theirs.to(mine.device)])[:LOCK_SEQUENCES]
+
+        return replace(self, **{name: of_both(name) for name in names})
+
+
+@torch.no_grad()
+def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor]:
+    """([L, H, Q] share of later queries with q . k > 0, [L, H, Q] share of q . k that the massive dimensions carry).
+
+    The second is 1 - sum q . k' / sum q . k over later queries and sequences, k' the key that attention makes when
+    the massive dimensions are zero in the state; NaN where no sequence has any. Both are NaN at the last position.
+    """
+    positive, share = [], []
+    with making_keys(anatomy) as key_of:
+        for layer, given in zip(anatomy.layers, inputs, strict=True):
+            # Rows of another process come by the CPU.
+            weight = next(layer.attention.parameters())
+            rows: LockInput = given if weight.is_meta else moved(given, weight.device)
+            magnitude_BQE = rows.residual_BQE.abs()
+            massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
+            edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
+            key_without_BKQD = key_of(layer, edited_BQE, rows.call, rows.positions_Q, rows.length)
+
+            groups = rows.query_BHnD.shape[1] // rows.key_BKQD.shape[1]
+            with_BHQD, without_BHQD = (
+                key.float().repeat_interleave(groups, dim=1) for key in (rows.key_BKQD, key_without_BKQD)
+            )
+            query_BHnD, later_nQ = rows.query_BHnD.float(), later_queries(rows.queries_n, rows.positions_Q)
+            agree_BHnQ = (torch.matmul(query_BHnD, with_BHQD.transpose(2, 3)) > 0) & later_nQ
+            positive.append((agree_BHnQ.sum(2) / later_nQ.sum(0)).mean(0))
+            query_sum_BHQD = torch.matmul(later_nQ.T.float(), query_BHnD)
+            all_HQ, rest_HQ = ((query_sum_BHQD * key).sum((0, -1)) for key in (with_BHQD, without_BHQD))
+            any_Q = massive_BQE.any(-1).any(0).to(all_HQ.device)
+            share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")))
+    # Copied when all layers are under way: a copy in each would make the next one wait.
+    return torch.stack([of_layer.cpu() for of_layer in positive]), torch.stack([of_layer.cpu() for of_layer in share])
+
+
+def later_queries(queries_n: Tensor, positions_Q: Tensor) -> Tensor:
+    """[n, Q] which queries count for the key at each position: later ones alone, as a token may well agree with its own
+    key and lock on to nothing."""
+    return queries_n[:, None] > positions_Q
+
+
+@contextlib.contextmanager
+def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
+    """While open, gives the keys [B, K, Q, D] that a layer's own attention makes of states at some positions:
+    `key_of(layer, state_BQE, call, positions_Q, length)`."""
+    made: dict[int, Tensor] = {}
+
+    def keep_key(layer: int, query: Tensor, key: Tensor, value: Tensor, rule) -> Tensor:
+        made[layer] = key
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
+        args, kwargs = _at_positions(call, positions_Q, length)
+        # Straight to forward: hooks that others put on the module are not meant for these few rows.
+        with direct_call(anatomy, layer):
+            layer.attention.forward(state_BQE, *args, **kwargs)
+        return made[layer.index]
+
+    # An active intervention has acted on these rows already, and must not act again.
+    with suspend(), attention_tap(anatomy, keep_key):
+        yield key_of
+
+
+def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:
+    """The arguments of an attention call restricted to some positions: whatever has the length of the text is cut."""
+    if isinstance(value, CausalMask):
+        return CausalMask(None)
+    if isinstance(value, tuple | list):
+        return type(value)(_at_positions(item, positions_Q, length) for item in value)
+    if isinstance(value, dict):
+        return {name: _at_positions(item, positions_Q, length) for name, item in value.items()}
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        return value.index_select(1, positions_Q.to(value.device))
+    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == length:
+        return value.index_select(0, positions_Q.to(value.device))
+    return value

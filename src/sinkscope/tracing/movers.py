@@ -1,0 +1,139 @@
+"""The feed-forward units that move the massive dimensions of a position, and how sparse their output vectors are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sinkscope.measures.super_neurons import ChannelSparsity, channel_sparsity, write_share
+from sinkscope.models.anatomy import Layer
+from sinkscope.tracing.recorder import Recording
+
+SIGNIFICANT_WRITE = 0.1
+"""A layer's units are listed if together they move a dimension that is massive before or after the layer by at least
+this fraction of its largest value so far. So what starts it counts, however large it grows later."""
+LISTED_SHARE = 0.01
+"""Units below this share of the squared write are not listed."""
+
+
+@dataclass(frozen=True)
+class SuperNeuron:
+    position: int
+    layer: int
+    expert: int | None
+    neuron: int
+    dimension: int
+    activation: float
+    write: float
+    """Mean write into the dimension at the position."""
+    write_share: float
+    contrast: float
+    """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
+    role: str
+    stands: bool
+    """Whether the dimension that its layer moves is massive before or after it."""
+    sparsity: ChannelSparsity
+    layer_top_share: float
+    """Median over the layer's units of the energy share of the top dimension."""
+
+
+Traced = tuple[Sequence[int | None], Collection[tuple[int, int]]]
+"""Of a position: where it stands among those recorded in full, by row of the residual stream (the first enters layer
+0), and the (layer, dimension) in which it is massive."""
+
+
+def movers(recording: Recording, positions: Mapping[int, Traced]) -> list[SuperNeuron]:
+    """The units that move the massive dimensions of some positions, strongest write first."""
+    top_share = cache(lambda layer: _median_top_share(recording.anatomy.layers[layer]))
+    found: list[SuperNeuron] = []
+    for position, (slots, massive) in positions.items():
+        found += _at_position(recording, position, slots, massive, top_share) if massive else []
+    return sorted(found, key=lambda unit: -abs(unit.write))
+
+
+def _at_position(
+    recording: Recording,
+    position: int,
+    slots: Sequence[int | None],
+    massive: Collection[tuple[int, int]],
+    top_share: Callable[[int], float],
+) -> list[SuperNeuron]:
+    dimensions_M = torch.tensor(sorted({dimension for _, dimension in massive}))
+    nothing = torch.zeros(recording.anatomy.width)
+    rows = recording.rows("dimension")
+    values = [nothing if slot is None else rows[row, slot] for row, slot in enumerate(slots)]
+    peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
+    massive_LM = torch.tensor(
+        [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
+    )
+    found = []
+    for layer in recording.anatomy.layers:
+        if (slot := slots[layer.index + 1]) is None:
+            continue
+        activation_U, written_U, square_U = (
+            recording.at_layers(name)[layer.index][slot].cpu()
+            for name in ("unit_activation", "unit_written", "unit_square")
+        )
+        output_MU = layer.written_rows(dimensions_M).cpu()
+        write_MU = output_MU * written_U
+        moved_M = write_MU.sum(1).abs() >= SIGNIFICANT_WRITE * peak_LM[layer.index + 1]
+        stands_M = massive_LM[layer.index] | massive_LM[layer.index + 1]
+        if not bool(moved_M.any()):
+            continue
+        share_U = write_share(square_U, output_MU)
+        listed = share_U.argsort(descending=True)
+        listed = listed[share_U[listed] >= LISTED_SHARE]
+        if not len(listed):
+            continue
+        sparsity = channel_sparsity(layer.output_vectors(listed).cpu())
+        before, after = values[layer.index], values[layer.index + 1]
+        energy_U = recording.at_layers("unit_energy")[layer.index].cpu() / recording.batch.num_sequences
+        elsewhere_U = rest_of(energy_U, square_U) / (recording.batch.length - 1)
+        contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+        places = layer.locate_units(listed)
+        for number, (unit, (expert, neuron)) in enumerate(zip(listed.tolist(), places, strict=True)):
+            strongest = int(write_MU[:, unit].abs().argmax())
+            dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
+            sides = [float(v[dimension]) for v in (before, after) if v is not None]
+            # A unit writes if it pushes the way the larger of the values before and after the layer points, else
+            # it erases.
+            writes = write * max(sides, key=abs) > 0
+            found.append(
+                SuperNeuron(
+                    position=position,
+                    layer=layer.index,
+                    expert=expert,
+                    neuron=neuron,
+                    dimension=dimension,
+                    activation=float(activation_U[unit]),
+                    write=write,
+                    write_share=float(share_U[unit]),
+                    contrast=float(contrast_U[unit]),
+                    role="writes" if writes else "erases",
+                    stands=bool((moved_M & stands_M).any()),
+                    sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
+                    layer_top_share=top_share(layer.index),
+                )
+            )
+    return found
+
+
+def _median_top_share(layer: Layer) -> float:
+    """The median over a layer's units of the top dimension's share of energy; units that write nothing have none."""
+    gain_E = layer.write_gain()[:, None]
+    shares = [_top_shares(weight_EF * gain_E.to(weight_EF)) for _, weight_EF in layer.down_weights()]
+    return float(torch.cat(shares).nanmedian())
+
+
+def rest_of(total: Tensor, here: Tensor) -> Tensor:
+    """total - here, but at least what float32 can resolve, so that a ratio to it saturates and never jumps."""
+    return torch.maximum(total - here, 2.0**-20 * total)
+
+
+def _top_shares(output_EF: Tensor) -> Tensor:
+    energy = output_EF.float().square()
+    return (energy.amax(0) / energy.sum(0)).cpu()

@@ -1,0 +1,413 @@
+"""An observable is one record: where it listens, what it keeps of a layer's call, how values join, what it means.
+
+CHAIN holds every observable of the sink chain. The columns of a trace's tables are these records, so a new one is a new
+record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
+
+Axes, the layers first: L layers, B sequences, T positions, S recorded keys, H heads, R distances, E width, C channels,
+U units, P positions that stand out (`LayerCall.standing_out`), N tokens of the effective rank.
+This file imports no torch: reports read the meaning of columns from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from sinkscope.errors import InputError
+from sinkscope.tracing.merges import Cosine, Largest, Mean, Merge, Moments, Own, Rows, TopDirection, Total
+
+RANK_TOKENS = 1024
+"""Tokens that the effective rank of a layer is taken over."""
+DIRECTION_SEQUENCES = 16
+"""Sequences that the top direction of a position's states is sought across. They and the few positions that stand out
+bound what chunks must keep until they meet: at most 16 x 28 states a layer, however long the text and the batch."""
+
+
+TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
+"""Which table an observable fills: by layer and position, by layer and head, or by layer."""
+
+
+class Tap(Enum):
+    """Where in a layer an observable listens. The comments say what a LayerCall holds by then."""
+
+    ATTENTION_IN = "attention_in"  # state
+    ATTENTION = "attention"  # query, key, value, rule, attention
+    BEFORE_NORM = "before_norm"  # before_norm; only where a norm on the aggregation is
+    AGGREGATION = "aggregation"  # aggregation, before_norm
+    PROJECTED = "projected"  # projected
+    RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
+    RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
+    UNITS = "units"  # units; when the layer ends, after RESIDUAL_OUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observable:
+    """One quantity, recorded in every layer."""
+
+    name: str
+    """Its name in a recording and, unless `column` says another, in a table."""
+    tap: Tap
+    reduce: Callable[[Any], Any]
+    """From a layer's call (`LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
+    nothing."""
+    merge: Merge
+    axes: str = ""
+    """Axes of the result; those of TABLE_OF_AXES fill a table."""
+    meaning: str = ""
+    """The sentence that documents the column; a column must have one."""
+    column: str = ""
+    nullable: bool = False
+    """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
+    asks: Literal["", "distances", "averaging law", "own weights", "standing out"] = ""
+    """What must be read for it: of the attention, beside what each key receives; or the positions that stand out, where
+    there are several sequences."""
+    layers: Collection[int] | None = None
+    """Where it listens; every layer if not given."""
+
+
+def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observable]:
+    """A number of each query's row of attention, by position and by head."""
+
+    def over(axis: int) -> Callable[[Any], Any]:
+        def reduce(call: Any) -> Any:
+            values_BHT = getattr(call.attention, name)
+            return None if values_BHT is None else values_BHT.mean(axis)
+
+        return reduce
+
+    same: dict[str, Any] = dict(tap=Tap.ATTENTION, merge=Mean(), nullable=True)
+    return (
+        Observable(
+            name=name,
+            reduce=over(1),
+            axes="LT",
+            meaning=f"{meaning} of the query's attention, mean over heads and sequences",
+            **same,
+        ),
+        Observable(
+            name=f"{name}_by_head",
+            column=name,
+            reduce=over(2),
+            axes="LH",
+            meaning=f"{meaning} of the head's attention, mean over queries and sequences",
+            **same,
+        ),
+    )
+
+
+def averaging_law(call: Any) -> Any:
+    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads; None if only some keys are recorded."""
+    weighted_BHT = call.attention.weighted_mixing
+    return None if weighted_BHT is None else weighted_BHT.mean(1)
+
+
+RECEIVED = Observable(
+    name="received",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.alpha,
+    merge=Mean(),
+    axes="LHS",
+    meaning="alpha: attention received, mean over the queries from the key on, and over sequences",
+)
+VALUE_VARIANCE_BY_KEY = Observable(
+    name="value_variance_by_key",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.value,
+    merge=Moments(),
+    axes="LKS",
+    meaning="Variance across sequences of each key's value, mean over channels",
+)
+DOM_RATIO = Observable(
+    name="dom_ratio",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.dom_ratio,
+    merge=Mean(of_ratios=True),
+    axes="LT",
+    meaning="max |h| / mean |h| of the residual that leaves the layer, mean over sequences; null, like every ratio, "
+    "where all their states are zeros",
+    nullable=True,
+)
+EFFECTIVE_RANK = Observable(
+    name="rank_tokens",
+    tap=Tap.RESIDUAL_OUT,
+    reduce=lambda call: call.rank_tokens,
+    merge=Rows(RANK_TOKENS),
+    axes="LNE",
+    meaning="The tokens of the residual that the effective rank is taken over",
+)
+SINK_HEADS = Observable(
+    name="sink_heads",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.sink_heads,
+    merge=Rows(),
+    axes="LBS",
+    meaning="How many heads count the key as a sink, by sequence",
+)
+RECEIVED_BY_SEQUENCE = Observable(
+    name="received_by_sequence",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.alpha.mean(1),
+    merge=Rows(),
+    axes="LBS",
+    meaning="alpha: attention received, mean over the queries from the key on, and over heads, by sequence",
+)
+LOCK = Observable(
+    name="lock",
+    tap=Tap.ATTENTION,
+    reduce=lambda call: call.lock_rows,
+    merge=Own(),
+    meaning="The rows that the lock is worked out from",
+)
+SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
+"""Observables of all sequences that others need before they can be recorded chunk by chunk."""
+
+CHAIN: tuple[Observable, ...] = (
+    RECEIVED,
+    Observable(
+        name="head_sink_rate",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.is_sink.float(),
+        merge=Mean(),
+        axes="LHS",
+        meaning="Share of sequences in which the head counts the key as a sink",
+    ),
+    SINK_HEADS,
+    RECEIVED_BY_SEQUENCE,
+    *_heads_and_positions("entropy", "Entropy"),
+    *_heads_and_positions("mixing", "sum a^2"),
+    Observable(
+        name="value_variance",
+        tap=Tap.AGGREGATION,
+        reduce=lambda call: call.aggregation,
+        merge=Moments(),
+        axes="LT",
+        meaning="Variance across sequences of the value aggregation that enters the output projection, mean over "
+        "channels",
+        nullable=True,
+    ),
+    Observable(
+        name="value_variance_before_norm",
+        tap=Tap.BEFORE_NORM,
+        reduce=lambda call: call.before_norm,
+        merge=Moments(),
+        axes="LT",
+        meaning="The same before the norm on the aggregation; null where there is none",
+        nullable=True,
+    ),
+    Observable(
+        name="averaging_law",
+        tap=Tap.ATTENTION,
+        reduce=averaging_law,
+        merge=Mean(),
+        axes="LT",
+        meaning="sum_j E[a_tj^2] Var(v_j), mean over heads",
+        nullable=True,
+        asks="averaging law",
+    ),
+    Observable(
+        name="projected_variance",
+        tap=Tap.PROJECTED,
+        reduce=lambda call: call.projected,
+        merge=Moments(),
+        axes="LT",
+        meaning="Variance across sequences after the output projection, mean over dimensions",
+        nullable=True,
+    ),
+    Observable(
+        name="second_moment",
+        tap=Tap.AGGREGATION,
+        reduce=lambda call: call.second_moment,
+        merge=Mean(),
+        axes="LT",
+        meaning="E[o^2] of the value aggregation, over sequences and channels",
+    ),
+    Observable(
+        name="cosine",
+        tap=Tap.ATTENTION_IN,
+        reduce=lambda call: call.direction,
+        merge=Cosine(),
+        axes="LT",
+        meaning="Mean cosine of the state that enters attention over pairs of sequences",
+        nullable=True,
+    ),
+    DOM_RATIO,
+    Observable(
+        name="direction_share",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
+        merge=TopDirection(DIRECTION_SEQUENCES),
+        axes="LT",
+        meaning="Energy share of the top direction of the residual across the first 16 sequences, in any basis; at "
+        "positions that stand out, null elsewhere and with one sequence",
+        nullable=True,
+        asks="standing out",
+    ),
+    Observable(
+        name="dom_ratio_turned",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.dom_ratio_turned,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="DomRatio in a fixed random basis, mean over sequences; at the same positions",
+        nullable=True,
+        asks="standing out",
+    ),
+    Observable(
+        name="dom_ratio_normed",
+        tap=Tap.ATTENTION_IN,
+        reduce=lambda call: call.state_dom_ratio,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="max |x| / mean |x| of the state that enters attention, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="participation_ratio",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.participation_ratio,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="(sum h^2)^2 / sum h^4, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="top_energy_share",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.largest.square() / call.tokens.energy,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="Energy share of the largest dimension, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="kurtosis",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.kurtosis,
+        merge=Mean(of_ratios=True),
+        axes="LT",
+        meaning="Kurtosis over dimensions, mean over sequences",
+        nullable=True,
+    ),
+    Observable(
+        name="largest_residual",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: (call.tokens.largest, call.tokens.largest_at),
+        merge=Largest("dimension"),
+        axes="LT",
+        meaning="Largest |h| of any sequence",
+    ),
+    Observable(
+        name="largest_write",
+        tap=Tap.UNITS,
+        reduce=lambda call: (call.writes.largest, call.writes.largest_at),
+        merge=Largest("unit"),
+        axes="LT",
+        meaning="Largest |n_j| ||W_down[:, j]|| of any unit in any sequence",
+    ),
+    Observable(
+        name="by_distance",
+        tap=Tap.ATTENTION,
+        reduce=lambda call: call.attention.by_distance,
+        merge=Mean(),
+        axes="LHR",
+        meaning="Mean attention on the key so far back, over at most 256 queries that have one",
+        asks="distances",
+    ),
+    Observable(
+        name="standing_out",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.standing_out[None],
+        merge=Rows(1),
+        axes="LP",
+        meaning="The positions that are recorded in full",
+    ),
+    Observable(
+        name="dimension",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.rows_standing_out,
+        merge=Mean(),
+        axes="LPE",
+        meaning="Value of each dimension at the positions that stand out, mean over sequences",
+    ),
+    Observable(
+        name="dimension_abs",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.rows_standing_out.abs(),
+        merge=Mean(),
+        axes="LPE",
+        meaning="Its magnitude, mean over sequences",
+    ),
+    Observable(
+        name="dimension_total",
+        tap=Tap.RESIDUAL_OUT,
+        reduce=lambda call: call.tokens.channel_abs,
+        merge=Total(),
+        axes="LE",
+        meaning="Magnitude of each dimension, summed over tokens",
+    ),
+    Observable(
+        name="unit_activation",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.units_standing_out,
+        merge=Mean(),
+        axes="LPU",
+        meaning="Activation of each unit at the positions that stand out, mean over sequences",
+    ),
+    Observable(
+        name="unit_written",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.written_standing_out,
+        merge=Mean(),
+        axes="LPU",
+        meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
+    ),
+    Observable(
+        name="unit_square",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.written_standing_out.square(),
+        merge=Mean(),
+        axes="LPU",
+        meaning="Its square, mean over sequences",
+    ),
+    Observable(
+        name="unit_energy",
+        tap=Tap.UNITS,
+        reduce=lambda call: call.writes.energy,
+        merge=Total(),
+        axes="LU",
+        meaning="Its square, summed over tokens",
+    ),
+    LOCK,
+    EFFECTIVE_RANK,
+)
+
+
+def resolved(observables: Iterable[Observable | str] | None) -> tuple[Observable, ...]:
+    """The observables that a user asks for, by name or as records; all of the chain where nothing is asked for."""
+    if observables is None:
+        return CHAIN
+    known = {observable.name: observable for observable in CHAIN}
+    chosen: dict[str, Observable] = {}
+    for observable in observables:
+        if isinstance(observable, str) and observable not in known:
+            raise InputError(
+                expected=f"observables: {', '.join(known)}; or an Observable",
+                found=observable,
+                next_step="Choose some of these in `observables`, or write a record of your own",
+            )
+        record = known[observable] if isinstance(observable, str) else observable
+        if chosen.setdefault(record.name, record) != record:
+            raise InputError(
+                expected="observables with names of their own",
+                found=f"two named {record.name}",
+                next_step="Give yours another name",
+            )
+        if record.axes in TABLE_OF_AXES and not record.meaning:
+            raise InputError(
+                expected=f"a meaning for each column of the table `{TABLE_OF_AXES[record.axes]}`",
+                found=f"none for {record.name}",
+                next_step="Write what it is, in a sentence, as its `meaning`",
+            )
+    return tuple(chosen.values())

@@ -1,0 +1,327 @@
+"""record(model, batch, observables): every observable from one forward pass, reduced while the model runs.
+
+A batch of more tokens than a chunk holds is run in chunks, and under torchrun each process runs its share of the
+sequences. Each observable says how its values join (`merges`). Some observables must know something of all sequences
+beforehand (the variance of the values, the positions to record in full): a first pass, the survey, finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope import processes
+from sinkscope.arguments import check_count, check_keys
+from sinkscope.errors import InputError
+from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.token_batches import TokenBatch
+from sinkscope.progress import Progress
+from sinkscope.tracing.attention_rule import ReadingRequest, distances
+from sinkscope.tracing.edits import check_acted, check_chunks
+from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
+from sinkscope.tracing.merges import Cosine, Moments
+from sinkscope.tracing.observables import SURVEY, Observable, Tap
+from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
+from sinkscope.tracing.taps import open_taps
+
+CHUNK_TOKENS = 1 << 17
+"""Tokens in one forward pass: as many as one long context, so memory is what the longest text would need."""
+
+
+class Recorder:
+    """Listens at the taps of a model for some observables, and joins what it keeps of each pass."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        observables: Sequence[Observable],
+        *,
+        keys: Tensor | None = None,
+        known: Known | None = None,
+        several: bool = True,
+        mergeable: bool = False,
+    ) -> None:
+        """`several`: whether the batch has several sequences in all; `mergeable`: whether passes are to be joined."""
+        self.anatomy, self.keys, self.known, self.several, self.mergeable = anatomy, keys, known, several, mergeable
+        self.observables = [
+            o for o in observables if several or not (isinstance(o.merge, Moments | Cosine) or o.asks == "standing out")
+        ]
+        self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
+        """By observable and layer."""
+        self.attention_path = ""
+
+    @contextlib.contextmanager
+    def listening(self, shape: tuple[int, int], layers: Sequence[Layer] | None = None) -> Iterator[None]:
+        """While open, one pass of sequences of this shape is recorded, through all layers or those in a row that it
+        runs."""
+        asked = {observable.asks for observable in self.observables}
+        passing = Passing(
+            anatomy=self.anatomy,
+            shape=shape,
+            request=ReadingRequest(
+                keys=self.keys,
+                distances=distances(shape[1]) if "distances" in asked else (),
+                own="own weights" in asked,
+            ),
+            weigh_mixing=self.several and "averaging law" in asked,
+            known=self.known,
+        )
+        left: dict[str, dict[int, Any]] = defaultdict(dict)
+
+        def on_tap(tap: Tap, call: LayerCall) -> None:
+            for observable in self._at(tap, call.index):
+                if (values := observable.reduce(call)) is not None:
+                    left[observable.name][call.index] = observable.merge.of(values, self.mergeable)
+
+        stands_out = any(map(_stands_out, self.observables))
+        with open_taps(passing, layers or self.anatomy.layers, self._taps, on_tap, stands_out=stands_out):
+            yield
+        self.attention_path = passing.attention_path
+        self._check_complete(left, layers or self.anatomy.layers)
+        self.add(left)
+
+    def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
+        """The results of one pass of some sequences, as far as the last layer that is listened at."""
+        last = max(layer.index for layer in self.anatomy.layers if self._taps(layer.index))
+        layers, shape = self.anatomy.layers[: last + 1], (ids_BT.shape[0], ids_BT.shape[1])
+        with (
+            torch.no_grad(),
+            evaluation_mode(model),
+            self.listening(shape, layers),
+            ending_after(layers[-1].block),
+        ):
+            self.anatomy.decoder(input_ids=ids_BT.to(input_device(self.anatomy)), use_cache=False)
+        return self.results()
+
+    def add(self, left: dict[str, dict[int, Any]]) -> None:
+        """Joins what another pass kept."""
+        merges = {observable.name: observable.merge for observable in self.observables}
+        for name, by_layer in left.items():
+            for layer, values in by_layer.items():
+                before = self.joined[name].get(layer)
+                self.joined[name][layer] = values if before is None else merges[name].join(before, values)
+
+    def join_processes(self) -> None:
+        """Joins what the other processes recorded of their sequences, in the order of the processes."""
+        if processes.count() > 1:
+            shares = processes.gathered((dict(self.joined), self.attention_path))
+            self.joined.clear()
+            for left, path in shares:
+                self.add(left)
+                self.attention_path = self.attention_path or path
+
+    def results(self) -> dict[str, dict[int, Any]]:
+        """By name and layer, the values over all passes; an observable may have more than one name."""
+        found: dict[str, dict[int, Any]] = defaultdict(dict)
+        for observable in self.observables:
+            for layer, joined in sorted(self.joined.get(observable.name, {}).items()):
+                for suffix, values in observable.merge.result(joined).items():
+                    found[observable.name + suffix][layer] = values
+        return dict(found)
+
+    def _at(self, tap: Tap, layer: int) -> list[Observable]:
+        return [o for o in self.observables if o.tap is tap and (o.layers is None or layer in o.layers)]
+
+    def _taps(self, layer: int) -> set[Tap]:
+        return {o.tap for o in self.observables if o.layers is None or layer in o.layers}
+
+    def _check_complete(self, left: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
+        """Raises if a layer reported nothing."""
+        for observable in self.observables:
+            wanted = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
+            if left.get(observable.name) and (silent := sorted(wanted - left[observable.name].keys())):
+                raise RuntimeError(f"layer {silent[0]} reported no {observable.name}: {blame(self.anatomy)}")
+            if observable.name not in left and wanted and observable.tap not in (Tap.ATTENTION, Tap.BEFORE_NORM):
+                raise RuntimeError(f"no layer reported {observable.name}: {blame(self.anatomy)}")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recording:
+    """What one model did on one batch. `recording[name]` is an observable of all layers, on the CPU."""
+
+    model_name: str
+    anatomy: Anatomy
+    batch: TokenBatch
+    attention_path: str
+    keys: Tensor
+    """[S] recorded key positions."""
+    distances: tuple[int, ...]
+    observables: tuple[Observable, ...]
+    by_layer: dict[str, dict[int, Any]]
+    """By name and layer; -1 is the residual stream that enters layer 0."""
+    elapsed_s: float
+    _stacked: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The layers' values in one tensor, layers first."""
+        return self._stack(name, least=0)
+
+    def rows(self, name: str) -> Tensor:
+        """The same of the residual stream with one row more, the first, for the stream that enters layer 0."""
+        return self._stack(name, least=-1)
+
+    def each(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """[L, ...] what `reduce` leaves of each layer's values, on their own device: all of a long text's are slow to
+        move."""
+        return _on_cpu([reduce(values) for _, values in sorted(self.at_layers(name).items())])
+
+    def _stack(self, name: str, least: int) -> Tensor:
+        if (name, least) not in self._stacked:
+            rows = [values for layer, values in sorted(self.at_layers(name).items()) if layer >= least]
+            self._stacked[name, least] = _on_cpu(rows)
+        return self._stacked[name, least]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_layer
+
+    def at_layers(self, name: str) -> dict[int, Any]:
+        """By layer, where it was recorded."""
+        if name not in self.by_layer:
+            raise InputError(
+                expected=f"a recording of {name}",
+                found=f"one of {', '.join(self.by_layer)}",
+                next_step="Record it: leave `observables` out, or name it there",
+            )
+        return self.by_layer[name]
+
+    def __repr__(self) -> str:
+        return f"Recording({self.model_name}: {', '.join(self.by_layer)})"
+
+    @property
+    def by_position(self) -> dict[str, Tensor]:
+        """[L, T] every observable that has a value in each layer at each position."""
+        everywhere = (o.name for o in self.observables if o.axes == "LT" and o.asks != "standing out")
+        return {name: self[name] for name in everywhere if name in self}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.anatomy.layers)
+
+    @property
+    def sequence_sink_rate(self) -> Tensor:
+        """[B, S] share of layers and heads that count the key as a sink, by sequence."""
+        return self["sink_heads"].sum(0) / (self.num_layers * self.anatomy.num_heads)
+
+    @property
+    def sink_rate(self) -> Tensor:
+        """[S] mean over sequences, layers and heads."""
+        return self.sequence_sink_rate.mean(0)
+
+
+def record(
+    loaded: LoadedModel,
+    batch: TokenBatch,
+    observables: Sequence[Observable],
+    *,
+    keys: Sequence[int] | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    progress: Progress | None = None,
+) -> Recording:
+    """The observables of a causal language model on a batch of tokens; `keys` restricts attention to chosen keys."""
+    anatomy = anatomy_of(loaded.model)
+    keys_S = _checked_keys(keys, batch.length, anatomy.context)
+    started_at = time.perf_counter()
+    ids_BT = processes.share(batch.ids)
+    chunks = ids_BT.split(max(1, chunk_tokens // batch.length)) if len(ids_BT) else ()
+    whole = processes.count() == 1 and len(chunks) == 1
+    check_chunks(1 if whole else max(2, len(chunks)))
+    done, several = 0, batch.num_sequences > 1
+    num_passes = len(chunks) * (1 if whole else 2)
+
+    def run(wanted: Sequence[Observable], known: Known | None) -> Recorder:
+        nonlocal done
+        recorder = Recorder(anatomy, wanted, keys=keys_S, known=known, several=several, mergeable=not whole)
+        for chunk in chunks:
+            with without_autograd(loaded), evaluation_mode(loaded.model), recorder.listening(tuple(chunk.shape)):
+                anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)
+            check_acted(anatomy.decoder)
+            done += 1
+            if progress is not None:
+                progress(done, num_passes)
+        recorder.join_processes()
+        return recorder
+
+    needs_survey = any(_stands_out(o) or o.asks == "averaging law" for o in observables)
+    known = None if whole or not needs_survey else _known(run(SURVEY, None), keys_S, batch.length)
+    recorder = run(observables, known)
+    return Recording(
+        model_name=loaded.name,
+        anatomy=anatomy,
+        batch=batch,
+        attention_path=recorder.attention_path,
+        keys=torch.arange(batch.length) if keys_S is None else keys_S,
+        distances=distances(batch.length),
+        observables=tuple(observables),
+        by_layer=recorder.results(),
+        elapsed_s=time.perf_counter() - started_at,
+    )
+
+
+def _on_cpu(rows: list[Tensor]) -> Tensor:
+    """In one tensor, by one transfer for all layers, unless a model is spread over several devices."""
+    alike = len({row.device for row in rows}) == 1
+    return torch.stack(rows if alike else [row.cpu() for row in rows]).cpu()
+
+
+def _stands_out(observable: Observable) -> bool:
+    return "P" in observable.axes or observable.asks == "standing out"
+
+
+def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:
+    """What the survey of all sequences found: the positions that one pass over the whole batch would have picked."""
+    found = survey.results()
+    received_T: Tensor | None = None
+    pointed_at = []
+    for layer, ratio_T in found["dom_ratio"].items():
+        ratio_T = ratio_T.nan_to_num(nan=0.0)
+        if layer >= 0:
+            received_T = with_received(received_T, found["received"][layer][None], keys_S, length)
+        pointed_at.append(point_at(ratio_T, ratio_T if received_T is None else received_T))
+    return Known(list(found.get("value_variance_by_key", {}).values()), pointed_at)
+
+
+def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) -> Tensor | None:
+    check_count("length", length, 2)
+    if context is not None and length > context:
+        raise InputError(
+            expected=f"at most {context} tokens, the model's context",
+            found=f"`length={length}`",
+            next_step=f"Give `length={context}`",
+        )
+    check_keys(keys, length)
+    return None if keys is None else torch.tensor(sorted(set(map(int, keys))), dtype=torch.long)
+
+
+def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:
+    """Inference mode, which costs each operation less than no_grad: a sixth of what the host adds on a short text. But
+    tensors that a model keeps from such a pass (some rotary embeddings do) cannot be trained through later, so a model
+    that its owner may train gets no_grad."""
+    may_be_trained = loaded.source == "given" and any(p.requires_grad for p in loaded.model.parameters())
+    return torch.no_grad() if may_be_trained else torch.inference_mode()
+
+
+class _PassEndedError(Exception):
+    """Ends a pass whose later modules are not needed."""
+
+
+@contextlib.contextmanager
+def ending_after(module: nn.Module) -> Iterator[None]:
+    """A pass inside of it ends, without a result, when the module has run."""
+
+    def end(module, args, output) -> None:
+        raise _PassEndedError
+
+    handle = module.register_forward_hook(in_this_thread(end))
+    try:
+        with contextlib.suppress(_PassEndedError):
+            yield
+    finally:
+        handle.remove()

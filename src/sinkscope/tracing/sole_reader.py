@@ -1,0 +1,81 @@
+"""Lets one thread at a time read a model, through hooks that act only on passes of their own thread.
+
+Reading changes what all threads share: hooks, the attention implementation, the mode of dropout. So a second thread
+that wants to read the same model is refused. A plain forward pass in another thread is not affected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from sinkscope.errors import InputError
+from sinkscope.tracing.edits import check_owner
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_making = threading.Lock()
+_num_readings = 0
+_eager = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def sole_reader(model: nn.Module) -> Iterator[None]:
+    """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled,
+    since a compiled graph may leave out our hooks."""
+    check_owner(model)
+    with _making:
+        lock = _locks.setdefault(getattr(model, "base_model", model), threading.RLock())
+    if not lock.acquire(blocking=False):
+        raise InputError(
+            expected="a model that no other thread is reading",
+            found="one that another thread is still reading",
+            next_step="Wait for it, or load the model a second time",
+        )
+    try:
+        with everything_eager():
+            yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def everything_eager() -> Iterator[None]:
+    """Runs compiled modules eagerly. torch has one switch for all threads, which the last one to need it resets."""
+    global _num_readings
+    with _making:
+        _num_readings += 1
+        if _num_readings == 1:
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _making:
+            _num_readings -= 1
+            if not _num_readings:
+                _eager.close()
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on a module that does nothing in passes of other threads."""
+    thread = threading.get_ident()
+    return lambda *call: hook(*call) if threading.get_ident() == thread else None
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off while reading, by this thread alone; each module's own mode is put back."""
+    with sole_reader(model):
+        training = [module for module in model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

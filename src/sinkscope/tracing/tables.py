@@ -1,0 +1,253 @@
+"""A trace and its findings as the columns of the tables declared in trace_schemas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkscope.models.anatomy import DENSE
+from sinkscope.results.tables import Schema
+from sinkscope.statistics import kendall_tau
+from sinkscope.tracing.findings import Findings
+from sinkscope.tracing.merges import Largest
+from sinkscope.tracing.observables import TABLE_OF_AXES, Observable
+from sinkscope.tracing.recorder import Recording
+from sinkscope.tracing.schemas import (
+    DIMENSIONS,
+    DISTANCES,
+    HEADS,
+    LAYERS,
+    NEURONS,
+    POSITIONS,
+    SEQUENCE_SINKS,
+    SINKS,
+    TOKENS,
+    columns,
+)
+from sinkscope.tracing.sequences import Sequences
+
+KENDALL_POINTS = 1024
+"""Kendall's tau compares all pairs, so longer curves are cut down to this many evenly spaced points."""
+
+BY_HEAD = {"attention_received": "received", "sink_rate": "head_sink_rate"}
+"""Columns of what a key receives, and the observables [L, H, S] that they are taken from."""
+
+
+def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray]]:
+    """The columns of every table, by the table's name."""
+    return {
+        SINKS.name: _sinks(findings),
+        POSITIONS.name: _positions(findings),
+        NEURONS.name: _neurons(findings),
+        DIMENSIONS.name: _rows(DIMENSIONS, findings.massive),
+        HEADS.name: _heads(findings),
+        LAYERS.name: _layers(findings),
+        **({DISTANCES.name: _distances(findings)} if "by_distance" in findings.recording else {}),
+    }
+
+
+def sequence_tables(sequences: Sequences, text_of: Callable[[int], str]) -> dict[str, Mapping[str, list | np.ndarray]]:
+    """The tables `tokens` and `sequence_sinks`."""
+    ids = torch.cat(list(sequences.ids))
+    texts = {token: text_of(token) for token in ids.unique().tolist()}
+    lengths = [len(each) for each in sequences.ids]
+    recorded = {}
+    for name, by_sequence in (("sink_rate", sequences.rates), ("attention_received", sequences.received)):
+        whole = [torch.full((length,), float("nan")) for length in lengths]
+        for values, keys, own in zip(whole, sequences.keys, by_sequence, strict=True):
+            values[keys] = own.float()
+        recorded[name] = torch.cat(whole).numpy()
+    return {
+        TOKENS.name: {
+            "sequence": np.repeat(np.arange(len(lengths)), lengths),
+            "position": np.concatenate([np.arange(length) for length in lengths]),
+            "id": ids.numpy(),
+            "text": [texts[token] for token in ids.tolist()],
+            **recorded,
+        },
+        SEQUENCE_SINKS.name: _rows(SEQUENCE_SINKS, sequences.sinks, text=[texts[sink.id] for sink in sequences.sinks]),
+    }
+
+
+def _rows(schema: Schema, entries: list, **columns: list) -> dict[str, list]:
+    """Columns from the attributes of the same name, or as given."""
+    return {
+        c.name: columns[c.name] if c.name in columns else [getattr(entry, c.name) for entry in entries]
+        for c in schema.columns
+    }
+
+
+def _sinks(findings: Findings) -> dict:
+    sinks = findings.sinks
+    return _rows(
+        SINKS,
+        sinks,
+        num_sequences=[findings.recording.batch.num_sequences] * len(sinks),
+        num_layers=[len(sink.layers) for sink in sinks],
+        first_layer=[min(sink.layers, default=None) for sink in sinks],
+        last_layer=[max(sink.layers, default=None) for sink in sinks],
+    )
+
+
+def recorded_columns(recording: Recording, axes: str) -> dict[str, np.ndarray]:
+    """The columns of the observables with these axes, flat; empty where one could not be recorded."""
+    found: dict[str, np.ndarray] = {}
+    for observable in recording.observables:
+        if observable.axes == axes:
+            found |= _of_observable(recording, observable)
+    return found
+
+
+def _of_observable(recording: Recording, observable: Observable) -> dict[str, np.ndarray]:
+    declared = [column.name for column in columns(observable)]
+    if observable.name not in recording:
+        return dict.fromkeys(declared, np.full(_num_rows(recording, observable.axes), np.nan))
+    values = [recording[observable.name].flatten().numpy()]
+    place = observable.merge.place if isinstance(observable.merge, Largest) else None
+    if place == "unit":
+        units_LT = recording[f"{observable.name}_unit"]
+        places = [layer.unit_places(units_LT[layer.index]) for layer in recording.anatomy.layers]
+        experts = torch.cat([expert for expert, _ in places]).numpy()
+        values += [np.ma.masked_array(experts, mask=experts == DENSE), torch.cat([unit for _, unit in places]).numpy()]
+    elif place is not None:
+        values.append(recording[f"{observable.name}_{place}"].flatten().numpy())
+    return dict(zip(declared, values, strict=True))
+
+
+def _num_rows(recording: Recording, axes: str) -> int:
+    sizes = {"L": recording.num_layers, "T": recording.batch.length, "H": recording.anatomy.num_heads}
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def recorded_tables(recording: Recording) -> dict[str, dict[str, np.ndarray]]:
+    """The tables of a recording that lacks what the findings need: only the columns that its observables fill."""
+    axis_names = {"L": ("layer",), "LT": ("layer", "position"), "LH": ("layer", "head")}
+    tables = {}
+    for axes, name in TABLE_OF_AXES.items():
+        if found := recorded_columns(recording, axes):
+            tables[name] = dict(zip(axis_names[axes], _numbered(recording, axes), strict=True)) | found
+    return tables
+
+
+def _numbered(recording: Recording, axes: str) -> list[np.ndarray]:
+    """The number of each row along each axis."""
+    shape = [_num_rows(recording, axis) for axis in axes]
+    return [numbers.flatten() for numbers in np.indices(shape)]
+
+
+def _positions(findings: Findings) -> dict:
+    recording = findings.recording
+    layer, position = _numbered(recording, "LT")
+    columns: dict[str, np.ndarray] = {"layer": layer, "position": position}
+    for name, by_head in BY_HEAD.items():
+        values_LT = torch.full((recording.num_layers, recording.batch.length), float("nan"))
+        values_LT[:, recording.keys] = recording.each(by_head, lambda values_HS: values_HS.mean(0)).float()
+        columns[name] = values_LT.flatten().numpy()
+    return columns | recorded_columns(recording, "LT")
+
+
+def _neurons(findings: Findings) -> dict:
+    units = findings.super_neurons
+    sparsity = {
+        name: [float(getattr(unit.sparsity, name)) for unit in units]
+        for name in ("max_over_median", "top_share", "participation_ratio", "kurtosis")
+    }
+    return _rows(NEURONS, units, **sparsity)
+
+
+def _heads(findings: Findings) -> dict:
+    recording = findings.recording
+    positions = [sink.position for sink in findings.sinks] or [findings.strongest[0]]
+    layer, head = _numbered(recording, "LH")
+    positive_LHQ, lock_share_LHQ = findings.lock
+    of_heads = recorded_columns(recording, "LH")
+    rows = []
+    for position in positions:
+        key = int((recording.keys == position).nonzero()[0])
+        at_lock = (findings.lock_positions == position)[:, None, :]
+        seen = at_lock.any(-1).expand(positive_LHQ.shape[:2])
+        locks = {
+            name: torch.where(at_lock, values_LHQ, 0).sum(-1).where(seen, float("nan"))
+            for name, values_LHQ in (("positive_queries", positive_LHQ), ("lock_share", lock_share_LHQ))
+        }
+        received = {
+            name: recording.each(by_head, lambda values_HS, key=key: values_HS[:, key])
+            for name, by_head in BY_HEAD.items()
+        }
+        by_head = {name: values_LH.flatten().numpy() for name, values_LH in (received | locks).items()}
+        rows.append({"layer": layer, "head": head, "position": np.full_like(layer, position)} | by_head | of_heads)
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+
+def _layers(findings: Findings) -> dict:
+    recording = findings.recording
+    num_layers = recording.num_layers
+    sinks = [sink.position for sink in findings.sinks]
+    unknown = [None] * num_layers
+    at_sink, elsewhere = findings.dom_ratio_at(sinks[0] if sinks else findings.strongest[0])
+    massive_at_sink: list[int | None] = [None] * num_layers
+    if sinks and "rank_tokens" in recording:
+        slots = [findings.slot(layer, sinks[0]) for layer in range(num_layers)]
+        counts = zip(slots, findings.massive_activations.tolist(), strict=True)
+        massive_at_sink = [None if slot is None else counts_P[slot] for slot, counts_P in counts]
+    ranks, ranks_without_sink = findings.effective_ranks
+    ratio_before, law_before = findings.before_norm
+    return {
+        "layer": list(range(num_layers)),
+        "variance_ratio": _floats(findings.variance_ratio, num_layers),
+        "averaging_law_r_squared": _floats(findings.averaging_law_r_squared, num_layers),
+        "variance_ratio_before_norm": _floats(ratio_before, num_layers),
+        "averaging_law_r_squared_before_norm": _floats(law_before, num_layers),
+        "kendall_positions": _kendall_positions(findings),
+        "kendall_channels": _kendall_channels(findings),
+        "dom_ratio_sink": at_sink.tolist() if sinks else unknown,
+        "dom_ratio_elsewhere": elsewhere.tolist(),
+        **{
+            f"{name}_sink": recording[name][:, sinks[0]].tolist() if sinks and name in recording else unknown
+            for name in ("dom_ratio_turned", "direction_share")
+        },
+        "median_magnitude": findings.median_magnitudes.tolist(),
+        "massive_activations_sink": massive_at_sink,
+        "effective_rank": ranks or unknown,
+        "effective_rank_without_sink": ranks_without_sink or unknown,
+        "born": [layer in findings.birth_layers for layer in range(num_layers)],
+        "erased": [layer in findings.erasure_layers for layer in range(num_layers)],
+        **recorded_columns(recording, "L"),
+    }
+
+
+def _distances(findings: Findings) -> dict:
+    by_distance_LR = findings.recording["by_distance"].mean(1)
+    num_layers, num_distances = by_distance_LR.shape
+    return {
+        "layer": np.repeat(np.arange(num_layers), num_distances),
+        "distance": np.tile(np.array(findings.recording.distances), num_layers),
+        "attention": by_distance_LR.flatten().numpy(),
+    }
+
+
+def _floats(values: Tensor | None, count: int) -> list:
+    return [None] * count if values is None else values.tolist()
+
+
+def _kendall_positions(findings: Findings) -> list[float | None]:
+    if findings.variance_ratio is None or "projected_variance" not in findings.recording:
+        return [None] * findings.recording.num_layers
+    return _thinned_tau(findings.recording["value_variance"], findings.recording["projected_variance"])
+
+
+def _kendall_channels(findings: Findings) -> list[float | None]:
+    recording = findings.recording
+    if "value_variance_by_channel" not in recording:
+        return [None] * recording.num_layers
+    return _thinned_tau(recording["value_variance_by_channel"], findings.output_channel_norms)
+
+
+def _thinned_tau(x_LN: Tensor, y_LN: Tensor) -> list[float | None]:
+    num_points = x_LN.shape[1]
+    index = torch.linspace(0, num_points - 1, min(num_points, KENDALL_POINTS)).long()
+    return kendall_tau(x_LN[:, index].numpy(), y_LN[:, index].numpy()).tolist()

@@ -1,0 +1,187 @@
+"""The feed-forward neurons of one layer as they enter the down projection, dense and mixture of experts alike.
+
+Dense neurons are held by reference until the layer ends. Of experts only input and routing are held, and their neurons
+are computed again: token by token if few are needed, expert by expert for a reduction over all tokens.
+A routed neuron counts with its routing weight, since that is what it writes.
+Axes: N tokens (sequence by sequence), U units of the layer (experts in order, the shared one last), F units of one
+expert, E width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkscope.kernels.token_statistics import weighted_largest
+from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, held
+from sinkscope.tracing.edits import expert_edits
+from sinkscope.tracing.sole_reader import in_this_thread
+
+
+class UnitWrites(NamedTuple):
+    """One reduction over all tokens and units of a layer."""
+
+    largest: Tensor
+    """[N] largest |n_j| ||W_down[:, j]|| of any unit."""
+    largest_at: Tensor
+    """[N] that unit's number."""
+    energy: Tensor
+    """[U] sum over tokens of n_j^2, as written (after a post-norm: scaled by it)."""
+
+
+class LayerUnits:
+    """Collects one layer's neurons during its feed-forward; reduced at the layer's end, then dropped."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops the layer's activations."""
+        self.dense_NF: Tensor | None = None
+        self.shared_NF: Tensor | None = None
+        self.routed: tuple[Tensor, Tensor, Tensor] | None = None
+        self.write_scale_N: Tensor | None = None
+        """What a post-norm multiplies each token's write by, beside its gain."""
+
+    def hooks(self) -> list:
+        """Registers the hooks that fill this object; each is removed through its handle."""
+        layer, handles = self.layer, []
+        if layer.down_projection is not None:
+            handles.append(layer.down_projection.register_forward_pre_hook(in_this_thread(self._keep_dense)))
+        if layer.shared_down_projection is not None:
+            handles.append(layer.shared_down_projection.register_forward_pre_hook(in_this_thread(self._keep_shared)))
+        if layer.experts is not None:
+            handles.append(layer.experts.register_forward_pre_hook(in_this_thread(self.keep_routed), with_kwargs=True))
+        if layer.post_norm is not None:
+            handles.append(layer.post_norm.register_forward_hook(in_this_thread(self._keep_write_scale)))
+        return handles
+
+    def _keep_dense(self, module, args) -> None:
+        self.dense_NF = args[0].flatten(0, -2)
+
+    def _keep_shared(self, module, args) -> None:
+        self.shared_NF = args[0].flatten(0, -2)
+
+    def keep_routed(self, module, args, kwargs) -> None:
+        self.routed = tuple([*args, *kwargs.values()][:3])  # type: ignore[assignment]
+
+    def _keep_write_scale(self, module, args, output) -> None:
+        # The norm gives gain * x / rms(x); projecting its output on gain * x gives 1 / rms(x) without knowing its
+        # epsilon. Where the feed-forward gives nothing but zeros there is nothing to scale.
+        scaled = args[0].float() * self.layer.write_gain()
+        energy = scaled.square().sum(-1)
+        self.write_scale_N = ((output.float() * scaled).sum(-1) / energy).masked_fill(energy == 0, 0).flatten()
+
+    @property
+    def complete(self) -> bool:
+        return (self.dense_NF is not None) or (self.routed is not None)
+
+    def writes(self) -> UnitWrites:
+        """The largest write of each token, and the energy of each unit over all tokens."""
+        norms = [self._output_norms(weight) for _, weight in self.layer.down_weights()]
+        if self.dense_NF is not None:
+            return UnitWrites(*weighted_largest(self._written(self.dense_NF), norms[0]))
+        assert self.routed is not None
+        hidden_NE = self.routed[0]
+        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
+        largest = torch.zeros(hidden_NE.shape[0], dtype=dtype, device=hidden_NE.device)
+        largest_at = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
+        energies, first_unit = [], 0
+        for (expert, weight), norm in zip(self.layer.down_weights(), norms, strict=True):
+            if expert == SHARED_EXPERT:
+                tokens, neurons = torch.arange(len(largest), device=largest.device), self.shared_NF
+            else:
+                tokens = self._uses(expert).nonzero().squeeze(-1)
+                neurons = self._expert_neurons(expert, tokens)
+            assert neurons is not None
+            of_expert = weighted_largest(self._written(neurons, tokens), norm)
+            larger = of_expert.largest > largest[tokens]
+            largest[tokens] = torch.where(larger, of_expert.largest, largest[tokens])
+            largest_at[tokens] = torch.where(larger, of_expert.largest_at + first_unit, largest_at[tokens])
+            energies.append(of_expert.channel_energy)
+            first_unit += weight.shape[1]
+        return UnitWrites(largest, largest_at, torch.cat(energies))
+
+    def at(self, tokens_n: Tensor) -> Tensor:
+        """[n, U] every unit's activation at the chosen tokens."""
+        if self.dense_NF is not None:
+            return self.dense_NF.index_select(0, tokens_n)
+        assert self.routed is not None
+        groups = []
+        for expert, weight in self.layer.down_weights():
+            if expert == SHARED_EXPERT:
+                groups.append(self.shared_NF[tokens_n].float())  # type: ignore[index]
+                continue
+            group = torch.zeros(len(tokens_n), weight.shape[1], device=weight.device)
+            hit = self._uses(expert)[tokens_n].nonzero().squeeze(-1)
+            group[hit] = self._expert_neurons(expert, tokens_n[hit]).float()
+            groups.append(group)
+        return torch.cat(groups, dim=-1)
+
+    def _written(self, neurons_NF: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
+        """Neurons as they count for the residual stream: scaled by the post-norm where there is one."""
+        return (
+            neurons_NF
+            if self.write_scale_N is None
+            else neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
+        )
+
+    def output_norms(self) -> Tensor:
+        """[U] norm of every unit's output vector, after a post-norm with its gain."""
+        return torch.cat([self._output_norms(weight) for _, weight in self.layer.down_weights()])
+
+    def _output_norms(self, weight_EF: Tensor) -> Tensor:
+        """[F] float32 norms of the output vectors, after a post-norm with its gain."""
+        if self.layer.post_norm is not None:
+            weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
+        # On a CPU several times faster than a norm along the first axis.
+        return weight_EF.square().sum(0, dtype=torch.promote_types(weight_EF.dtype, torch.float32)).sqrt()
+
+    def values(self, expert: int | None, neurons: Tensor) -> Tensor:
+        """[N, n] float32 activations of some units of one group at every token."""
+        whole = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
+        if expert in whole:
+            chosen_NF = whole[expert]
+            assert chosen_NF is not None
+            return chosen_NF[:, neurons].float()
+        assert self.routed is not None
+        values = torch.zeros(self.routed[0].shape[0], len(neurons), device=self.routed[0].device)
+        hit = self._uses(expert).nonzero().squeeze(-1)
+        values[hit] = self._expert_neurons(expert, hit)[:, neurons].float()
+        return values
+
+    def _uses(self, expert: int | None) -> Tensor:
+        """[N] tokens at which an expert's units may be other than 0: those routed to it, or all where it is edited."""
+        assert self.routed is not None
+        edited = any(edit.expert == expert for edit in expert_edits(self.layer.experts))
+        routed_N = (self.routed[1] == expert).any(-1)
+        return torch.ones_like(routed_N) if edited else routed_N
+
+    def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
+        """[n, F] neurons of one expert, as an intervention leaves them."""
+        assert self.routed is not None
+        edits = [edit for edit in expert_edits(self.layer.experts) if edit.expert == expert]
+        if not edits:
+            return self._routed_neurons(expert, tokens_n)
+        neurons_NF = self._routed_neurons(expert, torch.arange(self.routed[0].shape[0], device=tokens_n.device))
+        for edit in edits:
+            chosen = torch.tensor(edit.neurons, device=tokens_n.device)
+            neurons_NF[:, chosen] = edit.new_values(neurons_NF[:, chosen])
+        return neurons_NF[tokens_n]
+
+    def _routed_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
+        """[n, F] neurons of one expert, times their routing weight: 0 at tokens not routed to it."""
+        assert self.routed is not None
+        assert expert is not None
+        hidden_NE, index_Nk, weight_Nk = self.routed
+        experts: AnyModule = self.layer.experts
+        chosen = hidden_NE[tokens_n]
+        projection = held(experts, "gate_up_proj")[expert]
+        gate_up = chosen @ (projection if experts.is_transposed else projection.T)
+        if experts.has_bias:
+            gate_up = gate_up + held(experts, "gate_up_proj_bias")[expert]
+        routing = (weight_Nk[tokens_n] * (index_Nk[tokens_n] == expert)).sum(-1, keepdim=True)
+        return experts._apply_gate(gate_up) * routing.to(gate_up.dtype)
