@@ -40,7 +40,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sinkscope.names import RESOLVERS
-from sinkscope.results.result import VIEWS
 
 __version__ = "0.1.0"
 
@@ -110,7 +109,6 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 RESOLVERS.append("sinkscope.pretrain.model_specs")
-VIEWS.append("sinkscope.results.views")
 
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm

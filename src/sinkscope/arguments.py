@@ -29,6 +29,8 @@ CONTROLS = (
 TRACKERS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 """The module of each experiment tracker."""
 TOKEN_FORMS = "random, text:FILE or repeat:ID"
+SEPARATOR = "<|endoftext|>"
+"""Between the documents of a text file."""
 STANDARD_INPUT = "-"
 """In the place of a file's name."""
 LARGEST_TOKEN_ID = 2**31 - 1

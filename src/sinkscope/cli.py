@@ -30,9 +30,9 @@ from sinkscope.initial_bias.cli import bias_command
 from sinkscope.interventions.cli import intervene_command
 from sinkscope.memory import is_out_of_memory
 from sinkscope.models.cli import models_command
-from sinkscope.pages.cli import report_command
 from sinkscope.pages.text import escape_what_cannot_be_printed, say, visible
 from sinkscope.pretrain.cli import pretrain_command, tokenize_command
+from sinkscope.results.cli import report_command
 from sinkscope.studies.cli import ValueOfBos, study_command
 from sinkscope.tracing.cli import trace_command
 

@@ -118,14 +118,19 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
         raise
 
 
-def write_pictures(folder: RunFolder, trace: Trace) -> None:
-    """Writes the picture and the page of a run whose tables are written, if matplotlib and plotly are installed."""
+def write_page(folder: RunFolder) -> None:
+    """Writes the page of a run whose tables are written, if plotly is installed."""
     from sinkscope.pages.html import can_write_pages
-    from sinkscope.tracing.picture import can_draw
+    from sinkscope.results.saved import write_page_of_run
+
+    if can_write_pages():
+        write_page_of_run(folder.path, folder.path / "report.html")
+
+
+def write_pictures(folder: RunFolder, trace: Trace) -> None:
+    """Writes the page, and the picture of the chain if matplotlib is installed."""
+    from sinkscope.pages.drawn import can_draw
 
     if can_draw():
         trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
-    if can_write_pages():
-        from sinkscope.results.run_page import write_page_of_run
-
-        write_page_of_run(folder.path, folder.path / "report.html")
+    write_page(folder)

@@ -19,7 +19,7 @@ DEFAULT_MODEL = REFERENCES[0]
 RESOLVERS: list[str] = []
 """Modules with a function `resolve`, which `load` asks for the model of a name before it looks for a folder or file.
 They are named, not imported: a name is all that may point upward, and `--help` must not import torch."""
-FOLDER = Path(__file__).resolve().parent.parent / "reference"
+FOLDER = Path(__file__).resolve().parent / "reference"
 
 
 def is_reference(source: Any) -> bool:

@@ -10,8 +10,8 @@ from study_tables import write_study_folder
 
 from sinkscope import load, token_batch, trace
 from sinkscope.compare.page import compare
+from sinkscope.models.initial import find_configuration
 from sinkscope.names import FOLDER, REFERENCES, reference_run
-from sinkscope.pretrain.model_specs import find_configuration
 from sinkscope.results.run import read_run
 from sinkscope.tracing.figures import chain_panels
 

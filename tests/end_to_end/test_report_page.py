@@ -9,7 +9,7 @@ from training_folders import curved_loss, write_training_folder
 
 from sinkscope.compare.page import write_comparison_page
 from sinkscope.pages.text import token_text, visible
-from sinkscope.results.run_page import write_page_of_run
+from sinkscope.results.saved import write_page_of_run
 from sinkscope.studies import page as study
 from sinkscope.studies.claims import CLAIMS
 

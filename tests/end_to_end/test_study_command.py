@@ -15,7 +15,7 @@ from planted_models import decoy, planted_chain
 from safetensors.numpy import load_file
 from tiny_models import tiny_model
 
-from sinkscope.results import run_page
+from sinkscope.results import saved
 from sinkscope.results.tables import read_table
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Conditions
@@ -249,7 +249,7 @@ def test_another_request_at_the_same_place_starts_anew(chain_folder, sinkscope, 
 
 def test_an_interruption_while_writing_costs_no_condition(chain_folder, sinkscope, tmp_path, monkeypatch, ran):
     with monkeypatch.context() as patch:
-        patch.setattr(run_page, "write_page_of_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(saved, "write_page_of_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert sinkscope("study", chain_folder, *SMALL, "--out", "run").code == 130
     assert {entry.name for entry in tmp_path.iterdir()} == {".run.sinkscope-parts"}
     ran.clear()

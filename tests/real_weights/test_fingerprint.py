@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sinkscope import fingerprint, load
-from sinkscope.pretrain.model_specs import Configuration, draw
+from sinkscope.models.initial import Configuration, draw
 
 pytestmark = pytest.mark.real_weights
 

@@ -17,7 +17,8 @@ from torch.nn.functional import kl_div, linear
 
 from sinkscope.audits.advice import Trial, _after, _as_many
 from sinkscope.audits.audit import _setting, audit
-from sinkscope.audits.audit_page import write_audit_page
+from sinkscope.audits.audit_page import write_page
+from sinkscope.audits.cli import show
 from sinkscope.audits.damage import Damage, losses
 from sinkscope.audits.prediction import predict
 from sinkscope.audits.prefix import SinkPrefix
@@ -29,7 +30,6 @@ from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.pages.terminal import show_audit
 
 SUPER = "model.layers.2.mlp.down_proj"
 """What reads the super neuron of the planted chain."""
@@ -229,15 +229,16 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert 0 < first["wins_back_low"] < first["wins_back"] < first["wins_back_high"]
     assert written["schemes"]["weights-8-channel"] == []
     assert json.loads((folder / "summary.json").read_text())["kind"] == "audit"
-    write_audit_page(audited.tables, audited.summary, "sinkscope audit <b>", tmp_path / "page.html")
+    run = replace(audited.as_run(), config={"command": "sinkscope audit <b>"})
+    write_page(run, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert SUPER in page
     assert "sinkscope audit <b>" not in page, "escaped"
-    show_audit(audited, folder)
+    show(audited, folder)
     said = " ".join(capsys.readouterr().out.split())
     assert "leave modules in 16 bits" in said
     assert "24 held-out texts of 64 tokens, written by the model itself" in said
-    show_audit(replace(audited, batch=replace(audited.batch, source="book.txt")), folder)
+    show(replace(audited, batch=replace(audited.batch, source="book.txt")), folder)
     assert "24 held-out texts of 64 tokens, from book.txt" in " ".join(capsys.readouterr().out.split())
 
 
@@ -253,10 +254,10 @@ def test_the_page_shows_the_sinks_in_their_texts(audited, tmp_path):
     rows = told.tables["sink_tokens"]
     assert (rows["before"][0], rows["token_text"][0]) == ("", f" <w{ids[0]}>")
     assert rows["after"][0] == "".join(f" <w{number}>" for number in ids[1:9])
-    write_audit_page(told.tables, told.summary, "command", tmp_path / "page.html")
+    told.report(tmp_path / "page.html", overwrite=True)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert f"text {text}, position 0: <bdi><mark>\N{OPEN BOX}&lt;w{ids[0]}&gt;</mark> &lt;w{ids[1]}&gt;" in page
-    write_audit_page(audited.tables, audited.summary, "command", tmp_path / "page.html")
+    audited.report(tmp_path / "page.html", overwrite=True)
     assert "<mark>" not in (tmp_path / "page.html").read_text(encoding="utf-8"), "without a tokenizer"
 
 
@@ -291,7 +292,7 @@ def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path
     """Where schemes cost something and nothing is advised, the reason is said."""
 
     def written(found):
-        write_audit_page(found.tables, found.summary, "", tmp_path / "page.html")
+        found.report(tmp_path / "page.html", overwrite=True)
         told = json.loads((found.save(tmp_path / "run", overwrite=True) / "recipe.json").read_text())
         assert told["why_nothing"] == found.summary["why_nothing"]
         return told, (tmp_path / "page.html").read_text()

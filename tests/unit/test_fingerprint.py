@@ -22,8 +22,8 @@ from sinkscope.fingerprints.alignment import alignment, alignment_table, whitene
 from sinkscope.fingerprints.fingerprint import Pair, fingerprint, judged
 from sinkscope.fingerprints.seedprint import identity_dimensions, seedprint
 from sinkscope.fingerprints.signature import Inputs, load_signature, sign
+from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.loading import load
-from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.results.parts import Parts
 from sinkscope.statistics import false_discovery_rates, student_t_tail
 

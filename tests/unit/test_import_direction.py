@@ -1,4 +1,4 @@
-"""No import runs from a lower layer to a higher one, and no two modules import each other."""
+"""The core knows no product, no product knows another, and no two modules import each other."""
 
 import ast
 import graphlib
@@ -10,59 +10,31 @@ import pytest
 PACKAGE = "sinkscope"
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 
-# The longest matching prefix counts; the package root is the top layer because it lists the public names.
-LAYERS = {
+# The core knows no product, and products don't know each other. A higher number may import a lower one. Files without
+# a folder stand on errors and on each other, but for what CORE says.
+CORE = {
     "errors": 0,
-    "runtime": 0,
-    "arguments": 0,
-    "user_paths": 0,
-    "processes": 0,
-    "progress": 0,
-    "memory": 0,
-    "statistics": 0,
-    "results": 0,
-    "measures": 0,
-    "kernels": 0,
-    "attention": 1,
-    "models": 2,
-    "capture": 3,
-    "interventions": 4,
-    "pretrain": 5,
-    "studies": 6,
-    "origins": 6,
-    "remedies": 6,
-    "report": 7,
-    "explore": 8,
-    "commands": 9,
-    "cli": 9,
-    "__main__": 9,
-    "": 9,
+    "arguments": 1,
+    "atomic": 1,
+    "memory": 1,
+    "names": 1,
+    "processes": 1,
+    "progress": 1,
+    "runtime": 1,
+    "statistics": 1,
+    "user_paths": 1,
+    "measures": 1,
+    "kernels": 2,
+    "attention": 3,
+    "pages": 3,
+    "results": 4,
+    "models": 5,
+    "tracing": 6,
+    "interventions": 7,
 }
-# Layer 0 stands on nothing: beside errors, which anyone may import, these are its only inner imports.
-WITHIN_LAYER_0 = {
-    ("arguments", "measures.sink_score"),
-    ("arguments", "user_paths"),
-    ("arguments", "memory"),
-    ("processes", "arguments"),
-    ("results.run_folder", "results.tables"),
-    ("results.run_folder", "results"),
-    ("results.run_folder", "results.atomic"),
-    ("results.parts", "results.atomic"),
-    ("results.parts", "processes"),
-    ("results.parts", ""),
-    ("results.tables", "results.atomic"),
-    ("results.run_folder", "results.validated"),
-    ("results.tables", "results.validated"),
-    ("results.result", "results.run_folder"),
-    ("results.result", "results.tables"),
-    *((f"results.{name}", "user_paths") for name in ("atomic", "run_folder", "parts", "result")),
-    ("measures.super_neurons", "measures.dimension_disparity"),
-    ("measures.super_neurons", "measures"),
-    ("measures.dimension_disparity", "measures.spectrum"),
-    ("measures.contraction", "measures.spectrum"),
-    ("kernels.token_statistics", "measures.dimension_disparity"),
-    *((f"kernels.{name}", "kernels.jit") for name in ("attention_received", "head_rms_norm", "token_statistics")),
-}
+PRODUCTS = ("studies", "audits", "initial_bias", "fingerprints", "pretrain", "compare", "explore")
+COMMAND_LINE = ("cli", "cli_options", "cli_output", "__main__", "")
+"""The command line may know everything; so may the file `cli.py` of a room. The package root lists the public names."""
 # Measures must work for someone who has activations and torch, and nothing else of ours.
 MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}
 
@@ -81,9 +53,9 @@ def test_measures_import_torch_only():
         (
             "models/anatomy.py",
             "from sinkscope.tracing.trace import trace",
-            "models.anatomy imports upward: capture.trace",
+            "models.anatomy imports upward: tracing.trace",
         ),
-        ("models/anatomy.py", "from ..capture import trace", "models.anatomy imports upward: capture.trace"),
+        ("models/anatomy.py", "from ..tracing import trace", "models.anatomy imports upward: tracing.trace"),
         ("models/anatomy.py", "import sinkscope", "models.anatomy imports upward: the package root"),
         ("models/anatomy.py", "def f():\n    import sinkscope.cli", "models.anatomy imports upward: cli"),
         (
@@ -91,12 +63,10 @@ def test_measures_import_torch_only():
             "import importlib\nimportlib.import_module('sinkscope.cli')",
             "models.anatomy imports upward: cli",
         ),
-        (
-            "measures/sink_score.py",
-            "from sinkscope import runtime",
-            "measures.sink_score may not import runtime: both stand in layer 0",
-        ),
-        ("novelty.py", "", "novelty has no layer"),
+        ("tracing/trace.py", "from sinkscope import studies", "tracing.trace imports upward: studies"),
+        ("studies/page.py", "from sinkscope.audits import page", "studies.page imports another product: audits.page"),
+        ("runtime.py", "from sinkscope import measures, tracing", "runtime imports upward: tracing"),
+        ("novelty.py", "", "novelty is in no room of CORE or PRODUCTS"),
     ],
 )
 def test_control_a_planted_upward_import_is_reported(tmp_path, file, line, complaint):
@@ -142,8 +112,11 @@ def planted(tmp_path: Path, files: dict[str, str]) -> Path:
         "measures/sink_score.py": "import torch",
         "models/__init__.py": "",
         "models/anatomy.py": "import torch",
-        "capture/__init__.py": "",
-        "capture/trace.py": "from sinkscope.measures import sink_score\ntrace = 1",
+        "tracing/__init__.py": "",
+        "tracing/trace.py": "from sinkscope.measures import sink_score\ntrace = 1",
+        "studies/__init__.py": "",
+        "audits/__init__.py": "",
+        "audits/page.py": "",
     }
     for name, text in (base | files).items():
         path = root / name
@@ -158,21 +131,39 @@ def violations(root: Path) -> list[str]:
         name: {name_of(target, modules) for target in imports_of(name, path, root)} for name, path in modules.items()
     }
     graph = {name: {target for target in targets if target not in (None, name)} for name, targets in graph.items()}
-    complaints = [f"{name} has no layer" for name in modules if layer_of(name) is None]
+    complaints = [f"{name} is in no room of CORE or PRODUCTS" for name in modules if level_of(name) is None]
     for name, targets in sorted(graph.items()):
-        for target in sorted(targets):
-            lower, upper = layer_of(name), layer_of(target)
-            if lower is None or upper is None:
-                continue
-            if upper > lower:
-                complaints.append(f"{name} imports upward: {target or 'the package root'}")
-            elif lower == upper == 0 and target != "errors" and (name, target) not in WITHIN_LAYER_0:
-                complaints.append(f"{name} may not import {target}: both stand in layer 0")
+        complaints += [complaint for target in sorted(targets) if (complaint := wrong(name, target))]
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         complaints.append("cycle: " + " -> ".join(name or PACKAGE for name in error.args[1]))
     return complaints
+
+
+def wrong(name: str, target: str) -> str | None:
+    """What is wrong with a module that imports another; None where nothing is."""
+    own, other = level_of(name), level_of(target)
+    if own is None or other is None or own == TOP or room_of(name) == room_of(target):
+        return None
+    if own == other == PRODUCT:
+        return f"{name} imports another product: {target}"
+    if other > own:
+        return f"{name} imports upward: {target or 'the package root'}"
+    return None
+
+
+PRODUCT, TOP = 100, 101
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def level_of(name: str) -> int | None:
+    if room_of(name) in COMMAND_LINE or name.endswith("cli"):
+        return TOP
+    return PRODUCT if room_of(name) in PRODUCTS else CORE.get(room_of(name))
 
 
 def foreign_imports_of_measures(root: Path) -> list[str]:
@@ -192,10 +183,6 @@ def modules_of(root: Path) -> dict[str, Path]:
         parts = path.relative_to(root).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return modules
-
-
-def layer_of(name: str) -> int | None:
-    return LAYERS.get(name.split(".")[0])
 
 
 def name_of(target: str, modules: dict[str, Path]) -> str | None:

@@ -11,9 +11,9 @@ from training_runs import short_run
 from transformers import AutoConfig, LlamaConfig
 
 from sinkscope.errors import InputError
+from sinkscope.models.initial import draw, find_configuration
 from sinkscope.models.loading import load
 from sinkscope.models.weights import weight_hash
-from sinkscope.pretrain.model_specs import draw, find_configuration
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from sinkscope.interventions.aggregation import AggregationEdit
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import densify_neurons
 from sinkscope.models.anatomy import Unit
+from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.loading import load
-from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.studies import judging
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition

@@ -18,7 +18,6 @@ from sinkscope.audits.damage import losses
 from sinkscope.audits.plain_model import write_plain
 from sinkscope.audits.prefix import LOADER, other_prefix
 from sinkscope.audits.remedied import Measured, card
-from sinkscope.audits.remedy_page import remedied_figures
 from sinkscope.audits.texts import _written
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.pretrain.decoder import Decoder
@@ -302,10 +301,10 @@ def test_dropout_is_off_while_a_model_writes_its_texts_and_is_checked(tmp_path):
 
 def test_a_remedied_model_is_no_run_to_report(remedied, tmp_path):
     folder = remedied.save(tmp_path / "out")
-    with pytest.raises(sinkscope.InputError, match="found a remedied model"):
-        read_run(folder)
+    with pytest.raises(sinkscope.InputError, match="a remedied model, not a study or a trace"):
+        read_run(folder, of=("study", "trace"))
 
 
 def test_the_table_below_the_figure_names_models_as_they_are(remedied):
-    (figure,) = remedied_figures(remedied.tables)
+    (figure,) = remedied.figures()
     assert figure.rows[0][0] == "original"

@@ -15,7 +15,7 @@ from sinkscope.compare.page import compare, write_comparison_page
 from sinkscope.errors import InputError
 from sinkscope.results.run import read_run
 from sinkscope.results.run_folder import is_training_run
-from sinkscope.results.run_page import write_page_of_run
+from sinkscope.results.saved import write_page_of_run
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ import sys
 from pathlib import Path
 
 sys.modules["torch"] = None  # importing it fails
-from sinkscope.results.run_page import write_page_of_run
+from sinkscope.results.saved import write_page_of_run
 
 for number, folder in enumerate(sys.argv[1:]):
     write_page_of_run(folder, Path(folder).parent / f"page-{number}.html")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from study_tables import HOSTILE_TOKENS
 
-from sinkscope.pages import terminal
+from sinkscope.models import cli as models_cli
 from sinkscope.pages.text import (
     escape_what_cannot_be_printed,
     escaped,
@@ -25,6 +25,7 @@ from sinkscope.pages.text import (
     token_text,
     visible,
 )
+from sinkscope.tracing import cli as trace_cli
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 any_text = st.text(st.characters(codec=None)) | st.sampled_from(HOSTILE_TOKENS)
@@ -112,8 +113,8 @@ def test_names_on_a_terminal_neither_colour_it_nor_need_more_than_ascii(monkeypa
     name = f"{''.join(HOSTILE_TOKENS)}\x9b31m \N{GRINNING FACE} \N{MINUS SIGN}3"
 
     def write() -> None:
-        terminal.show_anatomy(name, {name: name})
-        terminal.show_families([{"family": name}])
+        models_cli.show_anatomy(name, {name: name})
+        models_cli.show_families([{"family": name}])
         say(name)
 
     printed = printed_in_ascii(monkeypatch, write)
@@ -138,4 +139,4 @@ def test_the_neuron_that_the_story_names_is_listed_first():
         ]
     ]
     findings = SimpleNamespace(super_neurons=units, birth_layers=[1, 11], focus=[0, 5])
-    assert [unit.neuron for unit in terminal._from_the_birth(findings)] == [83, 1229, 678]
+    assert [unit.neuron for unit in trace_cli._from_the_birth(findings)] == [83, 1229, 678]

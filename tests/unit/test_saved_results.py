@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 import sinkscope
 from sinkscope.pages import html
-from sinkscope.results.saved import KINDS
+from sinkscope.results.kinds import kinds
 
 LIVE = {
     "trace": small.trace_of_text,
@@ -39,7 +39,7 @@ def test_a_saved_result_tells_and_draws_the_same(kind, tmp_path):
     saved = sinkscope.load_result(live.save(tmp_path / "run"))
     assert isinstance(saved, sinkscope.SavedResult)
     assert saved.kind == kind
-    assert (saved.story, saved.headline) == (live.story, tuple(live.headline))
+    assert (saved.story, saved.headline) == (live.story, live.headline)
     assert saved.summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     for schema in live.schemas:
         assert saved.table(schema.name).equals(live.table(schema.name))
@@ -69,7 +69,7 @@ def test_a_study_and_training_are_read_too(tmp_path):
     saved = sinkscope.load_result(compared.save(tmp_path / "tables"))
     assert (saved.story, saved.tables) == (compared.story, compared.tables)
     assert saved.story[:50].replace("'", "&#x27;") in page_of(saved, tmp_path / "compared.html")
-    assert {*LIVE, "study"} == set(KINDS)
+    assert {*LIVE, "study", "training"} == set(kinds())
 
 
 def test_a_model_and_a_result_are_told_apart(tmp_path):

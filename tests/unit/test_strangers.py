@@ -23,12 +23,12 @@ from sinkscope.compare.page import compare
 from sinkscope.errors import InputError
 from sinkscope.fingerprints.signature import Inputs, Signature, load_signature
 from sinkscope.initial_bias.schemas import BIAS_TABLES, QUANTITIES
+from sinkscope.models.initial import draw
 from sinkscope.pages import html
-from sinkscope.pretrain.model_specs import draw
 from sinkscope.pretrain.presets import resolve
 from sinkscope.results import tables
 from sinkscope.results.run_folder import run_folder
-from sinkscope.results.run_page import write_page_of_run
+from sinkscope.results.saved import write_page_of_run
 from sinkscope.results.tables import Column, Schema, read_table, write_table
 from sinkscope.results.validated import check_safetensors, read_json, read_yaml
 

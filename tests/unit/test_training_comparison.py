@@ -22,7 +22,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.births import LINKS, births
 from sinkscope.pretrain.comparison import compare_training, reach
 from sinkscope.pretrain.figures import median_birth
-from sinkscope.results.run_page import write_page_of_run
+from sinkscope.results.saved import write_page_of_run
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
 

@@ -13,8 +13,9 @@ from sinkscope.audits.schemes import SCHEMES, scheme_in_words
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, heat_map, level, levels, line, log_axis
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
+from sinkscope.results.run import Run
 from sinkscope.results.tables import rows_where
 
 Table = Mapping[str, list]
@@ -32,18 +33,19 @@ NUM_TOKENS = 20
 """Different sink tokens that are listed."""
 
 
-def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path) -> None:
-    """Writes the page from a run's tables and summary."""
+def write_page(run: Run, destination: Path) -> None:
+    """Writes the page of an audit."""
+    tables, summary = run.tables, run.summary
     title = f"What breaks, and what to do: {summary['model']}"
     tokens = summary["tokens"]
     circumstances = (
         f"{summary['family']}, {summary['num_layers']} layers; "
         f"{held_out_in_words(tokens['count'], tokens['length'], tokens.get('source'))}; loss {summary['loss']:.3f}"
     )
-    figures = audit_figures(tables, summary)
-    by_id = {figure.id: figure for figure in figures}
+    drawn = figures(run)
+    by_id = {figure.id: figure for figure in drawn}
     remedies, scatter = by_id.get("remedies"), by_id["scatter"]
-    maps = [figure for figure in figures if figure not in (remedies, scatter)]
+    maps = [figure for figure in drawn if figure not in (remedies, scatter)]
     body = [
         header(title, circumstances),
         '<main id="main">',
@@ -56,15 +58,15 @@ def write_audit_page(tables: Mapping[str, Table], summary: Mapping[str, Any], co
         f'</div><h2 id="prediction">Prediction against measurement</h2>'
         f'<div class="figures">{html.figure(scatter, wide=True)}</div>',
         f'<h2 id="sinks">The tokens that carry the sinks</h2>{_sinks(tables["sink_tokens"], summary)}',
-        f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(command)}</code></pre></main>',
+        f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(run.command)}</code></pre></main>',
     ]
-    write_page(destination, title, "".join(body), figures)
+    html.write_page(destination, title, "".join(body), drawn)
 
 
-def audit_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> list[Figure]:
+def figures(run: Run) -> list[Figure]:
     """The figures of the page: what is left of the damage, prediction against measurement, maps of modules."""
-    remedies = _remedies(tables["remedies"])
-    return [*([remedies] if remedies else []), _scatter(tables["damages"], summary), *_maps(tables)]
+    remedies = _remedies(run.tables["remedies"])
+    return [*([remedies] if remedies else []), _scatter(run.tables["damages"], run.summary), *_maps(run.tables)]
 
 
 def _two_digits(value: float | None) -> str:

@@ -45,7 +45,7 @@ class Cell:
 class Audit(Result):
     """What was predicted and measured of a model, as records and as tables."""
 
-    headline = ("damages", "level", "place", "scheme", "predicted", "measured", "measured_low", "measured_high")
+    kind = "audit"
     schemas = AUDIT_TABLES
     loaded: LoadedModel
     receipt: Receipt

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sinkscope.arguments import AUDIT_LENGTH, CALIBRATION, check_audit, check_batch
 from sinkscope.cli_options import Bos, ModelOptions, Seed, bound_memory_of
-from sinkscope.cli_output import Output, command_text, run_environment, write_request
+from sinkscope.cli_output import Output, run_environment, write_page, write_request
+
+if TYPE_CHECKING:
+    from sinkscope.audits.audited import Audit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,7 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
     """
     path = output.path(source.model)
     from sinkscope.audits.audit import audit
-    from sinkscope.pages import progress, terminal
-    from sinkscope.pages.html import can_write_pages
+    from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
@@ -61,8 +63,49 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)
-        if can_write_pages():
-            from sinkscope.audits.audit_page import write_audit_page
+        write_page(folder)
+    output.show(path, lambda: show(result, path))
 
-            write_audit_page(result.tables, result.summary, command_text(), folder.path / "report.html")
-    output.show(path, lambda: terminal.show_audit(result, path))
+
+def show(result: Audit, path: Path) -> None:
+    """What each scheme costs, what to do about it, and the answer in sentences."""
+    from sinkscope.audits.schemes import scheme_in_words
+    from sinkscope.audits.texts import held_out_in_words
+    from sinkscope.pages.terminal import NUM_SHOWN, Terminal, ends
+
+    out, batch = Terminal(), result.batch
+    out.say(f"{result.loaded.name}, {held_out_in_words(batch.num_sequences, batch.length, batch.source)}")
+    rows = [
+        (
+            scheme_in_words(cell.scheme),
+            f"{cell.measured.change:+.4f}",
+            ends(cell.measured.low, cell.measured.high),
+            f"{cell.predicted:.4f}",
+        )
+        for cell in result.at("model")
+    ]
+    columns = ("scheme", "damage", "95 % interval", "predicted")
+    out.table("change of the loss, in nats a token", columns, rows, limit=len(rows))
+    rows = [
+        (
+            trial.remedy,
+            scheme_in_words(trial.scheme),
+            f"{trial.won.change:.4f} of {trial.damage.change:.4f}",
+            ends(trial.won.low, trial.won.high),
+            f"{trial.control.change:+.4f}",
+        )
+        for trial in result.advice
+    ]
+    if rows:
+        columns = ("remedy", "scheme", "wins back", "95 % interval", "control")
+        out.table("advice, the largest effect first", columns, rows, limit=2 * NUM_SHOWN)
+    for name, reason in result.refused.items():
+        out.say(f"{name.capitalize()} is not possible here: {reason}")
+    out.say(
+        f"Rank correlation of prediction and measurement over {len(result.at('group'))} cells: "
+        f"{result.rank_correlation:.2f}; of two halves of the texts: {result.repeatability:.2f}",
+    )
+    if result.torchao_says is not None:
+        out.say(result.torchao_says)
+    out.say(result.story, style="bold")
+    out.say_where(path)

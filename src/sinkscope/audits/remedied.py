@@ -17,12 +17,13 @@ from sinkscope.audits.damage import Damage, damage
 from sinkscope.audits.plain_model import write_plain
 from sinkscope.audits.prefix import LOADER, SinkPrefix
 from sinkscope.audits.recipe import write_ignored
+from sinkscope.audits.schemas import LOSSES
 from sinkscope.audits.static_scales import STATIC
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.models.loading import LoadedModel
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.results.tables import Column, Schema, rows_where
+from sinkscope.results.tables import rows_where
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described
 
 MEASURED = (STATIC.name, "activations-8-dynamic")
@@ -30,29 +31,6 @@ PLAIN = "16 bits"
 PREFIX_FILE, SCALES_FILE = "prefix.safetensors", "static_scales.json"
 WORTH_IT = 0.5
 """A remedy helps if it wins back at least this share of the damage, and the interval of what it wins is above 0."""
-
-LOSSES = Schema(
-    "losses",
-    (
-        Column("model", "str", "What was done to the model: original, one remedy, or all together"),
-        Column("control", "bool", "Whether it is the control of the remedy before it"),
-        Column("scheme", "str", "16 bits, or 8-bit activations with one scale a tensor; docs/audit.md defines each"),
-        Column("loss", "float", "Next-token loss on held-out texts, in nats a token"),
-        Column("change", "float", "That less the original's in 16 bits"),
-        Column("low", "float", "Lower end of its 95 % interval, over texts"),
-        Column("high", "float", "Upper end of it"),
-        Column(
-            "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
-        ),
-        Column(
-            "won_low",
-            "float",
-            "Lower end of its 95 % interval, over texts; the damage is taken as it is",
-            nullable=True,
-        ),
-        Column("won_high", "float", "Upper end of it", nullable=True),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +67,7 @@ class Measured:
 class Remedied(Result):
     """The remedied model, and what was measured of it and of the original."""
 
-    headline = ("losses", "model", "scheme", "loss", "change", "won_back")
+    kind = "remedy"
     schemas = (LOSSES,)
     loaded: LoadedModel
     """The remedied model under the original's name, with its tokenizer."""
@@ -211,6 +189,10 @@ class Remedied(Result):
         if self.scales:
             folder.write_json(SCALES_FILE, {"bits": STATIC.bits, "symmetric": True, "scales": self.scales})
         folder.write_text("README.md", card(self))
+        super().write(folder)
+
+    def write_for_page(self, folder: RunFolder) -> None:
+        """Leaves the model out."""
         super().write(folder)
 
 

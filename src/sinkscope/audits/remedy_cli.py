@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,11 @@ from sinkscope.arguments import check_remedies
 from sinkscope.audits.cli import AuditOptions
 from sinkscope.cli_options import ModelOptions
 from sinkscope.cli_output import Output, run_environment, write_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinkscope.audits.remedied import Remedied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,7 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
     """
     path = output.path(source.model)
     from sinkscope.audits.remedy import remedy
-    from sinkscope.pages import progress, terminal
+    from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
@@ -51,4 +56,29 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
         write_request(folder, source, texts, asked)
         folder.write_json("environment.json", run_environment(loaded))
         result.write(folder)
-    output.show(path, lambda: terminal.show_remedied(result, path))
+    output.show(path, lambda: show(result, path))
+
+
+def show(result: Remedied, path: Path) -> None:
+    """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
+    from sinkscope.audits.schemes import SCHEMES, scheme_in_words
+    from sinkscope.audits.texts import held_out_in_words
+    from sinkscope.pages.terminal import Terminal, ends
+
+    out = Terminal()
+    out.say(f"{result.loaded.name}, {held_out_in_words(*result.num_tokens, result.source)}")
+    rows = [
+        (
+            row["model"] + " (control)" * row["control"],
+            scheme_in_words(row["scheme"]) if row["scheme"] in SCHEMES else row["scheme"],
+            f"{row['loss']:.4f}",
+            f"{row['change']:+.4f}",
+            ends(row["low"], row["high"]),
+        )
+        for row in result.summary["losses"]
+    ]
+    columns = ("model", "scheme", "loss", "change", "95 %")
+    out.table("loss in nats a token, and its change from the original in 16 bits", columns, rows, limit=len(rows))
+    for verdict in result.verdicts:
+        out.say(verdict)
+    out.say(f"Written to {path}")

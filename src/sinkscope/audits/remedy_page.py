@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from sinkscope.audits.remedied import LOSSES
+from sinkscope.audits.schemas import LOSSES
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, level, levels, line
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header
 from sinkscope.pages.text import interval, isolated, plotted
-from sinkscope.results.tables import rows_where
-
-Table = Mapping[str, list]
+from sinkscope.results.run import Run
 
 
-def write_remedied_page(tables: Mapping[str, Table], summary: Mapping[str, Any], destination: Path) -> None:
-    """Writes the page from a run's table and summary."""
+def write_page(run: Run, destination: Path) -> None:
+    """Writes the page of a remedied model."""
+    summary, drawn = run.summary, figures(run)
     title = f"What helps in 8 bits: {summary['model']}"
-    figures = remedied_figures(tables)
     body = [
         header(title, held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))),
         f'<main id="main"><p class="answer">{isolated(summary["story"])}</p>',
-        *(html.figure(figure, wide=True) for figure in figures),
+        *(html.figure(figure, wide=True) for figure in drawn),
         "</main>",
     ]
-    write_page(destination, title, "".join(body), figures)
+    html.write_page(destination, title, "".join(body), drawn)
 
 
-def remedied_figures(tables: Mapping[str, Table]) -> list[Figure]:
+def figures(run: Run) -> list[Figure]:
     """The loss of each treated model above the original's, in 16 bits and in 8."""
-    rows = rows_where(tables[LOSSES.name])
+    rows = run.rows(LOSSES.name)
     names = {row["model"]: row["model"] + " (control)" * row["control"] for row in rows}
     traces = []
     for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):

@@ -1,11 +1,14 @@
-"""The tables that `sinkscope audit` writes; every column is declared with its meaning.
+"""The tables that `sinkscope audit` and `sinkscope remedy` write; every column is declared with its meaning.
 
 A damage is a change of the next-token loss in nats a token; its interval is at 95 %, over held-out texts.
 """
 
 from __future__ import annotations
 
+from sinkscope.results.kinds import Kind
+from sinkscope.results.run import Run, check_known
 from sinkscope.results.tables import Column, Schema
+from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, refused
 
 _MODULE = Column("module", "str", "Name of the module, as named_modules() gives it")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
@@ -50,6 +53,7 @@ DAMAGES = Schema(
         *_interval("measured", "Measured damage"),
         Column("control", "float", "Damage with 16 bits, or a window of all keys; of the model alone", nullable=True),
     ),
+    is_listed=True,
 )
 TRIALS = Schema(
     "remedies",
@@ -64,6 +68,7 @@ TRIALS = Schema(
         Column("what", "str", "The tokens, modules or basis in words"),
         Column("control_is", "str", "The control in words"),
     ),
+    is_listed=True,
 )
 SINKS = Schema(
     "sink_tokens",
@@ -75,5 +80,79 @@ SINKS = Schema(
         Column("before", "str", "Up to 8 tokens before it, decoded; null without a tokenizer", nullable=True),
         Column("after", "str", "Up to 8 tokens after it, decoded; null without a tokenizer", nullable=True),
     ),
+    is_listed=True,
 )
 AUDIT_TABLES = (READINGS, PREDICTIONS, DAMAGES, TRIALS, SINKS)
+
+
+LOSSES = Schema(
+    "losses",
+    (
+        Column("model", "str", "What was done to the model: original, one remedy, or all together"),
+        Column("control", "bool", "Whether it is the control of the remedy before it"),
+        Column("scheme", "str", "16 bits, or 8-bit activations with one scale a tensor; docs/audit.md defines each"),
+        Column("loss", "float", "Next-token loss on held-out texts, in nats a token"),
+        Column("change", "float", "That less the original's in 16 bits"),
+        Column("low", "float", "Lower end of its 95 % interval, over texts"),
+        Column("high", "float", "Upper end of it"),
+        Column(
+            "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
+        ),
+        Column(
+            "won_low",
+            "float",
+            "Lower end of its 95 % interval, over texts; the damage is taken as it is",
+            nullable=True,
+        ),
+        Column("won_high", "float", "Upper end of it", nullable=True),
+    ),
+)
+
+
+def check_audit(run: Run) -> None:
+    """Refuses schemes that nobody knows, and sink tokens that are named by half."""
+    from sinkscope.audits.schemes import SCHEMES
+
+    for name in ("predictions", "damages", "remedies"):
+        check_known(run.path / f"{name}.parquet", "scheme", run.tables[name], SCHEMES)
+    sinks = run.tables["sink_tokens"]
+    for text, *around in zip(sinks["token_text"], sinks["before"], sinks["after"], strict=True):
+        if text is not None and None in around:
+            raise refused(run.path / "sink_tokens.parquet", "a token with a text, between tokens without one")
+
+
+KINDS = (
+    Kind(
+        name="audit",
+        called="a run of sinkscope audit",
+        schemas=AUDIT_TABLES,
+        told_by=DAMAGES.name,
+        headline=("damages", "level", "place", "scheme", "predicted", "measured", "measured_low", "measured_high"),
+        page="sinkscope.audits.audit_page",
+        main_figures=("remedies", "scatter"),
+        summary={
+            "model": NAME,
+            "family": NAME,
+            "tokens": {"source": Maybe(NAME)},
+            "loss": Real(),
+            "story": Text(),
+            "refused": Each(Text()),
+            "why_nothing": Maybe(Text()),
+            "nothing_needed": bool,
+            "rank_correlation": Maybe(Real()),
+            "repeatability": Maybe(Real()),
+            "sinks_per_text": Real(),
+        },
+        check=check_audit,
+    ),
+    Kind(
+        name="remedy",
+        called="a remedied model",
+        schemas=(LOSSES,),
+        told_by=LOSSES.name,
+        headline=("losses", "model", "scheme", "loss", "change", "won_back"),
+        page="sinkscope.audits.remedy_page",
+        summary={"model": NAME, "story": Text(), "num_texts": Int(), "length": Int(), "source": Maybe(NAME)},
+        sized_by=None,
+    ),
+)

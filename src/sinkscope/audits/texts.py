@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, check_batch
+from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, SEPARATOR, check_batch
 from sinkscope.audits.prefix import MOST_TOKENS, room_for_prefix
 from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
@@ -28,7 +28,6 @@ from sinkscope.models.tokenized_text import (
     tokenizer_of,
     without_leading,
 )
-from sinkscope.pretrain.text_sources import SEPARATOR
 from sinkscope.tracing.overflow import overflow
 from sinkscope.tracing.sole_reader import evaluation_mode
 

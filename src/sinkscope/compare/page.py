@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.names import is_reference, reference_run, run_path
@@ -14,17 +15,15 @@ from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, line, log_axis
 from sinkscope.pages.html import header, write_page
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, visible
+from sinkscope.results.kinds import kinds
 from sinkscope.results.run import Run, is_run, read_run
-from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder
-from sinkscope.studies.page import circumstances
-from sinkscope.studies.rate_figures import dose_curve
-from sinkscope.tracing.figures import sink_rates
+from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder, tables_path
+from sinkscope.tracing.figures import dose_curve, sink_rates
 from sinkscope.tracing.maps import head_map
 from sinkscope.user_paths import user_path
 
-if TYPE_CHECKING:
-    from sinkscope.pretrain.comparison import TrainingComparison
-
+COMPARED = ("study", "trace")
+"""Kinds of runs that stand beside each other, and beside training runs."""
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
 TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
@@ -106,52 +105,22 @@ def _folder_names(runs: Sequence[Run]) -> list[str]:
     return [str(Path(*next((end for end in each if shared[end] == 1), each[-1]))) for each in ends]
 
 
-def tables_path(page: Path) -> Path:
-    """The folder beside a page that holds the tables of its training runs."""
-    return page.with_name(f"{page.stem}-tables")
-
-
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
     """Writes one page with the runs in these folders side by side, and returns their answers, one per line."""
     trained = [folder for folder in folders if is_training_run(folder)]
-    read = [read_run(folder) for folder in folders if folder not in trained]
-    if biases := [run.path.name for run in read if run.kind == "bias"]:
-        raise InputError(
-            expected="studies, traces or training runs",
-            found=f"{biases[0]}, a run of sinkscope bias",
-            next_step="Leave it out; its own page shows its seeds side by side",
-        )
-    read = _told_apart(read)
+    read = _told_apart([read_run(folder, of=COMPARED) for folder in folders if folder not in trained])
     runs = [(_letter(index), run) for index, run in enumerate(read)]
     told = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
     if not trained:
         _write(destination, _title(read, 0), runs)
         return "\n".join(told)
-    from sinkscope.pretrain.comparison import compare_training
-
-    comparison = compare_training(trained)
-    write_training_page(comparison, destination, read, overwrite=overwrite)
-    return "\n".join([comparison.story, *told, f"Tables: {tables_path(destination)}"])
-
-
-def write_training_page(
-    comparison: TrainingComparison, destination: Path, beside: Sequence[Run] = (), *, overwrite: bool = False
-) -> None:
-    """Writes the page of training runs, with studies and traces below them, and their tables beside it."""
-    from sinkscope.pretrain.page import training_parts
-
-    runs = [(_letter(index), run) for index, run in enumerate(beside)]
+    comparison = import_module(kinds()["training"].load).load(trained)
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
-        part = training_parts(comparison, tables_path(destination))
+        part = comparison.section(tables_path(destination))
         # Inside the block: a page that cannot be written leaves no tables either.
-        _write(
-            destination,
-            _title(beside, len(comparison.tables["training_runs"]["run"])),
-            runs,
-            [*comparison.variants],
-            *part,
-        )
+        _write(destination, _title(read, len(trained)), runs, [*comparison.variants], *part)
+    return "\n".join([comparison.story, *told, f"Tables: {tables_path(destination)}"])
 
 
 def _write(
@@ -198,7 +167,7 @@ def _runs(runs: Labelled, beside: Path) -> str:
         cards.append(
             f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {name}</h3>'
             f"<p>{isolated(run.answer)}</p>"
-            f'<p class="caption">{isolated(circumstances(run))}; {isolated(folder)}</p>'
+            f'<p class="caption">{isolated(run.circumstances)}; {isolated(folder)}</p>'
             + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
             + "</section>"
         )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sinkscope.arguments import check_fingerprint, check_inputs
 from sinkscope.cli_options import Device, Dtype, TrustRemoteCode, bound_memory_of
-from sinkscope.cli_output import Output, command_text, finished_parts_are_kept, first_process_writes, write_request
+from sinkscope.cli_output import Output, finished_parts_are_kept, first_process_writes, write_page, write_request
 from sinkscope.errors import InputError
 from sinkscope.runtime import check_placement
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinkscope.fingerprints.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,7 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     path = output.path("fingerprint")
     from sinkscope import __version__, processes
     from sinkscope.fingerprints.fingerprint import fingerprint
-    from sinkscope.pages import progress, terminal
-    from sinkscope.pages.html import can_write_pages
+    from sinkscope.pages import progress
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
@@ -88,9 +92,46 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
         write_request(folder, asked)
         folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
         result.write(folder)
-        if can_write_pages():
-            from sinkscope.fingerprints.page import write_fingerprint_page
-
-            write_fingerprint_page(result.tables, result.summary, command_text(), folder.path / "report.html")
+        write_page(folder)
     parts.discard()
-    output.show(path, lambda: terminal.show_fingerprint(result, path))
+    output.show(path, lambda: show(result, path))
+
+
+def show(result: Fingerprint, path: Path) -> None:
+    """The pairs as a table, surest relations first, and the answer in a sentence."""
+    import math
+
+    from sinkscope.pages.terminal import NUM_SHOWN, Terminal
+
+    out = Terminal()
+    pairs = sorted(result.pairs, key=lambda pair: (math.isnan(pair.z), -pair.z))
+    rows = [
+        (
+            pair.base,
+            pair.suspect,
+            pair.verdict,
+            f"{pair.effect:.3f}",
+            "" if math.isnan(pair.low) else f"{pair.low:.3f} to {pair.high:.3f}",
+            f"{pair.z:.1f}",
+            _tail(pair.p if math.isnan(pair.q) else pair.q),
+        )
+        for pair in pairs
+    ]
+    columns = (
+        "base",
+        "suspect",
+        "verdict",
+        "tau" if result.method == "seedprint" else "alignment",
+        "95 % interval",
+        "z",
+        "p" if result.method == "seedprint" else "q",
+    )
+    out.table(f"pairs by {result.method}", columns, rows, limit=4 * NUM_SHOWN)
+    out.say(result.story, style="bold")
+    out.say(result.caveat)
+    out.say(f"Written to {path}")
+
+
+def _tail(probability: float) -> str:
+    """A p-value as text; far tails are not to be taken literally."""
+    return "< 1e-12" if probability < 1e-12 else f"{probability:.2g}"

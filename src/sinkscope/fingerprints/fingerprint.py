@@ -33,10 +33,10 @@ from sinkscope.fingerprints.signature import (
     load_signature,
     sign,
 )
+from sinkscope.models.initial import INITIAL, draw
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import num_embeddings
-from sinkscope.pretrain.model_specs import INITIAL, draw
 from sinkscope.progress import Work
 from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
@@ -81,7 +81,7 @@ class Pair:
 class Fingerprint(Result):
     """Signatures, and every pair of them that was asked for."""
 
-    headline = ("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q")
+    kind = "fingerprint"
     schemas = FINGERPRINT_TABLES
     method: Method
     signatures: list[Signature]

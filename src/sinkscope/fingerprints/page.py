@@ -9,32 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from sinkscope.fingerprints.schemas import METHOD
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, categories, heat_map
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header
 from sinkscope.pages.text import escaped, interval, isolated, plotted
+from sinkscope.results.run import Run
 from sinkscope.results.tables import rows_where
 
-Table = Mapping[str, list]
-METHOD = {
-    "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
-    "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
-    "with itself, 0 on average for models that began with different weights, however alike they react. z counts "
-    "standard deviations over random renamings of one model's dimensions; q is the rate of false discoveries among "
-    "the pairs of this run. Same origin needs q of at most 1 % and a z above that of every unrelated model.",
-    "seedprint": "The published test: Kendall's tau over the tenth of the dimensions with the smallest mean that both "
-    "models share, with a p-value that takes dimensions for independent. It is not calibrated; use it to compare.",
-}
 
-
-def write_fingerprint_page(
-    tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path
-) -> None:
-    """Writes the page from a run's tables and summary."""
-    inputs = summary["inputs"]
+def write_page(run: Run, destination: Path) -> None:
+    """Writes the page of fingerprints."""
+    tables, summary, inputs = run.tables, run.summary, run.summary["inputs"]
     title = "Origins of " + ", ".join(model["name"] for model in summary["models"][:4])
     circumstances = f"{inputs['num_sequences']} sequences of {inputs['length']} ids below {inputs['vocabulary']}"
-    figure = pairs_map(tables, summary)
+    (figure,) = figures(run)
     columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
     rows = [
         (
@@ -60,9 +49,9 @@ def write_fingerprint_page(
         f"<h2>Pairs</h2>{html.table(columns, rows)}",
         f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
         f'<h2>Map</h2><div class="figures">{html.figure(figure, wide=True)}</div>',
-        f"<h2>Method</h2><p>{escaped(METHOD[summary['method']])}</p><p><code>{isolated(command)}</code></p></main>",
+        f"<h2>Method</h2><p>{escaped(METHOD[summary['method']])}</p><p><code>{isolated(run.command)}</code></p></main>",
     ]
-    write_page(destination, title, "".join(body), [figure])
+    html.write_page(destination, title, "".join(body), [figure])
 
 
 def _known(value: float | None) -> float | None:
@@ -75,15 +64,15 @@ def _by_z(pair: Mapping[str, Any]) -> tuple[bool, float]:
     return z is None, -(z or 0.0)
 
 
-def pairs_map(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> Figure:
-    """The effect of every pair."""
-    names, pairs = [model["name"] for model in summary["models"]], rows_where(tables["pairs"])
+def figures(run: Run) -> list[Figure]:
+    """The figure of the page: a map of the effect of every pair."""
+    names, pairs = [model["name"] for model in run.summary["models"]], run.rows("pairs")
     values = np.full((len(names), len(names)), np.nan)
     for pair in pairs:
         place = names.index(pair["base"]), names.index(pair["suspect"])
         values[place] = values[place[::-1]] = np.nan if pair["effect"] is None else pair["effect"]
     shown = [plotted(name) for name in names]
-    return Figure(
+    pairs_map = Figure(
         "pairs",
         "Effect by pair",
         "Alignment of two models, or the mean tau of the published test; pairs that were not asked for are blank.",
@@ -94,3 +83,4 @@ def pairs_map(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> Figure
         [(pair["base"], pair["suspect"], _known(pair["effect"])) for pair in pairs],
         height=min(900, 220 + 24 * len(names)),
     )
+    return [pairs_map]

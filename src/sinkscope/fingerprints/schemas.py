@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from sinkscope.results.kinds import Kind
+from sinkscope.results.run import Run, check_known
 from sinkscope.results.tables import Column, Schema
+from sinkscope.results.validated import NAME, Int, Text, refused
 
 PAIRS = Schema(
     "pairs",
@@ -21,6 +24,7 @@ PAIRS = Schema(
         Column("num_unrelated", "int", "Comparisons of either model with an unrelated one"),
         Column("unrelated_z", "float", "Largest z among them", nullable=True),
     ),
+    is_listed=True,
 )
 UNRELATED = Schema(
     "unrelated",
@@ -30,5 +34,51 @@ UNRELATED = Schema(
         Column("effect", "float", "Their alignment", nullable=True),
         Column("z", "float", "Its z", nullable=True),
     ),
+    is_listed=True,
 )
 FINGERPRINT_TABLES = (PAIRS, UNRELATED)
+
+
+METHOD = {
+    "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
+    "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
+    "with itself, 0 on average for models that began with different weights, however alike they react. z counts "
+    "standard deviations over random renamings of one model's dimensions; q is the rate of false discoveries among "
+    "the pairs of this run. Same origin needs q of at most 1 % and a z above that of every unrelated model.",
+    "seedprint": "The published test: Kendall's tau over the tenth of the dimensions with the smallest mean that both "
+    "models share, with a p-value that takes dimensions for independent. It is not calibrated; use it to compare.",
+}
+"""Each method in words."""
+MOST_MODELS = 1000
+
+
+def check_pairs(run: Run) -> None:
+    """Refuses models without a name, and pairs of others than those that the summary lists."""
+    models, method = run.summary["models"], run.summary["method"]
+    if not 0 < len(models) <= MOST_MODELS:
+        raise refused(run.path / "summary.json", f"{len(models)} models, not 1 to {MOST_MODELS}")
+    if method not in METHOD:
+        raise refused(run.path / "summary.json", f"{method!r} for method, not one of {', '.join(METHOD)}")
+    for column in ("base", "suspect"):
+        check_known(run.path / "pairs.parquet", column, run.tables["pairs"], {model["name"] for model in models})
+
+
+KINDS = (
+    Kind(
+        name="fingerprint",
+        called="a run of sinkscope fingerprint",
+        schemas=FINGERPRINT_TABLES,
+        told_by=PAIRS.name,
+        headline=("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q"),
+        page="sinkscope.fingerprints.page",
+        summary={
+            "method": NAME,
+            "story": Text(),
+            "caveat": Text(),
+            "inputs": {"vocabulary": Int(), "length": Int(), "num_sequences": Int()},
+            "models": [{"name": NAME}],
+        },
+        sized_by=None,
+        check=check_pairs,
+    ),
+)

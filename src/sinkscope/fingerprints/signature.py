@@ -30,9 +30,9 @@ from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import embedding_device
 from sinkscope.models.checkpoint_checks import first_line
+from sinkscope.models.initial import Configuration
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
-from sinkscope.pretrain.model_specs import Configuration
 from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts
 from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused

@@ -30,10 +30,10 @@ from sinkscope.initial_bias.schemas import BIAS_TABLES
 from sinkscope.initial_bias.summary import bias_summary
 from sinkscope.initial_bias.tables import bias_tables
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.initial import INITIAL, Configuration, draw, find_configuration
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
-from sinkscope.pretrain.model_specs import INITIAL, Configuration, draw, find_configuration
 from sinkscope.progress import Progress
 from sinkscope.results.result import Result
 from sinkscope.tracing.receipt import Receipt, described, take_receipt
@@ -47,7 +47,7 @@ CALIBRATION_SEQUENCES = 64
 class Bias(Result):
     """The bias of a model, as readings and as tables."""
 
-    headline = ("bias", "quantity", "over", "value", "value_low", "value_high")
+    kind = "bias"
     schemas = BIAS_TABLES
     readings: BiasReadings
     receipt: Receipt

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sinkscope.arguments import CONTROLS, check_bias, check_choice
 from sinkscope.cli_options import Length, ModelOptions, NumSequences, Seed, bound_memory_of
-from sinkscope.cli_output import Output, first_process_writes, run_environment, write_request
+from sinkscope.cli_output import Output, first_process_writes, run_environment, write_page, write_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinkscope.initial_bias.bias import Bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +59,7 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     """
     path = output.path(source.model)
     from sinkscope.initial_bias.bias import bias
-    from sinkscope.pages import progress, terminal
-    from sinkscope.pages.html import can_write_pages
+    from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
@@ -68,8 +72,50 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
         write_request(folder, source, asked)
         folder.write_json("environment.json", run_environment(result.readings.model))
         result.write(folder)
-        if can_write_pages():
-            from sinkscope.results.run_page import write_page_of_run
+        write_page(folder)
+    output.show(path, lambda: show(result, path))
 
-            write_page_of_run(folder.path, folder.path / "report.html")
-    output.show(path, lambda: terminal.show_bias(result, path))
+
+def show(result: Bias, path: Path) -> None:
+    """The preferred tokens, what each control changes, what training leaves, and the answer in sentences."""
+    from sinkscope.pages.terminal import Terminal, ends
+
+    out, summary = Terminal(), result.summary
+    rows = [
+        (name, f"{entry['value']:.4g}", ends(entry["low"], entry["high"])) for name, entry in summary["bias"].items()
+    ]
+    out.table("bias", ("quantity", "value", "95 % interval"), rows)
+    rows = []
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            rows.append((name, "refused", "", ""))
+            continue
+        deficit, cosine = entry["entropy_deficit"], entry["inter_cosine"]
+        change = f"{deficit['difference']:+.3g}"
+        rows.append(
+            (name, change, ends(deficit["difference_low"], deficit["difference_high"]), f"{cosine['difference']:+.3g}")
+        )
+    if rows:
+        out.table("change under each control", ("control", "entropy deficit", "interval", "inter cosine"), rows)
+    rows = [
+        (
+            row["checkpoint"],
+            f"{row['value']:.3f}",
+            ends(row["low"], row["high"]),
+            _number(row["ceiling"]),
+            _number(row["other_seeds"]),
+        )
+        for row in summary["persistence"]
+    ]
+    if rows:
+        columns = ("checkpoint", "correlation", "interval", "ceiling", "other seeds")
+        out.table("rank correlation with the beginning", columns, rows, limit=len(rows))
+    for name, entry in summary["controls"].items():
+        if "refused" in entry:
+            out.say(f"{name}: {entry['refused']}")
+    out.say(result.story)
+    out.say_where(path)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

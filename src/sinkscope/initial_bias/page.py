@@ -9,10 +9,10 @@ from typing import Any
 from sinkscope.initial_bias.schemas import QUANTITIES
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, level, levels, line, log_axis
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
+from sinkscope.results.page_parts import method
 from sinkscope.results.run import Run
-from sinkscope.studies.page import circumstances, method
 
 METHOD = (
     "Each model reads its own uniformly random sequences, without special tokens, and is asked for the token after the "
@@ -25,15 +25,20 @@ LINK = "After the layer. The cosine rises where values lose their variance and s
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
-def write_bias_page(run: Run, destination: Path) -> None:
+def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a run of sinkscope bias."""
     title = f"Born biased: {run.model}"
-    body, figures = bias_section(run)
-    parts = [header(title, circumstances(run)), '<main id="main">', f'<p class="answer">{isolated(run.answer)}</p>']
-    write_page(destination, title, "".join([*parts, body, method(run, METHOD), "</main>"]), figures)
+    body, drawn = _section(run)
+    parts = [header(title, run.circumstances), '<main id="main">', f'<p class="answer">{isolated(run.answer)}</p>']
+    html.write_page(destination, title, "".join([*parts, body, method(run, METHOD), "</main>"]), drawn)
 
 
-def bias_section(run: Run) -> tuple[str, list[Figure]]:
+def figures(run: Run) -> list[Figure]:
+    """All figures of the page."""
+    return _section(run)[1]
+
+
+def _section(run: Run) -> tuple[str, list[Figure]]:
     """The section as HTML, and the figures that the page's script draws in it."""
     contraction = [
         _cosines(run),
@@ -45,19 +50,14 @@ def bias_section(run: Run) -> tuple[str, list[Figure]]:
     controls = [_effects(run, quantity) for quantity in EFFECTS] if run.rows("controls") else []
     persistence = [_persistence(run)] if run.rows("persistence") else []
     parts = ['<h2 id="preference">What it prefers</h2>', _numbers(run), _tokens(run)]
-    parts.append(_figures("contraction", "Where states contract", _contraction_text(run), contraction))
+    parts.append(html.section("contraction", "Where states contract", _contraction_text(run), contraction))
     if controls or _refused(run):
-        parts.append(_figures("controls", "What causes it", "Differences from the untouched model.", controls))
+        parts.append(html.section("controls", "What causes it", "Differences from the untouched model.", controls))
         parts.append(_refused(run))
     if persistence:
         text = "A correlation counts only where it is above that with the first weights of other seeds."
-        parts.append(_figures("persistence", "What training leaves of it", text, persistence))
+        parts.append(html.section("persistence", "What training leaves of it", text, persistence))
     return "".join(parts), [*contraction, *controls, *persistence]
-
-
-def _figures(id: str, title: str, text: str, figures: Sequence[Figure]) -> str:
-    drawn = "".join(html.figure(figure) for figure in figures)
-    return f'<h2 id="{id}">{title}</h2><p class="caption">{escaped(text)}</p><div class="figures">{drawn}</div>'
 
 
 def _numbers(run: Run) -> str:

@@ -5,7 +5,9 @@ A value's interval is at 95 %, over `n` seeds or sequences as `over` says; null 
 
 from __future__ import annotations
 
+from sinkscope.results.kinds import OF_A_MODEL, Kind
 from sinkscope.results.tables import Column, Schema
+from sinkscope.results.validated import Each, Maybe, Text
 
 QUANTITIES = {
     "prediction_ratio": "how often the preferred token is the most likely one, divided by chance",
@@ -22,7 +24,12 @@ _OVER = Column("over", "str", "What the interval is over: seeds or sequences")
 _N = Column("n", "int", "How many of them the number is made of")
 _QUANTITY = Column("quantity", "str", "What is measured; docs/born_biased.md defines each")
 _LAYER = Column("layer", "int", "Layer, counted from 0; -1 is the stream that enters layer 0")
-_PART = Column("part", "str", "Where in the layer: after attention or feed_forward; embeddings for layer -1")
+_PART = Column(
+    "part",
+    "str",
+    "Where in the layer: after attention or feed_forward; embeddings for layer -1",
+    choices=("embeddings", "attention", "feed_forward"),
+)
 
 
 def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
@@ -35,7 +42,10 @@ def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
 
 
 BIAS = Schema(
-    "bias", (_SEED, _QUANTITY, *_value("value", "The quantity, by seed; over all where over is seeds"), _OVER, _N)
+    "bias",
+    (_SEED, _QUANTITY, *_value("value", "The quantity, by seed; over all where over is seeds"), _OVER, _N),
+    is_listed=True,
+    never_empty=True,
 )
 PREFERRED_TOKENS = Schema(
     "preferred_tokens",
@@ -47,6 +57,7 @@ PREFERRED_TOKENS = Schema(
         Column("prediction_ratio", "float", "Share of sequences that predict it, times the vocabulary"),
         Column("probability_ratio", "float", "Mean probability, times the vocabulary"),
     ),
+    is_listed=True,
 )
 CONTRACTION = Schema(
     "contraction",
@@ -64,6 +75,8 @@ CONTRACTION = Schema(
         _OVER,
         _N,
     ),
+    is_listed=True,
+    never_empty=True,
 )
 CONTRACTION_POSITIONS = Schema(
     "contraction_positions",
@@ -74,6 +87,8 @@ CONTRACTION_POSITIONS = Schema(
         *_value("value_variance", "Variance of the value aggregation across sequences; null for layer -1"),
         _N,
     ),
+    is_listed=True,
+    never_empty=True,
 )
 CONTROLS = Schema(
     "controls",
@@ -85,6 +100,7 @@ CONTROLS = Schema(
         _OVER,
         _N,
     ),
+    is_listed=True,
 )
 PERSISTENCE = Schema(
     "persistence",
@@ -105,5 +121,19 @@ PERSISTENCE = Schema(
         *_value("inter_cosine", "As in the table bias"),
         _N,
     ),
+    is_listed=True,
 )
 BIAS_TABLES = (BIAS, PREFERRED_TOKENS, CONTRACTION, CONTRACTION_POSITIONS, CONTROLS, PERSISTENCE)
+
+
+KINDS = (
+    Kind(
+        name="bias",
+        called="a run of sinkscope bias",
+        schemas=BIAS_TABLES,
+        told_by=BIAS.name,
+        headline=("bias", "quantity", "over", "value", "value_low", "value_high"),
+        page="sinkscope.initial_bias.page",
+        summary={**OF_A_MODEL, "controls": Each({"refused": Maybe(Text())})},
+    ),
+)

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions
-from sinkscope.cli_output import Output, command_text, run_environment, write_request
+from sinkscope.cli_output import Output, run_environment, write_page, write_request
 from sinkscope.interventions.kinds import KINDS
 from sinkscope.interventions.requests import requests
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinkscope.interventions.intervene import Intervened
+
     Interventions = Any
 else:
     # One option for each kind of intervention.
@@ -59,8 +63,7 @@ def intervene_command(
     requests(given, **asdict(asked))  # refuses what cannot be parsed before a model is loaded
     path = output.path(source.model)
     from sinkscope.interventions.intervene import intervene
-    from sinkscope.pages import progress, terminal
-    from sinkscope.pages.html import can_write_pages
+    from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
 
     loaded = source.load()
@@ -71,8 +74,23 @@ def intervene_command(
         attention = result.after.recording.attention_path
         folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
         result.write(folder)
-        if can_write_pages():
-            from sinkscope.interventions.page import write_intervened_page
+        write_page(folder)
+    output.show(path, lambda: show(result, path))
 
-            write_intervened_page(result.tables, result.summary, command_text(), folder.path / "report.html")
-    output.show(path, lambda: terminal.show_intervened(result, path))
+
+def show(result: Intervened, path: Path) -> None:
+    """Every observable at the positions acted on and at the sinks, before, after and under the control."""
+    from sinkscope.interventions.page import position_texts
+    from sinkscope.pages.terminal import Terminal
+
+    out, texts = Terminal(), position_texts(result.summary)
+    rows = [
+        (quantity, f"{position} {texts.get(position, '')}".strip(), *(f"{value:.4g}" for value in values))
+        for quantity, position, *values in zip(*result.tables["means"].values(), strict=True)
+    ]
+    columns = ("quantity", "position", "before", "after", "control")
+    out.table("means over layers", columns, rows, limit=len(rows))
+    for arm in ("before", "after", "control"):
+        out.say(f"{arm.capitalize()}: {getattr(result, arm).story}")
+    out.say(f"The control: {result.control_is}. Calibrated on {result.calibrated_on}.")
+    out.say_where(path)

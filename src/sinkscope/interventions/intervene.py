@@ -17,6 +17,7 @@ from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.plan import make_plan
 from sinkscope.interventions.requests import Request
 from sinkscope.interventions.requests import requests as read_requests
+from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVABLES
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -24,7 +25,6 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import check_one_length, prompt_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Column, Schema
 from sinkscope.tracing.receipt import described
 from sinkscope.tracing.sole_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
@@ -32,26 +32,12 @@ from sinkscope.tracing.trace import Trace, trace
 if TYPE_CHECKING:
     from sinkscope.interventions.requests import ByKind
 
-ARMS = ("before", "after", "control")
-MOST_POSITIONS = 256
-"""Positions that a curve of the page shows."""
-_QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
-_POSITION = Column("position", "int", "Position, counted from 0")
-_VALUES = (
-    Column("before", "float", "In the untouched model", nullable=True),
-    Column("after", "float", "Under the interventions", nullable=True),
-    Column("control", "float", "Under their control", nullable=True),
-)
-OBSERVABLES = Schema("observables", (_QUANTITY, Column("layer", "int", "Layer, counted from 0"), _POSITION, *_VALUES))
-MEANS = Schema("means", (_QUANTITY, _POSITION, *_VALUES))
-"""Means over layers."""
-
 
 @dataclass(frozen=True, repr=False)
 class Intervened(Result):
     """Three traces of one batch."""
 
-    headline = ("means", "quantity", "position", *ARMS)
+    kind = "intervene"
     schemas = (OBSERVABLES, MEANS)
     before: Trace
     after: Trace

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.interventions.intervene import ARMS, MOST_POSITIONS
+from sinkscope.interventions.schemas import ARMS, MOST_POSITIONS
 from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, floats, line, log_axis
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header
 from sinkscope.pages.text import escaped, isolated, token_text
+from sinkscope.results.run import Run
 from sinkscope.tracing.figures import with_texts
 
 Table = Mapping[str, list]
 
 
-def write_intervened_page(
-    tables: Mapping[str, Table], summary: Mapping[str, Any], command: str, destination: Path
-) -> None:
-    """Writes the page from a run's tables and summary."""
-    tokens, figures = summary["before"]["tokens"], intervened_figures(tables, summary)
+def write_page(run: Run, destination: Path) -> None:
+    """Writes the page of interventions."""
+    tables, summary, drawn = run.tables, run.summary, figures(run)
+    tokens = summary["before"]["tokens"]
     title, count = f"Interventions on {summary['before']['model']}", tokens["count"]
     many = "one sequence" if count == 1 else f"{count} sequences"
     told = "".join(
@@ -34,16 +34,15 @@ def write_intervened_page(
     if texts:
         means = {"token": [texts.get(position, "") for position in means["position"]], **means}
     listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
-    drawn = "".join(html.figure(figure) for figure in figures)
     body = [
         header(title, f"{many} of {tokens['length']} tokens"),
         f'<main id="main"><div class="runs">{told}</div>',
         f"<p>The control: {escaped(summary['control_is'])}. Calibrated on {escaped(summary['calibrated_on'])}.</p>",
-        f'<div class="figures">{drawn}</div>',
+        f'<div class="figures">{"".join(map(html.figure, drawn))}</div>',
         f"<h2>Means over layers</h2><p>At the positions acted on and at the first sinks.</p>{listed}",
-        f"<h2>Method</h2><p><code>{isolated(command)}</code></p></main>",
+        f"<h2>Method</h2><p><code>{isolated(run.command)}</code></p></main>",
     ]
-    write_page(destination, title, "".join(body), figures)
+    html.write_page(destination, title, "".join(body), drawn)
 
 
 def position_texts(summary: Mapping[str, Any]) -> dict[int, str]:
@@ -51,9 +50,10 @@ def position_texts(summary: Mapping[str, Any]) -> dict[int, str]:
     return {token["position"]: token_text(token["text"]) for token in summary.get("texts") or ()}
 
 
-def intervened_figures(tables: Mapping[str, Table], summary: Mapping[str, Any]) -> list[Figure]:
+def figures(run: Run) -> list[Figure]:
     """Curves by position and by layer, before, after and under the control."""
-    length, texts = summary["before"]["tokens"]["length"], position_texts(summary)
+    tables, texts = run.tables, position_texts(run.summary)
+    length = run.summary["before"]["tokens"]["length"]
     judged = min(max(length - LATER_QUERIES, 1), MOST_POSITIONS)
     cut = "" if judged == length else f" The first {judged} of {length} positions; the last ones have few queries."
     return [

@@ -30,12 +30,30 @@ def models_command(asked: ModelsOptions) -> None:
     from sinkscope.models.anatomy import anatomy_of
     from sinkscope.models.families import FAMILIES
     from sinkscope.models.loading import load
-    from sinkscope.pages import progress, terminal
+    from sinkscope.pages import progress
 
     rows = [family.row() for family in FAMILIES if asked.name in (None, family.name)]
     if rows:
-        print(json.dumps(rows, indent=2)) if asked.as_json else terminal.show_families(rows)
+        print(json.dumps(rows, indent=2)) if asked.as_json else show_families(rows)
         return
     with progress.working("loading the model"):
         parts = anatomy_of(load(asked.name, trust_remote_code=asked.trust_remote_code).model).row()
-    print(json.dumps(parts, indent=2)) if asked.as_json else terminal.show_anatomy(asked.name or "", parts)
+    print(json.dumps(parts, indent=2)) if asked.as_json else show_anatomy(asked.name or "", parts)
+
+
+def show_families(rows: list[dict]) -> None:
+    from sinkscope.pages.terminal import Terminal
+
+    columns = ("family", "blocks", "output projection", "feed-forward", "notes")
+    Terminal().table(
+        "families", columns, [tuple(str(value) for value in row.values()) for row in rows], limit=len(rows)
+    )
+
+
+def show_anatomy(name: str, parts: dict) -> None:
+    from sinkscope.pages.terminal import Terminal
+
+    out = Terminal(soft_wrap=True)
+    out.say(name, style="bold")
+    for key, value in parts.items():
+        out.say(f"  {key}: {value}")

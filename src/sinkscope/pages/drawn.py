@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html
+import importlib.util
+import io
 import math
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from sinkscope.errors import InputError
 from sinkscope.pages.figure import LOOKS, Figure, floats
 from sinkscope.pages.text import END_ISOLATE, ISOLATE
-from sinkscope.tracing.picture import drawing_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +36,30 @@ MARKERS = {
     "triangle-left": "<",
 }
 PIXELS_AN_INCH = 75
+NOTEBOOK_DPI = 80
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@cache
+def drawing_class() -> type[Drawing]:
+    """matplotlib's figure, which a notebook shows also where no backend of matplotlib was chosen."""
+    if not can_draw():
+        raise InputError(
+            expected="matplotlib, to draw", found="no such package", next_step='Run: pip install "sinkscope[report]"'
+        )
+    from matplotlib.figure import Figure
+
+    class InNotebooks(Figure):
+        def _repr_png_(self) -> bytes:
+            image = io.BytesIO()
+            self.savefig(image, format="png", dpi=NOTEBOOK_DPI)
+            return image.getvalue()
+
+    return InNotebooks
 
 
 def drawing(figures: Sequence[Figure]) -> Drawing:

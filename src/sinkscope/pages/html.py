@@ -12,8 +12,9 @@ import importlib.util
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -164,6 +165,26 @@ def figure(drawn: Figure, file_name: FileName | None = own_file, *, wide: bool =
         f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
         f'<h3>{isolated(drawn.title)}</h3><p class="caption">{escaped(drawn.caption)}</p></figcaption>'
         f"{plot(drawn)}{below}{tools(drawn, file_name)}</figure>"
+    )
+
+
+def section(
+    id: str,
+    title: str,
+    text: str,
+    figures: Iterable[Figure],
+    *,
+    wide: Collection[str] = (),
+    below: Mapping[str, str] = MappingProxyType({}),
+    extra: str = "",
+    is_small: bool = False,
+) -> str:
+    """A heading, a sentence and figures. `wide` names the figures that take the whole width; `below` says by figure
+    what stands under it; `extra` stands before them all."""
+    drawn = "".join(figure(each, wide=each.id in wide, below=below.get(each.id, "")) for each in figures)
+    return (
+        f'<h2 id="{id}">{escaped(title)}</h2><p class="caption">{escaped(text)}</p>{extra}'
+        f'<div class="figures{" small" if is_small else ""}">{drawn}</div>'
     )
 
 

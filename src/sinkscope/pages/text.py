@@ -114,3 +114,8 @@ def _json_escapes(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(json.dumps(character)[1:-1] for character in lacking), error.end
+
+
+def percent(share: float) -> str:
+    """A share as statements write it."""
+    return f"{100 * share:g} %"

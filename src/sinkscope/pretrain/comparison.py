@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError
 from sinkscope.names import run_path
@@ -28,93 +29,19 @@ from sinkscope.pretrain.runs import (
     replicas,
     unequal_conditions,
 )
+from sinkscope.pretrain.schemas import BIRTHS, COMPARISON_TABLES, LOSSES, OBSERVABLES, RATIOS, TRAINING_RUNS, VARIANTS
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Column, Schema, rows_where
+from sinkscope.results.run_folder import check_page
+from sinkscope.results.tables import rows_where
 from sinkscope.statistics import mean_interval
+from sinkscope.user_paths import user_path
+
+if TYPE_CHECKING:
+    from sinkscope.pages.figure import Figure
 
 Row = dict[str, Any]
 PROBED = ("sink_rate", "dom_ratio", "effective_rank")
 """Observables that are compared at the end of training: means over layers, on held-out text."""
-RATIOS = ("tokens_ratio", "seconds_ratio")
-
-_RUN = (
-    Column("variant", "str", "attention variant, with the settings in which it differs from the baseline"),
-    Column("seed", "int", "seed of the weights and of the order of the data"),
-)
-TRAINING_RUNS = Schema(
-    "training_runs",
-    (
-        *_RUN,
-        Column("run", "str", "name of the run folder"),
-        Column("tokens", "int", "training tokens seen"),
-        Column("elapsed_s", "float", "seconds of the whole run"),
-        Column("tokens_per_second", "float", "median over updates"),
-        Column("validation_loss", "float", "at the last evaluation"),
-        Column("target_loss", "float", "the baseline's last validation loss: of the same seed, else its mean"),
-        Column("is_paired", "bool", "whether the baseline has a run of the same seed"),
-        Column("tokens_to_target", "float", "tokens at which the validation loss first reached the target"),
-        Column("seconds_to_target", "float", "seconds until then, everything included"),
-        Column(
-            "bound", "str", "empty; > where the target was never reached, < where the first evaluation was below it"
-        ),
-        Column("tokens_ratio", "float", "tokens to the target over the baseline's; a bound where `bound` says so"),
-        Column("seconds_ratio", "float", "the same in seconds; empty where machines differ", nullable=True),
-    ),
-)
-LOSSES = Schema(
-    "losses",
-    (
-        *_RUN,
-        Column("step", "int", "updates done"),
-        Column("tokens", "int", "training tokens seen"),
-        Column("elapsed_s", "float", "seconds since the run began, everything included"),
-        Column("validation_loss", "float", "mean loss on held-out text"),
-    ),
-)
-OBSERVABLES = Schema(
-    "observables",
-    (
-        *_RUN,
-        Column("batch", "str", "what was read: random tokens or held-out text"),
-        Column("step", "int", "updates done"),
-        Column("tokens", "int", "training tokens seen"),
-        Column("quantity", "str", "name of the observable"),
-        Column("mean", "float", "mean over layers; empty where no layer has it", nullable=True),
-        Column("largest", "float", "largest over layers; empty where no layer has it", nullable=True),
-    ),
-)
-BIRTHS = Schema(
-    "births",
-    (
-        *_RUN,
-        Column("batch", "str", "what was read: random tokens or held-out text"),
-        Column("link", "str", "link of the chain"),
-        Column("threshold", "float", "what its observable must reach, and keep"),
-        Column("step", "int", "probe at which it was born; empty: not born", nullable=True),
-        Column("tokens", "int", "training tokens seen then", nullable=True),
-        Column("step_before", "int", "last probe at which it was not there; empty: there at the first", nullable=True),
-        Column("layer", "int", "layer that was largest at birth; empty for the whole model", nullable=True),
-        Column("largest", "float", "largest value in the run", nullable=True),
-    ),
-)
-VARIANTS = Schema(
-    "variants",
-    (
-        _RUN[0],
-        Column("quantity", "str", "what was measured; ratios are to the baseline, all else at the end of training"),
-        Column("num_seeds", "int", "runs in the mean; for ratios, those paired with the baseline by seed"),
-        Column("mean", "float", "mean over seeds; of ratios the geometric one", nullable=True),
-        Column("low", "float", "low end of the 95 % interval over seeds; empty with one seed", nullable=True),
-        Column("high", "float", "high end", nullable=True),
-        Column("bound", "str", "> or < where a seed's ratio is only a bound, so that the mean is one too"),
-        Column("num_reached", "int", "seeds that reached the baseline's loss; empty but for ratios", nullable=True),
-        Column("difference", "float", "mean difference to the baseline's run of the same seed", nullable=True),
-        Column("difference_low", "float", "low end of its 95 % interval", nullable=True),
-        Column("difference_high", "float", "high end", nullable=True),
-        Column("num_pairs", "int", "seeds that both have"),
-    ),
-)
-COMPARISON_TABLES = (VARIANTS, TRAINING_RUNS, BIRTHS, LOSSES, OBSERVABLES)
 
 
 @dataclass(frozen=True)
@@ -131,7 +58,7 @@ class Reach:
 class TrainingComparison(Result):
     """What `compare_training` found, variant by variant and run by run."""
 
-    headline = ("variants", "variant", "quantity", "num_seeds", "mean", "low", "high")
+    kind = "training"
     schemas = COMPARISON_TABLES
     baseline: str
     variants: tuple[str, ...]
@@ -148,6 +75,28 @@ class TrainingComparison(Result):
     def of(self, variant: str, quantity: str) -> Row | None:
         """A variant's row for one quantity; None if it was not measured."""
         return next(iter(self.rows("variants", variant=variant, quantity=quantity)), None)
+
+    def figures(self) -> list[Figure]:
+        """What the page draws."""
+        return self._page.figures(self)
+
+    def report(self, out: Path | str, *, overwrite: bool = False) -> Path:
+        """Writes the page: of one run alone, or of several, with their tables in a folder beside it."""
+        path = user_path(out)
+        check_page(path, overwrite)
+        if len(self.runs) == 1:
+            self._page.write_page(self, path)
+        else:
+            self._page.write_page_beside(self, path, overwrite=overwrite)
+        return path
+
+    def section(self, tables: Path) -> tuple[str, list[Figure]]:
+        """The HTML of these runs on a page beside the folder `tables`, and the figures that the page must draw."""
+        return self._page.section(self, tables)
+
+    @property
+    def _page(self) -> Any:
+        return import_module(self._declared.page)
 
     @property
     def story(self) -> str:

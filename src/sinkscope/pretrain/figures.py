@@ -20,10 +20,9 @@ from sinkscope.pages.figure import (
     look_of,
     points,
 )
-from sinkscope.pages.text import number, plotted
+from sinkscope.pages.text import number, percent, plotted
 from sinkscope.pretrain.births import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
-from sinkscope.studies.judging import percent
 
 Row = dict[str, Any]
 SETTLED = 0.25

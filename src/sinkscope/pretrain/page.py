@@ -9,8 +9,10 @@ from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.pretrain.births import LINKS
-from sinkscope.pretrain.comparison import RATIOS, TrainingComparison
+from sinkscope.pretrain.comparison import TrainingComparison
 from sinkscope.pretrain.figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
+from sinkscope.pretrain.schemas import RATIOS
+from sinkscope.results.run_folder import run_folder, tables_path
 
 Row = dict[str, Any]
 COLUMNS = {
@@ -24,7 +26,7 @@ COLUMNS = {
 }
 
 
-def write_training_run_page(comparison: TrainingComparison, destination: Path) -> None:
+def write_page(comparison: TrainingComparison, destination: Path) -> None:
     """Writes the page of one training run, which stands alone in the comparison."""
     (run,) = comparison.runs
     courses, births = training_figures(comparison), birth_figures(comparison)
@@ -45,7 +47,24 @@ def write_training_run_page(comparison: TrainingComparison, destination: Path) -
     html.write_page(destination, title, "".join(parts), courses + births)
 
 
-def training_parts(comparison: TrainingComparison, tables: Path) -> tuple[str, list[Figure]]:
+def figures(comparison: TrainingComparison) -> list[Figure]:
+    """All figures of the page."""
+    return training_figures(comparison) + birth_figures(comparison)
+
+
+def write_page_beside(comparison: TrainingComparison, destination: Path, *, overwrite: bool) -> None:
+    """Writes the page of several training runs, and their tables beside it."""
+    count = len(comparison.tables["training_runs"]["run"])
+    title = f"Comparison of {count} training run{'' if count == 1 else 's'}"
+    with run_folder(tables_path(destination), overwrite) as folder:
+        comparison.write(folder)
+        part, drawn = section(comparison, tables_path(destination))
+        body = f'{html.header(title, ", ".join(comparison.variants))}<main id="main">{part}</main>'
+        # Inside the block: a page that cannot be written leaves no tables either.
+        html.write_page(destination, title, body, drawn)
+
+
+def section(comparison: TrainingComparison, tables: Path) -> tuple[str, list[Figure]]:
     """The HTML of the section of a page beside the folder `tables`, and the figures that the page must draw."""
     courses, births = training_figures(comparison), birth_figures(comparison)
 

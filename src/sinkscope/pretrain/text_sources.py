@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
 
-from sinkscope.arguments import check_count
+from sinkscope.arguments import SEPARATOR, check_count
 from sinkscope.errors import InputError
 from sinkscope.user_paths import user_path
 
-SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_CHARACTERS = 1 << 20
 FORMS = "a text file, a folder of them, hf:NAME, hf:NAME:CONFIG or hf:FILE"

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sinkscope.arguments import SEPARATOR
 from sinkscope.errors import InputError
-from sinkscope.pretrain.text_sources import SEPARATOR, TokenizeConfig, documents
+from sinkscope.pretrain.text_sources import TokenizeConfig, documents
 from sinkscope.pretrain.tokens import SPLITS, ShardWriter, Split, TokenShards, open_shards
 from sinkscope.progress import Say
 from sinkscope.results.run_folder import run_folder

@@ -1,11 +1,15 @@
 """What every function gives back that finds something out: a story, a summary and tables, which can be shown and saved.
 
-A subclass says what its tables are; the rest follows. Pages and pictures are drawn by a higher layer of the package,
-which the package root names in VIEWS. It imports this file, so what takes long to import is imported when used.
+A subclass says what its tables are and names its kind, whose page module draws it; the rest follows. What takes long
+to import is imported when it is used.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import tempfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +19,27 @@ from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
     import pyarrow
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
+    from sinkscope.pages.figure import Figure
+    from sinkscope.results.kinds import Kind
+    from sinkscope.results.run import Run
     from sinkscope.results.run_folder import RunFolder
 
-VIEWS: list[str] = []
-"""The module that shows results in a notebook and writes their pages."""
 MOST_SHOWN = 2000
 """Characters of a story in a repr."""
+MOST_ROWS = 40
+"""Rows that a notebook shows."""
+SMALL_DPI = 50
+"""Of the picture beside a story."""
 
 
 class Result:
     """What was found out: `story` in a few sentences, `summary` in one JSON object, `tables` in full."""
 
     # Any: a type checker lets neither a property nor a cached one stand for an attribute with a type.
-    headline: Any
-    """The table that says most, and those of its columns that a notebook shows."""
+    kind: Any
+    """What it is a result of, such as study; each product declares its own in `schemas.py`."""
     story: Any
     """Text."""
     summary: Any
@@ -39,6 +48,16 @@ class Result:
     """Columns by name, by table."""
     schemas: Any
     """The tables, declared: every column with its meaning."""
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """The table that says most, and those of its columns that a notebook shows."""
+        return self._declared.headline
+
+    @property
+    def lacking(self) -> Sequence[str]:
+        """What its page needs and it does not have."""
+        return ()
 
     def table(self, name: str) -> pyarrow.Table:
         """A table for pyarrow; `.to_pandas()` needs pandas. The fields' metadata say what the columns mean."""
@@ -62,6 +81,10 @@ class Result:
         for schema in self.schemas:
             folder.write_table(schema, self.tables[schema.name])
 
+    def write_for_page(self, folder: RunFolder) -> None:
+        """Writes what the page is drawn from; the same, unless a subclass leaves out what no page shows."""
+        self.write(folder)
+
     def save(self, out: Path | str, *, overwrite: bool = False) -> Path:
         """Writes a run folder, which appears when it is complete; `sinkscope compare` and `.report` read it."""
         from sinkscope.results.run_folder import run_folder
@@ -72,16 +95,58 @@ class Result:
 
     def report(self, out: Path | str, *, overwrite: bool = False) -> Path:
         """Writes the page of this result: one file, which opens without a network. Needs the extra `report`."""
+        from sinkscope.results.run_folder import check_page
+
         path = user_path(out)
-        view().write_report(self, path, overwrite=overwrite)
+        check_page(path, overwrite)
+        self._check_whole()
+        import_module(self._declared.page).write_page(self.as_run(), path)
         return path
 
-    def plot(self, *names: str) -> Figure:
+    def plot(self, *names: str) -> Drawing:
         """Figures of the page, by name, as one of matplotlib; without names, the chain or those that say most.
 
         Needs the extra `report`. A name that is not there is refused with those that are.
         """
-        return view().plot(self, names)
+        from sinkscope.pages.drawn import drawing
+
+        self._check_whole()
+        kind = self._declared
+        if not names and kind.picture:
+            return import_module(kind.picture).picture(self.tables, self.summary)
+        found = {figure.id: figure for figure in self.figures()}
+        if unknown := [name for name in names if name not in found]:
+            raise InputError(f"There is no figure {unknown[0]!r}. Choose some of these: {', '.join(found)}.")
+        main = [name for name in kind.main_figures if name in found]
+        return drawing([found[name] for name in names or main or list(found)[:1]])
+
+    def figures(self) -> list[Figure]:
+        """What the page draws."""
+        return import_module(self._declared.page).figures(self.as_run())
+
+    def as_run(self) -> Run:
+        """The result as it is read from its folder, which pages are drawn from."""
+        from sinkscope.results.run import read_run
+        from sinkscope.results.run_folder import run_folder
+
+        with tempfile.TemporaryDirectory() as parent:
+            with run_folder(Path(parent) / "run", False) as folder:
+                self.write_for_page(folder)
+            return read_run(folder.path)
+
+    @property
+    def _declared(self) -> Kind:
+        from sinkscope.results.kinds import kinds
+
+        return kinds()[self.kind]
+
+    def _check_whole(self) -> None:
+        if self.lacking:
+            raise InputError(
+                expected="a trace of all observables, to draw its page",
+                found=f"one without {', '.join(self.lacking)}",
+                next_step="Leave `observables` out, or read its `tables`",
+            )
 
     def __repr__(self) -> str:
         story = self.story if len(self.story) <= MOST_SHOWN else f"{self.story[:MOST_SHOWN]} ..."
@@ -89,10 +154,31 @@ class Result:
         return f"{type(self).__name__}: {story}\nTables, as .table(name): {names}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the story, the table that says most and, of a chain, its picture."""
-        return view().in_notebook(self)
+        """What a notebook shows, without script and without a network: the story, the table that says most and, of a
+        chain, its picture."""
+        from sinkscope.pages import html
+        from sinkscope.pages.text import isolated
 
+        name, *columns = self.headline
+        answer, *below = self.story.split("\n\n")
+        parts = [
+            f"<p><b>{type(self).__name__}</b>: {isolated(answer)}</p>",
+            *(f"<p>{isolated(each)}</p>" for each in below),
+        ]
+        if (table := self.tables.get(name)) is not None:
+            rows = list(zip(*(list(table[column])[:MOST_ROWS] for column in columns), strict=True))
+            cut = f", {len(rows)} of {len(table[columns[0]])} rows" if len(rows) < len(table[columns[0]]) else ""
+            shown = html.table([column.replace("_", " ") for column in columns], rows)
+            parts.append(f"<p>{name.replace('_', ' ')}{cut}</p>{shown}" if rows else "")
+        return "".join([*parts, self._picture()])
 
-def view() -> Any:
-    """The module that shows results, imported when it is first needed."""
-    return import_module(VIEWS[0])
+    def _picture(self) -> str:
+        """The picture of a chain as an element of HTML; empty where there is none to draw."""
+        from sinkscope.pages.drawn import can_draw
+
+        if not self._declared.picture or self.lacking or not can_draw():
+            return ""
+        image = io.BytesIO()
+        self.plot().savefig(image, format="png", dpi=SMALL_DPI)
+        data = base64.b64encode(image.getvalue()).decode()
+        return f'<img alt="The chain from left to right" src="data:image/png;base64,{data}">'

@@ -155,6 +155,11 @@ def is_training_run(folder: Path) -> bool:
     return True
 
 
+def tables_path(page: Path) -> Path:
+    """The folder beside a page that holds the tables of the training runs that it compares."""
+    return page.with_name(f"{page.stem}-tables")
+
+
 def default_run_path(model_name: str, now: datetime) -> Path:
     """runs/<model>-<YYYYmmdd-HHMMSS>; a local path is named by its last part, odd characters become dashes."""
     if model_name.startswith(("/", "~", ".")):

@@ -45,6 +45,8 @@ class Column:
     type: ColumnType
     meaning: str
     nullable: bool = False
+    choices: tuple[str, ...] = ()
+    """The only values that a file may hold; any where none are named."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class Schema:
     name: str
     columns: tuple[Column, ...]
     version: int = 1
+    is_listed: bool = False
+    """A page lists all of its rows."""
+    never_empty: bool = False
+    ordered_by: str = ""
+    """The same rows for each layer, layer after layer: the column that numbers these rows."""
+    of_texts: bool = False
+    """Of each sequence's own tokens, which may be longer than what is read by position. A page can do without it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(self.columns))

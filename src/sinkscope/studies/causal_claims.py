@@ -11,6 +11,7 @@ import numpy as np
 from sinkscope.interventions.plan import MAX_UNITS
 from sinkscope.measures.super_neurons import TOP_SHARE
 from sinkscope.models.anatomy import Unit
+from sinkscope.pages.text import percent
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
@@ -36,7 +37,6 @@ from sinkscope.studies.judging import (
     Numbers,
     least_left,
     most_left,
-    percent,
     second_over_first,
     side_of,
     some_of,

@@ -15,6 +15,7 @@ from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE, TOP_SHARE
 from sinkscope.measures.value_variance import VARIANCE_RATIO, log_r_squared, variance_ratio
+from sinkscope.pages.text import percent
 from sinkscope.statistics import seen_mean
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition
@@ -25,7 +26,6 @@ from sinkscope.studies.judging import (
     Empty,
     Found,
     Numbers,
-    percent,
     second_over_first,
     some_of,
 )

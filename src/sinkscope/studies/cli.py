@@ -107,7 +107,7 @@ def _study(
     """Studies one model, with or without BOS or both. No run is written before all studies are done, so that an
     interrupted command can be given again unchanged."""
     from sinkscope import __version__, processes
-    from sinkscope.pages import progress, terminal
+    from sinkscope.pages import progress
     from sinkscope.pages.html import can_write_pages
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
@@ -131,7 +131,7 @@ def _study(
             result.write(folder)
             write_pictures(folder, result.trace)
         if not output.as_json:
-            terminal.show_study(result, path)
+            show(result, path)
     if page is not None and can_write_pages():
         from sinkscope.compare.page import write_comparison_page
 
@@ -140,3 +140,21 @@ def _study(
             print(f"Side by side: {page}")
     for each in parts.values():
         each.discard()
+
+
+def show(study: Study, path: Path) -> None:
+    """The answer in a sentence, the verdicts as a table, and how many there are of each."""
+    from sinkscope.pages.terminal import Terminal
+
+    out = Terminal()
+    out.say(study.verdict, style="bold")
+    rows = []
+    for judgement in study.judgements:
+        interval = "" if judgement.low is None else f"{judgement.low:.3g} to {judgement.high:.3g}"
+        effect = "" if judgement.effect is None else f"{judgement.effect:.3g}"
+        control = "" if judgement.control is None else f"{judgement.control:.3g}"
+        rows.append((judgement.id.replace("_", " "), judgement.verdict, effect, interval, control))
+    out.table("claims", ("claim", "verdict", "effect", "interval", "control"), rows, limit=len(rows))
+    if study.counts:
+        out.say(study.counts)
+    out.say_where(path)

@@ -20,9 +20,9 @@ from sinkscope.pages.figure import (
     points,
     rounded,
 )
-from sinkscope.pages.text import interval, number, plotted
+from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
-from sinkscope.studies.judging import QUARTER, RISE, SPARED, percent
+from sinkscope.studies.judging import QUARTER, RISE, SPARED
 from sinkscope.studies.rate_figures import condition_name, created, dose_response, moved, strongest_doses, targets
 from sinkscope.tracing.figures import unit_name
 

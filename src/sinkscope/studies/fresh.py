@@ -17,9 +17,9 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import anatomy_of, input_device
+from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
-from sinkscope.pretrain.model_specs import Configuration, draw
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.merges import Rows
 from sinkscope.tracing.observables import Observable, Tap

@@ -47,11 +47,6 @@ SPARED = 0.8
 ALSO_CONTROL = "its control clears the threshold too"
 
 
-def percent(share: float) -> str:
-    """A share as statements write it."""
-    return f"{100 * share:g} %"
-
-
 def some_of(units: Sequence[Any], shown: int = 8) -> str:
     """The first of some units, and how many more there are."""
     more = f" and {len(units) - shown} more" if len(units) > shown else ""

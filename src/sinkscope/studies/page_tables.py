@@ -12,21 +12,6 @@ from sinkscope.results.run import Run
 from sinkscope.tracing.figures import unit_name
 
 
-def massive_dimensions(run: Run) -> str:
-    """The dimensions that dominate at the strongest key, layer by layer."""
-    columns = ("layer", "dimension", "value", "magnitude", "ratio", "contrast")
-    rows = [tuple(row[name] for name in columns) for row in run.rows("dimensions", position=run.strongest)]
-    if not rows:
-        return ""
-    cut = f", {html.MAX_ROWS} of {len(rows)} rows" if len(rows) > html.MAX_ROWS else ""
-    return (
-        f"<details><summary>Massive dimensions at position {run.strongest}{cut}</summary>"
-        '<p class="caption">Value and magnitude are means over sequences. Ratio: magnitude over the mean of all '
-        "dimensions at the position. Contrast: over the same dimension at other positions. Layer -1 enters layer 0.</p>"
-        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
-    )
-
-
 def factorial(run: Run) -> str:
     """Whom the target sees, times the level of its variance, times that of its energy."""
     cells = [

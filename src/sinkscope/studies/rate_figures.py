@@ -6,14 +6,12 @@ from typing import Any
 
 from sinkscope.measures.sink_score import SINK_RATE
 from sinkscope.pages.figure import Figure, axis, level, levels, line
+from sinkscope.pages.text import percent
 from sinkscope.results.run import Run
-from sinkscope.studies.judging import percent
-from sinkscope.tracing.figures import is_drawn
+from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn
 
 NUM_TARGETS = 4
 MOVED = ("equalise_variance", "ablate_minimal_set", "ablate_writers", "densify_minimal_set")
-IDENTITIES = ("amplify_variance", "amplify_variance+before_norm", "scale_norm", "shift_mean")
-"""Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
 DOSED = (*IDENTITIES, "swap_deviation", "random_direction")
 
 
@@ -87,16 +85,6 @@ def moved(run: Run) -> Figure | None:
         "Sink rate at every position after each removal. The sink may be gone, weaker, or somewhere else.",
         [pair for pair in done if pair[0] in MOVED and pair[1] not in targets(run)],
     )
-
-
-def dose_curve(run: Run, condition: str, target: int) -> list[dict[str, Any]]:
-    """Rows of `rates` at the target by factor. Several doses begin with the untouched rate, at factor 1, where that
-    changes nothing; one dose alone is a point, not a line."""
-    at_target = run.rows("rates", condition=condition, target=target, position=target)
-    dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
-    if len(dosed) > 1 and condition in IDENTITIES and dosed[0]["factor"] > 1:
-        dosed = [row | {"factor": 1.0} for row in run.rows("rates", condition="untouched", position=target)] + dosed
-    return dosed
 
 
 def dose_response(run: Run) -> list[Figure]:

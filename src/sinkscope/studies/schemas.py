@@ -6,7 +6,9 @@ Verdicts: holds, does not hold, not applicable, undecided. A condition is what w
 
 from __future__ import annotations
 
+from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
+from sinkscope.tracing.schemas import TRACE_TABLES, TRACED, check_heads
 
 _TARGET = Column("target", "int", "Position acted on; null where none is", nullable=True)
 _FACTOR = Column("factor", "float", "Strength of the intervention; null where it has none", nullable=True)
@@ -41,6 +43,7 @@ CLAIMS = Schema(
         Column("p_value", "float", "p-value before Holm's correction", nullable=True),
         Column("note", "str", "What else must be known to read the verdict; may be empty"),
     ),
+    is_listed=True,
 )
 RATES = Schema(
     "rates",
@@ -103,6 +106,7 @@ EFFECTS = Schema(
         Column("high", "float", "Upper end of the difference's interval", True),
         _N,
     ),
+    is_listed=True,
 )
 _BEFORE_AND_AFTER = (
     Column("before", "float", "Its mean in the untouched model"),
@@ -146,6 +150,7 @@ MEDIATION = Schema(
         Column("high", "float", "Upper end of the share's interval", nullable=True),
         _N,
     ),
+    is_listed=True,
 )
 RANDOM_SETS = Schema(
     "random_sets",
@@ -156,6 +161,7 @@ RANDOM_SETS = Schema(
         Column("rate", "float", "Sink rate at the sink without these units"),
         Column("remaining", "float", "That rate over the untouched one"),
     ),
+    is_listed=True,
 )
 MINIMAL_SET = Schema(
     "minimal_set",
@@ -165,6 +171,7 @@ MINIMAL_SET = Schema(
         _NEURON,
         Column("share", "float", "Share of the layer's squared write into the massive dimensions at the sink"),
     ),
+    is_listed=True,
 )
 HISTOGRAMS = Schema(
     "histograms",
@@ -207,4 +214,19 @@ STUDY_TABLES = (
     MINIMAL_SET,
     HISTOGRAMS,
     OUTPUT_ENERGY,
+)
+
+
+KINDS = (
+    Kind(
+        name="study",
+        called="a study",
+        schemas=TRACE_TABLES + STUDY_TABLES,
+        told_by=CLAIMS.name,
+        headline=("claims", "verdict", "statement", "effect", "low", "high", "control"),
+        page="sinkscope.studies.page",
+        summary=TRACED,
+        picture="sinkscope.tracing.picture",
+        check=check_heads,
+    ),
 )

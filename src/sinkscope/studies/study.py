@@ -24,6 +24,7 @@ from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
+from sinkscope.pages.text import percent
 from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
@@ -42,7 +43,7 @@ from sinkscope.studies.controls import (
 )
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
-from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge, percent
+from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.outcome import STORED, Outcome, reduced
@@ -62,7 +63,7 @@ UNPLANNED = "the sequences that plan interventions show no sink"
 class Study(Result):
     """What was found, as tables, as a summary and in a sentence."""
 
-    headline = ("claims", "verdict", "statement", "effect", "low", "high", "control")
+    kind = "study"
     loaded: LoadedModel
     trace: Trace
     """Of the untouched model on the judging sequences."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sinkscope.arguments import check_keys
 from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions, integers
 from sinkscope.cli_output import Output, first_process_writes, run_environment, write_pictures, write_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinkscope.models.loading import LoadedModel
+    from sinkscope.tracing.findings import Findings
+    from sinkscope.tracing.movers import SuperNeuron
+    from sinkscope.tracing.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,7 @@ def trace_command(
     path = output.path(source.model)
     from sinkscope.models.prompts import prompt_batch
     from sinkscope.models.token_batches import token_batch
-    from sinkscope.pages import progress, terminal
+    from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
     from sinkscope.tracing.trace import trace
 
@@ -60,4 +68,76 @@ def trace_command(
         folder.write_json("environment.json", environment)
         result.write(folder)
         write_pictures(folder, result)
-    output.show(path, lambda: terminal.show_trace(result, loaded, path))
+    output.show(path, lambda: show(result, loaded, path))
+
+
+def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
+    import math
+
+    from sinkscope.pages.terminal import Terminal, spans
+    from sinkscope.pages.text import number
+
+    out, findings, recording = Terminal(soft_wrap=True), trace.findings, trace.recording
+    tokens = recording.batch.describe()
+    kind = {"repeat": "repeated"}.get(tokens["kind"], tokens["kind"])
+    out.say(
+        (
+            f"{loaded.name} ({recording.anatomy.family.name}, {recording.num_layers} layers, {loaded.dtype}), "
+            f"{tokens['count']} sequence{'s' * (tokens['count'] != 1)} of {_length(tokens)} {kind} tokens"
+            f"{', BOS first' if tokens['bos'] else ''}; "
+            f"attention by {recording.attention_path}, {recording.elapsed_s:.1f} s"
+        ),
+    )
+    if findings.sinks:
+        rows = [
+            (
+                str(s.position),
+                f"{s.rate:.1%}",
+                "" if math.isnan(s.low) else f"{s.low:.1%} to {s.high:.1%}",
+                f"{s.mean_attention:.3f}",
+                spans(s.layers),
+            )
+            for s in findings.sinks
+        ]
+        out.table("sinks", ("position", "sink rate", "95 % interval", "mean attention", "layers"), rows)
+    if trace.token_sinks:
+        rows = [
+            (f"'{trace.token_text(s.id)}'", f"{s.num_sequences} of {s.num_with} with it", spans(list(s.positions)))
+            for s in trace.token_sinks
+        ]
+        out.table("sinks within texts, by token", ("token", "texts", "positions"), rows)
+    if findings.super_neurons:
+        rows = [
+            (
+                str(u.layer),
+                "-" if u.expert is None else str(u.expert),
+                str(u.neuron),
+                str(u.dimension),
+                u.role,
+                number(u.write),
+                f"{u.write_share:.1%}",
+                f"{number(u.contrast)}x",
+                f"{float(u.sparsity.top_share):.1%}",
+            )
+            for u in _from_the_birth(findings)
+        ]
+        columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
+        out.table(f"super neurons at position {findings.focus[0]}", columns, rows)
+    out.say(trace.story, style="bold")
+    out.say(f"Tables and summary: {path}")
+
+
+def _from_the_birth(findings: Findings) -> list[SuperNeuron]:
+    """The super neurons at the foremost position: first those that begin its disparity, which the story names."""
+    births = findings.birth_layers
+    units = [unit for unit in findings.super_neurons if unit.position == findings.focus[0]]
+    return sorted(
+        units,
+        key=lambda u: births.index(u.layer) if u.layer in births and u.role == "writes" else len(births),
+    )
+
+
+def _length(tokens: dict) -> str:
+    """How long the sequences are, such as 12 to 30 for texts of unequal length."""
+    lengths = tokens.get("whole") or [tokens["length"]]
+    return str(min(lengths)) if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"

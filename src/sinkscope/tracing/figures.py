@@ -19,9 +19,8 @@ from sinkscope.pages.figure import (
     log_axis,
     rounded,
 )
-from sinkscope.pages.text import number, plotted, token_text
+from sinkscope.pages.text import number, percent, plotted, token_text
 from sinkscope.results.run import Run, before_the_sink, curve_layers
-from sinkscope.studies.judging import percent
 
 NUM_POSITIONS_DRAWN = 64
 """Most positions in a curve."""
@@ -29,6 +28,8 @@ NUM_UNITS_DRAWN = 6
 NUM_CURVES_DRAWN = 3
 """Most layers, or super neurons, with a curve each in one panel."""
 PANEL_HEIGHT = 230
+IDENTITIES = ("amplify_variance", "amplify_variance+before_norm", "scale_norm", "shift_mean")
+"""Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 
@@ -268,6 +269,16 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
     means = by_layer_and_position(run, "sink_rate").mean(0)
     positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
     return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
+
+
+def dose_curve(run: Run, condition: str, target: int) -> list[dict]:
+    """Rows of `rates` at the target by factor. Several doses begin with the untouched rate, at factor 1, where that
+    changes nothing; one dose alone is a point, not a line."""
+    at_target = run.rows("rates", condition=condition, target=target, position=target)
+    dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
+    if len(dosed) > 1 and condition in IDENTITIES and dosed[0]["factor"] > 1:
+        dosed = [row | {"factor": 1.0} for row in run.rows("rates", condition="untouched", position=target)] + dosed
+    return dosed
 
 
 def _received(run: Run) -> Figure:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import SINK_THRESHOLD
+from sinkscope.pages.drawn import drawing_class
 from sinkscope.pages.figure import floats
 from sinkscope.results.run import before_the_sink, births_of, curve_layers
 
@@ -19,34 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_POSITIONS_SHOWN = 64
-NOTEBOOK_DPI = 80
 LAYER_LOOK = {"label": "median of its layer", "hatch": "//"}
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-@cache
-def drawing_class() -> type[Figure]:
-    """matplotlib's figure, which a notebook shows also where no backend of matplotlib was chosen."""
-    if not can_draw():
-        raise InputError(
-            expected="matplotlib, to draw", found="no such package", next_step='Run: pip install "sinkscope[report]"'
-        )
-    from matplotlib.figure import Figure
-
-    class Drawing(Figure):
-        def _repr_png_(self) -> bytes:
-            image = io.BytesIO()
-            self.savefig(image, format="png", dpi=NOTEBOOK_DPI)
-            return image.getvalue()
-
-    return Drawing
-
-
-def chain_figure(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
+def picture(tables: Mapping[str, Mapping], summary: Mapping) -> Figure:
     """The sink chain from left to right as one picture: variance, neurons, output vectors, dimensions, attention.
 
     Needs matplotlib (the extra `report`). Line styles and markers differ, so that it can be read without colour.

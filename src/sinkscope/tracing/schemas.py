@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from sinkscope.results.kinds import OF_A_MODEL, Kind
+from sinkscope.results.run import Run
 from sinkscope.results.tables import Column, Schema
+from sinkscope.results.validated import Int, Maybe, Real, Text, refused
 from sinkscope.tracing.merges import Largest
 from sinkscope.tracing.observables import CHAIN, TABLE_OF_AXES, Observable
 
@@ -71,6 +74,7 @@ POSITIONS = schema_with(
                 True,
             ),
         ),
+        ordered_by="position",
     ),
     CHAIN,
 )
@@ -189,6 +193,7 @@ LAYERS = Schema(
         Column("born", "bool", "Whether disparity is born in this layer at a position in focus"),
         Column("erased", "bool", "Whether it is erased here"),
     ),
+    ordered_by="layer",
 )
 DISTANCES = Schema(
     "distances",
@@ -201,6 +206,7 @@ DISTANCES = Schema(
             "Mean attention on that key, over at most 256 queries that have one, heads and sequences",
         ),
     ),
+    ordered_by="distance",
 )
 _TOKEN = (
     Column("sequence", "int", "Sequence of the batch, counted from 0"),
@@ -225,6 +231,7 @@ TOKENS = Schema(
             True,
         ),
     ),
+    of_texts=True,
 )
 SEQUENCE_SINKS = Schema(
     "sequence_sinks",
@@ -233,7 +240,49 @@ SEQUENCE_SINKS = Schema(
         Column("rate", "float", "Share of layers and heads that count the token as a sink of its sequence"),
         Column("mean_attention", "float", "Attention received, mean over the queries from it on, layers and heads"),
     ),
+    of_texts=True,
 )
 
 
 TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES, TOKENS, SEQUENCE_SINKS)
+
+
+def check_heads(run: Run) -> None:
+    """Refuses a table whose rows at a key are not those of every layer and head, one after the other."""
+    table, num_layers = run.tables["heads"], run.summary["num_layers"]
+    found: dict[int, list[tuple[int, int]]] = {run.strongest: []}
+    for position, layer, head in zip(table["position"], table["layer"], table["head"], strict=True):
+        found.setdefault(position, []).append((layer, head))
+    for position, rows in found.items():
+        expected = [(layer, head) for layer in range(num_layers) for head in range(len(rows) // num_layers)]
+        if not rows or rows != expected:
+            raise refused(run.path / "heads.parquet", f"other rows at position {position} than a layer's heads each")
+
+
+TRACED = {
+    **OF_A_MODEL,
+    "sink_rate": Maybe(Real()),
+    "keys": Maybe([Int(0, "length")]),
+    "writers": Maybe([{"layer": Int(0, "num_layers"), "expert": Maybe(Int()), "neuron": Int()}]),
+    "sinks": [{"position": Int(0, "length"), "layers": Maybe([Int(0, "num_layers")])}],
+    "birth_layers": [Int(-1, "num_layers")],
+    "super_neurons": Maybe([{"layer": Int(0, "num_layers")}]),
+    "massive_dimensions": [Int()],
+    "token_sinks": Maybe([{"text": Text(), "num_sequences": Int(), "num_with": Int(), "positions": [Int()]}]),
+    "variance_ratio": Maybe([Maybe(Real())]),
+    "dom_ratio": {"position": Int(0, "length"), "sink": Maybe([Maybe(Real())]), "elsewhere": [Maybe(Real())]},
+}
+"""The summary of a trace, which that of a study holds too."""
+KINDS = (
+    Kind(
+        name="trace",
+        called="a trace",
+        schemas=TRACE_TABLES,
+        told_by=SINKS.name,
+        headline=("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention"),
+        page="sinkscope.tracing.page",
+        summary=TRACED,
+        picture="sinkscope.tracing.picture",
+        check=check_heads,
+    ),
+)

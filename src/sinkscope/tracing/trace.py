@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Trace(Result):
     """A recording, what was found in it, and both as tables."""
 
-    headline = ("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention")
+    kind = "trace"
     recording: Recording
     sequences: Sequences | None = None
     """What each key of each sequence receives; None where the observables were not recorded."""

@@ -39,7 +39,7 @@ def report_command(asked: ReportOptions) -> None:
     """
     from sinkscope.pages.text import say
     from sinkscope.results.run_folder import check_page
-    from sinkscope.results.run_page import write_page_of_run
+    from sinkscope.results.saved import write_page_of_run
 
     beside = Path() if is_reference(asked.run) else user_path(asked.run)
     out = beside / "report.html" if asked.out is None else user_path(asked.out)

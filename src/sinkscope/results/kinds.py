@@ -1,0 +1,90 @@
+"""The kinds of results. Each product declares its own in its `schemas.py`, as KINDS: how a folder of it is told from
+others, what its files must hold, and which module draws its page."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.results.run_folder import is_training_run
+from sinkscope.results.tables import Schema
+from sinkscope.results.validated import NAME, Int, Maybe, Text
+
+ROOMS = Path(__file__).resolve().parent.parent
+SIZES = {"length": Int(1, 2**31), "count": Int(1, 2**31)}
+"""Of the entry `tokens` of a summary."""
+OF_A_MODEL = {
+    "model": Maybe(NAME),
+    "family": NAME,
+    "tokens": {"kind": NAME, "bos": bool},
+    "story": Maybe(Text()),
+    "verdict": Maybe(Text()),
+    "counts": Maybe(Text()),
+    "command": Maybe(Text()),
+}
+"""What the summary of one model's run says, beside its results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of result."""
+
+    name: str
+    called: str
+    """In a sentence, such as "a study"."""
+    schemas: tuple[Schema, ...]
+    told_by: str
+    """The table that tells a folder of this kind."""
+    headline: tuple[str, ...]
+    """The table that says most, and those of its columns that a notebook shows."""
+    page: str
+    """The module with `figures(run)` and `write_page(run, destination)`."""
+    summary: Any
+    """The shape of summary.json."""
+    sized_by: str | None = ""
+    """The entry of the summary that says how many layers and tokens there are; empty where the summary itself does,
+    None where nothing does."""
+    main_figures: tuple[str, ...] = ()
+    """The figures that say most; the first one where none is named."""
+    picture: str = ""
+    """The module with `picture(tables, summary)`, where there is one picture of the whole result."""
+    check: Callable[[Any], None] | None = None
+    """Refuses a `Run` that a page could not draw."""
+    load: str = ""
+    """The module whose `load(folders)` gives the live result of this kind; without one, its files are shown."""
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """Every kind by its name."""
+    rooms = [f"sinkscope.{room.name}.schemas" for room in pkgutil.iter_modules([str(ROOMS)]) if room.ispkg]
+    declared = [import_module(module).KINDS for module in rooms if importlib.util.find_spec(module)]
+    return {kind.name: kind for own in declared for kind in own}
+
+
+def kind_of(folder: Path) -> Kind:
+    """What a run folder holds; anything else is refused."""
+    if is_training_run(folder):
+        return kinds()["training"]
+    if not folder.is_dir():
+        raise InputError(f"There is no folder {folder}. Name the folder that .save or a sinkscope command wrote.")
+    if not (folder / "summary.json").is_file():
+        if (folder / "config.json").is_file():
+            raise InputError(
+                f"{folder} holds a model, not a saved result. Load it with sinkscope.load({str(folder)!r})."
+            )
+        raise InputError(
+            f"{folder} has no summary.json, so it is not a saved result. "
+            "Name the folder that .save or a sinkscope command wrote."
+        )
+    told = [kind for kind in kinds().values() if (folder / f"{kind.told_by}.parquet").is_file()]
+    # A study has the tables of a trace too.
+    parts = {schema.name for kind in told for schema in kind.schemas if schema.name != kind.told_by}
+    return next((kind for kind in told if kind.told_by not in parts), kinds()["trace"])
