@@ -17,7 +17,7 @@ from sinkscope.user_paths import user_path
 Method = Literal["alignment", "seedprint"]
 """Methods of a fingerprint."""
 # Names that are checked before torch is imported. A test holds them equal to the tables that need it, in
-# `attention.variants` and `origins.bias_controls`.
+# `attention.variants` and `initial_bias.controls`.
 VARIANTS = (
     *("softmax", "head_norm", "scale", "first_norm", "equal_variance", "gate", "head_gate", "head_norm_gate"),
     *("sigmoid", "softmax_one", "learned_sink", "qk_norm", "value_norm"),

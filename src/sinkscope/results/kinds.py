@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,6 @@ from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.tables import Schema
 from sinkscope.results.validated import NAME, Int, Maybe, Text
 
-ROOMS = Path(__file__).resolve().parent.parent
 SIZES = {"length": Int(1, 2**31), "count": Int(1, 2**31)}
 """Of the entry `tokens` of a summary."""
 OF_A_MODEL = {
@@ -64,7 +64,8 @@ class Kind:
 @cache
 def kinds() -> dict[str, Kind]:
     """Every kind by its name."""
-    rooms = [f"sinkscope.{room.name}.schemas" for room in pkgutil.iter_modules([str(ROOMS)]) if room.ispkg]
+    folders = sys.modules["sinkscope"].__path__
+    rooms = [f"sinkscope.{room.name}.schemas" for room in pkgutil.iter_modules(folders) if room.ispkg]
     declared = [import_module(module).KINDS for module in rooms if importlib.util.find_spec(module)]
     return {kind.name: kind for own in declared for kind in own}
 
