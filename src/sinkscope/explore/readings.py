@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Unit
 from sinkscope.pages.text import token_text, visible
@@ -116,11 +115,8 @@ def of_run(folder: Path) -> Reading:
             "dimensions": MASSIVE,
             "tokens": ("sequence", "position", "text"),
         },
+        of=("trace", "study"),
     )
-    if run.kind == "bias":
-        raise InputError(
-            expected=f"a trace or a study in {folder}", found="a run of sinkscope bias", next_step="Open its own page"
-        )
     num_layers = run.summary["num_layers"]
     by_position = {
         name: np.array(run.tables["positions"][name], dtype=float).reshape(num_layers, -1) for name in wanted[2:]
