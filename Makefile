@@ -6,7 +6,7 @@ REFERENCES := softmax head_norm learned_sink
 STUDIES := $(REFERENCES:%=study-%)
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: study $(STUDIES) test proof lint check-code check-format check-types real-weights docs clean
+.PHONY: study $(STUDIES) test lab proof lint check-code check-format check-types real-weights docs clean
 
 # Two at a time with half of the cores each: on two cores that takes less time, since threads wait for one
 # another after every small operation. Bars of two programs would write over each other, so progress comes in lines.
@@ -20,6 +20,10 @@ $(STUDIES): study-%: $(INSTALLED)
 # One thread a worker: torch takes every core by default, and two workers that do so fight over them.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The tests of the scripts that made the results.
+lab: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal lab
 
 proof: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m proof
@@ -56,4 +60,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 	rm -f $(INSTALLED) $(VENV)/.docs
-	find src tests experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests lab benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

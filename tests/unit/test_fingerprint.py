@@ -323,7 +323,7 @@ def test_initialisations_know_each_other_by_seed():
 
 
 def proof_module():
-    path = Path(__file__).parents[2] / "experiments" / "fingerprint_proof.py"
+    path = Path(__file__).parents[2] / "lab" / "experiments" / "fingerprint_proof.py"
     spec = importlib.util.spec_from_file_location("fingerprint_proof", path)
     assert spec is not None
     assert spec.loader is not None

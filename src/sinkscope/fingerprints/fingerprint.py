@@ -4,7 +4,7 @@ The default method, `alignment`, says "same origin" if the false-discovery rate 
 *and* z is above that of every unrelated model. Unrelated models are fresh initialisations of the first model's
 configuration and those that the user names; each is compared with both models of the pair. It says "different origin"
 if the upper end of the alignment's interval is below the least that long training left of a shared initialisation in
-our own table (docs/lab/origins.md). Otherwise it can't tell.
+our own table (lab/origins.md). Otherwise it can't tell.
 `seedprint` is the published test: same origin if p < 0.01, otherwise different origin.
 """
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Verdict = Literal["same origin", "different origin", "can't tell"]
 WEAKEST_RELATION = 0.016
 """The weakest alignment with its initialisation that a trained model of ours showed, after 43,000 steps; others had up
-to 0.045 (docs/lab/origins.md). An interval that reaches it cannot rule a relation out. Two trained models that share
+to 0.045 (lab/origins.md). An interval that reaches it cannot rule a relation out. Two trained models that share
 an initialisation can still lie below it."""
 FRESH = 4
 FRESH_SEED = 1_847_362_915

@@ -72,7 +72,7 @@ class Attention(nn.Module):
         )
         q, k, v = self.variant.prepare(q, k, v)
         # Views, not copies, of tensors with heads after positions: attention then leaves its output so too. With heads
-        # first, gradients were seen to be wrong on CUDA (docs/lab/benchmarks.md).
+        # first, gradients were seen to be wrong on CUDA (lab/benchmarks.md).
         q, k, v = rotated(q, rotation).transpose(1, 2), rotated(k, rotation).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)

@@ -1,7 +1,7 @@
 """Whether training comes out the same again: the first updates of one run, in several processes at once.
 
-    python experiments/same_again.py --config 30m --steps 60 --copies 3
-    python experiments/same_again.py --config 30m --steps 60 --copies 3 --deterministic
+    python lab/experiments/same_again.py --config 30m --steps 60 --copies 3
+    python lab/experiments/same_again.py --config 30m --steps 60 --copies 3 --deterministic
 
 Each process compiles for itself, into a cache of its own, while the others keep the device busy. So kernels whose sums
 depend on which thread comes first are seen, and so are others that the compiler picks by their time. Weights and losses
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.pretrain.config import PretrainConfig
 from sinkscope.pretrain.decoder import Decoder

@@ -22,7 +22,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.config import PretrainConfig
 from sinkscope.pretrain.presets import resolve
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 GRACE_S = 15.0
 """Out of the budget: what importing took, and what a stopped run gets to end."""
 PROGRESS_S, POLL_S = 30.0, 0.2

@@ -1,6 +1,6 @@
 """What a sink costs: 8-bit activations, 4-bit weights, and a window that drops the first tokens.
 
-    python experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
+    python lab/experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
 
 The schemes are those of `sinkscope.audits.schemes`. Sixteen bits are the control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.atomic import whole_file
 from sinkscope.audits.damage import losses, scheme_losses

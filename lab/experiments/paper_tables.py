@@ -1,6 +1,6 @@
-"""Prints the tables of docs/lab/results.md from what paper_experiment.py kept: the paper's table, and why it helps.
+"""Prints the tables of lab/results.md from what paper_experiment.py kept: the paper's table, and why it helps.
 
-    python experiments/paper_tables.py kept > tables.md
+    python lab/experiments/paper_tables.py kept > tables.md
 
 Means over seeds with 95 % intervals (Student's t), of ratios geometric ones; differences are taken by seed against
 softmax. A run reaches softmax's final loss where its held-out losses, joined by straight lines, first come down to that
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from kept_results import read_results, write_run
 

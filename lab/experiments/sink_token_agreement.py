@@ -1,6 +1,6 @@
 """How far the sinks that neurons tell agree with those of attention, on books that the neurons were not found on.
 
-python experiments/sink_token_agreement.py --model MODEL --text valid.txt [--by-hash 31 60] [--bos] [--length 256]
+python lab/experiments/sink_token_agreement.py --model MODEL --text valid.txt [--by-hash 31 60] [--bos] [--length 256]
 
 The text is books, one after the other with the separator of `sinkscope tokenize`. Neurons are found on every other book
 and judged on the rest, then the other way round: a row of the table each. Judged are tokens with enough later queries

@@ -1,8 +1,8 @@
 """Whether a fingerprint recognises an initialisation, and no other's: tiny decoders, seed crossed with text.
 
-    python experiments/fingerprint_proof.py --data text.txt                       # minutes on two cores
-    python experiments/fingerprint_proof.py --data text.txt --device cuda --width 96 --layers 4 --steps 600
-    python experiments/fingerprint_proof.py --signatures proof.safetensors        # the tables again, without training
+    python lab/experiments/fingerprint_proof.py --data text.txt                       # minutes on two cores
+    python lab/experiments/fingerprint_proof.py --data text.txt --device cuda --width 96 --layers 4 --steps 600
+    python lab/experiments/fingerprint_proof.py --signatures proof.safetensors  # the tables again, without training
 
 Every seed is trained on the first and on the second half of the text, all seeds on the same batches in the same order,
 so models of one half differ only in their initialisation. The first is then fine-tuned on the other half with another
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.fingerprints.alignment import alignment, alignment_table
 from sinkscope.fingerprints.seedprint import LEVEL, seedprint

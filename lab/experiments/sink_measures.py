@@ -1,6 +1,6 @@
 """What the plan asks of a finished run, written as measures.json into its folder.
 
-    python experiments/sink_measures.py runs/sink/softmax-1 --data tokens
+    python lab/experiments/sink_measures.py runs/sink/softmax-1 --data tokens
 
 - loss: of each of many held-out windows, from the second target on, so that two runs can be compared window by window.
 - random, text: the summary of `sinkscope.trace` on random tokens and on held-out text; position 0's own sink rate.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from downstream import all_conditions, condition_losses
 from sink_plan import PLAN, read_plan

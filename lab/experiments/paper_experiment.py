@@ -1,7 +1,7 @@
 """Trains what the table beside the paper's needs: head-wise RMSNorm against softmax, other variants, ablations.
 
-    python experiments/paper_experiment.py --config shape.yaml --data tokens --runs runs/paper --keep kept --dry-run
-    python experiments/paper_experiment.py --config shape.yaml --data tokens --runs runs/paper --keep kept
+    python lab/experiments/paper_experiment.py --config shape.yaml --data tokens --runs runs/paper --keep kept --dry-run
+    python lab/experiments/paper_experiment.py --config shape.yaml --data tokens --runs runs/paper --keep kept
 
 The same tokens, shape and schedule for all. In this order, each run a `sinkscope pretrain` in a folder of its own:
 - tune: softmax and head_norm on one seed, an equal number of trials each: every learning rate with every weight decay.
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from paper_plan import BAD_LAMBDA, Run, best_trial, judging_groups, run_configuration, tuning_groups
 from training_pool import TrainingPool, add_options, positive_number, say, stop_with_the_parent

@@ -1,9 +1,9 @@
 """Prints the tables and the verdicts of the experiment where sinks are born, from what sink_experiment.py kept.
 
-    python experiments/sink_tables.py docs/lab/results/sink
-    python experiments/sink_tables.py docs/lab/results/trio    # the models that come with the package
-    python experiments/sink_tables.py docs/lab/results/sink --figure docs/lab/sinks-born.png
-    python experiments/sink_tables.py docs/lab/results/sink --write-books tokens    # once: how many windows a book has
+    python lab/experiments/sink_tables.py lab/results/sink
+    python lab/experiments/sink_tables.py lab/results/trio    # the models that come with the package
+    python lab/experiments/sink_tables.py lab/results/sink --figure lab/sinks-born.png
+    python lab/experiments/sink_tables.py lab/results/sink --write-books tokens    # once: how many windows a book has
 
 A difference is an arm's loss less softmax's on the same held-out windows and the same seed. Its 95 % interval is a
 bootstrap over the held-out books, since windows of one book are alike. What counts as confirmed stands in
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from kept_results import read_results, write_run
 from sink_plan import PLAN, read_plan

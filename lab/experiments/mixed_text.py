@@ -1,8 +1,8 @@
 """Writes a text to train on that is part prose, part source code: the Python files of installed packages.
 
-    python experiments/mixed_text.py --prose train.txt --out text.txt
+    python lab/experiments/mixed_text.py --prose train.txt --out text.txt
 
-Whether sinks are born sooner where the text repeats itself (docs/lab/results.md). All packages are under permissive
+Whether sinks are born sooner where the text repeats itself (lab/results.md). All packages are under permissive
 licences (BSD, Apache 2.0, PSF); their versions are printed, and --seed decides the order of the documents.
 """
 
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import SEPARATOR, documents

@@ -1,6 +1,6 @@
 """Whether early checkpoints of a run predict its super neurons and the position of its sink.
 
-    python experiments/emergence.py runs/softmax --out emergence.json
+    python lab/experiments/emergence.py runs/softmax --out emergence.json
 
 A unit's strength is the mean over sequences of |n_j| ||W_down[:, j]|| at the position where the finished model has its
 sink (or comes nearest to one), on random tokens; its contrast is that over its mean strength at the other positions.
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.atomic import whole_file
 from sinkscope.errors import InputError

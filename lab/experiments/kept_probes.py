@@ -1,7 +1,7 @@
 """Prints how kept runs ended, one row each, and draws their sink and disparity through training.
 
-    python experiments/kept_probes.py docs/lab/results/explorations
-    python experiments/kept_probes.py docs/lab/results/reference --figure docs/lab/reference-pair.png
+    python lab/experiments/kept_probes.py lab/results/explorations
+    python lab/experiments/kept_probes.py lab/results/reference --figure lab/reference-pair.png
 
 Sink rate, on random tokens: the share of heads and sequences that count a key as their sink, at the key that the probe
 describes. DomRatio, of the largest layer, is read at that key and at the other positions. Runs that were stopped show
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from kept_results import read_results
 

@@ -1,6 +1,6 @@
 """Trains the runs of sink_experiment.yaml or another plan, several at a time, and asks each what the plan asks.
 
-    python experiments/sink_experiment.py --data tokens --runs runs/sink --keep kept --jobs 6
+    python lab/experiments/sink_experiment.py --data tokens --runs runs/sink --keep kept --jobs 6
 
 Each run is a `sinkscope pretrain` in a folder of its own, then `sink_measures.py` on its model. Complete runs, in
 --runs or in what --done names, are left out; so the same command goes on where it was stopped. --keep gets
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sink_plan import PLAN, chosen_runs, configuration, planned_runs, read_plan
 from training_pool import TrainingPool, add_options, positive_number, say, stop_with_the_parent

@@ -29,7 +29,7 @@ from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.statistics import bootstrap_mean_interval
 
 PLAN = read_plan()
-PROJECT = Path(__file__).parent.parent
+PROJECT = Path(__file__).parents[2]
 
 
 def test_every_run_of_the_plan_can_be_trained_and_sees_the_batches_of_its_seed(tmp_path):
@@ -174,13 +174,13 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
 
 
 def test_a_plan_with_other_verdicts_is_refused():
-    other = read_plan(PROJECT / "experiments" / "large_batches.yaml")
+    other = read_plan(PROJECT / "lab" / "experiments" / "large_batches.yaml")
     with pytest.raises(InputError, match="found no confirmed, accelerates, removes_the_sink, halves_the_sink"):
         sink_tables.tables([], [], other["verdicts"])
 
 
 def test_the_card_of_the_bundled_models_has_the_numbers_that_are_kept_of_them():
-    kept = PROJECT / "docs" / "lab" / "results" / "trio"
+    kept = PROJECT / "lab" / "results" / "trio"
     results, books = read_results(kept), sink_tables.read_books(kept)
     lines = sink_tables.tables(results, books, PLAN["verdicts"])
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
