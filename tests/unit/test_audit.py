@@ -20,9 +20,8 @@ from sinkscope.audits.audit import _setting, audit
 from sinkscope.audits.audit_page import write_page
 from sinkscope.audits.cli import show
 from sinkscope.audits.damage import Damage, losses
-from sinkscope.audits.prediction import predict
+from sinkscope.audits.prediction import Reading, predict
 from sinkscope.audits.prefix import SinkPrefix
-from sinkscope.audits.readings import Reading
 from sinkscope.audits.recipe import recipe
 from sinkscope.audits.schemes import SCHEMES, linear_layers, rounded_input
 from sinkscope.audits.static_scales import least_error_ranges

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 import sinkscope
 from sinkscope.audits import prefix
 from sinkscope.audits.damage import losses
-from sinkscope.audits.plain_model import write_plain
 from sinkscope.audits.prefix import LOADER, other_prefix
-from sinkscope.audits.remedied import Measured, card
+from sinkscope.audits.remedied import Measured, card, write_plain
 from sinkscope.audits.texts import _written
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.pretrain.decoder import Decoder

@@ -14,7 +14,7 @@ from sinkscope.pages.figure import Figure, bounds, heat_map, log_axis, rounded
 from sinkscope.pages.html import write_page
 from sinkscope.results.run import read_run
 from sinkscope.studies.figures import study_figures
-from sinkscope.studies.page_tables import carriers
+from sinkscope.studies.page import carriers
 from sinkscope.tracing.figures import chain_panels, sink_rates
 from sinkscope.tracing.maps import layer_curves, mapped_positions, maps
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sinkscope.audits.gradients import read_gradients
-from sinkscope.audits.readings import Reading
 from sinkscope.audits.schemes import (
     SCHEMES,
     Scheme,
@@ -33,6 +33,7 @@ from sinkscope.audits.schemes import (
     window_mask,
     window_size,
 )
+from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import projection_weight
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import AttentionRule
@@ -119,3 +120,54 @@ def predict(
 
     read_gradients(model, ids_NT, on_linear, on_attention, seed=seed, progress=progress)
     return Prediction(damages=dict(sums), readings=dict(readings))
+
+
+@dataclass
+class Reading:
+    """Sums and extremes over the tokens seen so far; of a token only its largest magnitude is kept."""
+
+    moments: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    """How many values, and the sums of x, x^2, x^3 and x^4."""
+    channel_E: Tensor | None = None
+    tokens: list[Tensor] = field(default_factory=list)
+    sink_energy: float = 0.0
+    massive_energy: float = 0.0
+
+    def add(self, x_BTE: Tensor, is_sink_BT: Tensor) -> None:
+        x = x_BTE.detach().double()
+        magnitude = x.abs()
+        energy = x.square()
+        powers = [torch.ones_like(x).sum(), x.sum(), energy.sum(), (energy * x).sum(), energy.square().sum()]
+        self.moments += torch.stack(powers).cpu()
+        largest_E = magnitude.amax((0, 1)).cpu()
+        self.channel_E = largest_E if self.channel_E is None else torch.maximum(self.channel_E, largest_E)
+        self.tokens.append(magnitude.amax(-1).flatten().cpu())
+        self.sink_energy += float(energy[is_sink_BT.to(x.device)].sum())
+        massive = magnitude >= MASSIVE_RATIO * magnitude.mean(-1, keepdim=True)
+        self.massive_energy += float(energy[massive].sum())
+
+    def row(self) -> dict[str, float]:
+        """Largest value, its ratio to that of the median channel and token, kurtosis, and shares of the energy.
+
+        Kurtosis is Pearson's, over all values: 3 for a Gaussian. NaN where everything is zero.
+        """
+        assert self.channel_E is not None
+        count, *sums = self.moments.tolist()
+        mean, square, cube, fourth = (total / count for total in sums)
+        variance = square - mean**2
+        central = fourth - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
+        tokens, energy = torch.cat(self.tokens), sums[1]
+        return {
+            "largest": float(tokens.max()),
+            "channel_ratio": _ratio(self.channel_E),
+            "token_ratio": _ratio(tokens),
+            "kurtosis": central / variance**2 if variance > 0 else float("nan"),
+            "sink_energy": self.sink_energy / energy if energy else float("nan"),
+            "massive_energy": self.massive_energy / energy if energy else float("nan"),
+        }
+
+
+def _ratio(largest: Tensor) -> float:
+    """The largest of some ranges over their median; NaN where most are zero."""
+    median = float(largest.median())
+    return float(largest.max()) / median if median else float("nan")

@@ -11,20 +11,23 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from sinkscope.audits.advice import NEGLIGIBLE, needs_remedy
 from sinkscope.audits.damage import Damage, damage
-from sinkscope.audits.plain_model import write_plain
 from sinkscope.audits.prefix import LOADER, SinkPrefix
 from sinkscope.audits.recipe import write_ignored
 from sinkscope.audits.schemas import LOSSES
 from sinkscope.audits.static_scales import STATIC
 from sinkscope.audits.texts import held_out_in_words
-from sinkscope.models.loading import LoadedModel
+from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import first_line
+from sinkscope.models.loading import LoadedModel, quiet
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import rows_where
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described
+from sinkscope.tracing.sole_reader import evaluation_mode
 
 MEASURED = (STATIC.name, "activations-8-dynamic")
 PLAIN = "16 bits"
@@ -251,3 +254,39 @@ def _words(result: Remedied) -> str:
     if result.loaded.tokenizer is None or result.prefix is None:
         return ""
     return f" ({result.loaded.tokenizer.decode(list(result.prefix.ids))!r})"
+
+
+def write_plain(loaded: LoadedModel, folder: RunFolder) -> None:
+    """Writes the model, and its tokenizer if it has one, into an open run folder."""
+    model: Any = loaded.model
+    with quiet():
+        model.save_pretrained(folder.path)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(folder.path)
+    _check_plain(model, folder)
+
+
+@torch.no_grad()
+def _check_plain(model: Any, folder: RunFolder) -> None:
+    """What was written must be the same function when transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(4)[None]
+    try:
+        with quiet():
+            again: Any = AutoModelForCausalLM.from_pretrained(folder.path, dtype=model.dtype, local_files_only=True)
+        with evaluation_mode(model):
+            logits = model(ids.to(model.device)).logits.cpu()
+        apart = float((again.eval()(ids).logits - logits).abs().max())
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_plain(first_line(error)) from error
+    if apart > 1e-3 * float(logits.abs().max()):
+        raise _not_plain(f"logits that differ by {apart:.1e} when it is loaded again")
+
+
+def _not_plain(found: str) -> InputError:
+    return InputError(
+        expected="a model that plain transformers can save and load",
+        found=found,
+        next_step="Choose a model of a family that transformers has, without parts of sinkscope's own",
+    )

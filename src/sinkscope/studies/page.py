@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
-from sinkscope.pages.text import escaped, isolated
+from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.results.page_parts import method
 from sinkscope.results.run import Run
 from sinkscope.studies.figures import study_figures
-from sinkscope.studies.page_tables import carriers, factorial, referee
-from sinkscope.studies.verdicts import LAW_INTERVAL, verdict_table
 from sinkscope.tracing import page as trace_page
-from sinkscope.tracing.figures import chain_panels
+from sinkscope.tracing.figures import chain_panels, unit_name
 from sinkscope.tracing.maps import layer_curves, maps
 
 # The links that each panel of the chain shows, from left to right.
@@ -134,3 +137,207 @@ def _arrows(run: Run) -> str:
                 f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {label}</h3><ul>{''.join(claims)}</ul></section>"
             )
     return "".join(cards)
+
+
+def factorial(run: Run) -> str:
+    """Whom the target sees, times the level of its variance, times that of its energy."""
+    cells = [
+        (
+            row["mixing"],
+            row["variance_of"] or NO_VALUE,
+            row["energy_of"] or NO_VALUE,
+            row["entering"],
+            row["targets"],
+            row["rise"],
+            interval(row["low"], row["high"]),
+            *(row[moment] for moment in MOMENTS),
+            row["missed"] or AS_NAMED,
+        )
+        for row in run.rows("factorial")
+    ]
+    if not cells:
+        return ""
+    names = ("sees", "variance of", "energy of", "entering", "at positions", "rise", "interval")
+    columns = (*names, *MOMENTS.values(), "check")
+    return (
+        '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
+        '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
+        "and its energy are, where the aggregation enters the output projection or a norm before it. Rise of the sink "
+        "rate by later queries; variance and what follows it over the untouched ones, geometric means over layers. "
+        f"{MARKED}</p>"
+        f"{html.table(columns, cells)}</details>{_other_ways(run)}"
+    )
+
+
+AS_NAMED = "as named"
+MARKED = (
+    "The last column marks a condition that did not do what its name says: off by more than 10 % (root mean square "
+    "over layers, less what sampling adds), or in one layer with its whole 99 % interval. It supports nothing: a claim "
+    "that needs it is not applicable."
+)
+MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
+"""Columns of the manipulation check, with their names on the page."""
+
+
+def _other_ways(run: Run) -> str:
+    """What every condition outside of the factorial did to the aggregation where it acts, beside its effect."""
+    cells = {row["mixing"] for row in run.rows("factorial")}
+    effects = run.rows("effects", quantity="sink_rate_at_target")
+    changes = {(row["condition"], row["factor"], row["target"]): row["difference"] for row in effects}
+    did = defaultdict(list)
+    for row in run.rows("manipulation"):
+        if row["condition"].split("+")[0] not in cells:
+            did[row["condition"], row["factor"], row["target"], row["entering"]].append(row)
+    rows = []
+    for (name, factor, target, entering), own in did.items():
+        seen = [[row[moment] for row in own if (row[moment] or 0) > 0] for moment in MOMENTS]
+        means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
+        change = changes.get((name, factor, target), NO_VALUE)
+        rows.append((name, target, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
+    if not rows:
+        return ""
+    names = ("condition", "at position", "factor", "change of the rate", "entering")
+    columns = (*names, *MOMENTS.values(), "check")
+    return (
+        "<details><summary>What the other conditions did to the aggregation</summary>"
+        '<p class="caption">Variance and what follows it where each acts, over the untouched ones, geometric means '
+        "over layers. Scaling, a random direction and another sequence's deviation are "
+        "other ways to raise the variance; the shift of the mean must leave the variance as it is. "
+        f"{MARKED}</p>"
+        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
+    )
+
+
+REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
+
+
+def referee(run: Run) -> str:
+    """What each condition left alone: attention of other tokens, and the sink with all norms held."""
+    changes: dict[tuple, dict[str, str]] = defaultdict(dict)
+    for row in run.rows("effects"):
+        change = f"{number(row['difference'])} ({interval(row['low'], row['high'])})"
+        changes[row["condition"], row["target"], row["factor"]][row["quantity"]] = change
+    cells = [
+        (condition, target, factor or NO_VALUE, *(found.get(quantity, NO_VALUE) for quantity in REFEREED))
+        for (condition, target, factor), found in changes.items()
+    ]
+    if not cells:
+        return ""
+    columns = ("condition", "at position", "factor", *(quantity.replace("_", " ") for quantity in REFEREED))
+    return (
+        f"<details><summary>Attention at the target and elsewhere, {min(len(cells), html.MAX_ROWS)} of {len(cells)} "
+        'conditions</summary><p class="caption">Change by each condition, with its 95 % interval; mixing is sum a^2. '
+        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token after every layer at its "
+        "untouched value. Every position is in the table attention_rows, norms by layer in the table norms.</p>"
+        f"{html.table(columns, cells[: html.MAX_ROWS])}</details>"
+    )
+
+
+def carriers(run: Run) -> str:
+    """The minimal set or, where there is none, the writers along the sink's direction."""
+    units, writers = run.rows("minimal_set"), run.summary.get("writers")
+    if writers:
+        names = ", ".join(map(unit_name, writers))
+        return f"<p>The {len(writers)} units that write most along the sink's direction, as layer:neuron: {names}.</p>"
+    if not units:
+        return ""
+    names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
+    plural = "unit" if len(units) == 1 else "units"
+    return f"<p>The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {escaped(names)}.</p>"
+
+
+MEDIATORS = ("super_neurons", "dimensions")
+# Where each claim's evidence is drawn: the first of these that is on the page.
+EVIDENCE = {
+    "variance_discrepancy": ("variance",),
+    "averaging_law": ("variance",),
+    "super_neurons": ("writes",),
+    "channel_sparsity": ("output-vectors",),
+    "dimension_disparity": ("dom-ratio",),
+    "directional_collapse": ("dom-ratio",),
+    "lock": ("heads-lock-share", "received"),
+    "sink": ("received",),
+    "amplification_creates_sink": ("dose", "forest"),
+    "dose_response": ("dose", "forest"),
+    "unmixing_creates_sink": ("created", "forest"),
+    **dict.fromkeys(
+        (
+            *("any_single_key_creates_sink", "unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
+            *("energy_is_what_matters", "energy_suffices"),
+        ),
+        ("factorial", "forest"),
+    ),
+    **dict.fromkeys(
+        (
+            *("opening_removes_sink", "equalising_removes_sink", "mean_suffices", "super_neurons_necessary"),
+            *("writers_necessary", "channel_sparsity_necessary"),
+        ),
+        ("remaining", "forest"),
+    ),
+    "super_neurons_sufficient": ("forest",),
+    "dimensions_suffice": ("forest",),
+    **{f"mediation_{by}_{held}": ("mediation-effects",) for by in ("mask", "amplification") for held in MEDIATORS},
+}
+LAW_INTERVAL = (
+    "the interval is moved so that the effect is its median. A resample repeats sequences, so its variances scatter "
+    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
+    "than it should be, never easier."
+)
+
+
+def verdict_table(run: Run, drawn: Sequence[str]) -> str:
+    """The table of verdicts; a claim leads to the first of `drawn` that shows its evidence."""
+    claims = list(run.claims.values())
+    groups = (
+        ("What is seen in the untouched model", [claim for claim in claims if claim["link"] != "causal"]),
+        ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
+    )
+    body = "".join(
+        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>'
+        + "".join(_verdict_row(claim, drawn) for claim in own)
+        for name, own in groups
+        if own
+    )
+    notes = [
+        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"], claim["p_value"], claim["confidence"])
+        for claim in claims
+        if claim["note"] or claim["control_name"]
+    ]
+    listed = html.table(("claim", "control", "note", "p before Holm", "confidence of the interval"), notes)
+    return (
+        f"{html.tally([claim['verdict'] for claim in claims])}"
+        '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
+        '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
+        '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
+        '<th scope="col" class="number">n</th></tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+        + (f"<details><summary>Controls and notes</summary>{listed}</details>" if notes else "")
+    )
+
+
+def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
+    """The figure that shows a claim's evidence; doses have one for each position."""
+    wanted = EVIDENCE.get(claim, ())
+    found = (id for name in wanted for id in drawn if id == name or (name == "dose" and id.startswith("dose-")))
+    return next((f"#{id}" for id in found), None)
+
+
+def _verdict_row(claim: dict[str, Any], drawn: Sequence[str]) -> str:
+    note = f' title="{escaped(LAW_INTERVAL)}"' if claim["id"] == "averaging_law" else ""
+    cells = (
+        ("Effect", number(claim["effect"]), True),
+        ("Interval", interval(claim["low"], claim["high"]), True),
+        ("Holds when", html.rule(claim), False),
+        ("Control", number(claim["control"]), True),
+        ("n", number(claim["n"]), True),
+    )
+    return (
+        f"<tr><td>{html.verdict(claim['verdict'])}</td>"
+        f'<td title="{escaped(claim["id"])}">{html.linked(claim["statement"], _evidence_of(claim["id"], drawn))}</td>'
+        + "".join(
+            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}"'
+            f"{note if label == 'Interval' else ''}>{escaped(text)}</td>"
+            for label, text, is_number in cells
+        )
+        + "</tr>"
+    )
