@@ -72,25 +72,25 @@ def sharp_chain() -> Any:
 
 
 @cache
-def audited() -> sinkscope.Audit:
+def audited() -> sinkscope.AuditResult:
     return sinkscope.audit(sharp_chain(), schemes=SCHEMES, **HELD_OUT)
 
 
-def audited_without_sink() -> sinkscope.Audit:
+def audited_without_sink() -> sinkscope.AuditResult:
     """All schemes, of a model that has no sink."""
     return sinkscope.audit(tiny_model("llama", scale=3.0), **HELD_OUT)
 
 
 @cache
-def remedied() -> sinkscope.Remedied:
+def remedied() -> sinkscope.RemedyResult:
     return sinkscope.remedy(sharp_chain(), rotate=True, prefix=True, unplug=True, **HELD_OUT)
 
 
-def rescaled() -> sinkscope.Remedied:
+def rescaled() -> sinkscope.RemedyResult:
     return sinkscope.remedy(sharp_chain(), exempt=True, scales=True, **HELD_OUT)
 
 
-def remedied_on_text() -> sinkscope.Remedied:
+def remedied_on_text() -> sinkscope.RemedyResult:
     """Of a model with a tokenizer, on a file of text."""
     with tempfile.TemporaryDirectory() as folder:
         return sinkscope.remedy(
@@ -106,12 +106,12 @@ def fingerprinted() -> sinkscope.Fingerprint:
 
 
 @cache
-def intervened(asked: str) -> sinkscope.Intervened:
+def intervened(asked: str) -> sinkscope.InterventionResult:
     return sinkscope.intervene(tiny_model("llama"), INTERVENTIONS[asked], num_sequences=4, length=32)
 
 
 @cache
-def intervened_chain() -> sinkscope.Intervened:
+def intervened_chain() -> sinkscope.InterventionResult:
     model, _ = planted_chain(0)
     return sinkscope.intervene(model, {"mask_to_self": 10}, num_sequences=8, length=48)
 

@@ -57,7 +57,7 @@ _HOMES = {
     "study": "sinkscope.studies.study",
     "Study": "sinkscope.studies.study",
     "intervene": "sinkscope.interventions.intervene",
-    "Intervened": "sinkscope.interventions.intervene",
+    "InterventionResult": "sinkscope.interventions.intervene",
     "InputError": "sinkscope.errors",
     "Result": "sinkscope.results.result",
     "load_result": "sinkscope.results.saved",
@@ -86,7 +86,7 @@ _HOMES = {
     "SinkProbe": "sinkscope.pretrain.probes",
     "probe": "sinkscope.pretrain.probes",
     "audit": "sinkscope.audits.audit",
-    "Audit": "sinkscope.audits.audited",
+    "AuditResult": "sinkscope.audits.audit_result",
     "bias": "sinkscope.initial_bias.bias",
     "Bias": "sinkscope.initial_bias.bias",
     "fingerprint": "sinkscope.fingerprints.fingerprint",
@@ -100,7 +100,7 @@ _HOMES = {
     "unplug": "sinkscope.audits.unplug",
     "rotate": "sinkscope.models.rotation",
     "remedy": "sinkscope.audits.remedy",
-    "Remedied": "sinkscope.audits.remedied",
+    "RemedyResult": "sinkscope.audits.remedy_result",
     "SinkWatch": "sinkscope.audits.sink_neurons",
     "compare_training": "sinkscope.pretrain.comparison",
     "TrainingComparison": "sinkscope.pretrain.comparison",
@@ -113,11 +113,11 @@ RESOLVERS.append("sinkscope.pretrain.model_specs")
 if TYPE_CHECKING:
     from sinkscope.attention.head_norm import HeadRMSNorm as HeadRMSNorm
     from sinkscope.audits.audit import audit as audit
-    from sinkscope.audits.audited import Audit as Audit
+    from sinkscope.audits.audit_result import AuditResult as AuditResult
     from sinkscope.audits.prefix import SinkPrefix as SinkPrefix
     from sinkscope.audits.prefix import sink_prefix as sink_prefix
-    from sinkscope.audits.remedied import Remedied as Remedied
     from sinkscope.audits.remedy import remedy as remedy
+    from sinkscope.audits.remedy_result import RemedyResult as RemedyResult
     from sinkscope.audits.sink_neurons import SinkNeurons as SinkNeurons
     from sinkscope.audits.sink_neurons import SinkWatch as SinkWatch
     from sinkscope.audits.sink_tokens import SinkTokens as SinkTokens
@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     from sinkscope.interventions.aggregation import scale_norm as scale_norm
     from sinkscope.interventions.aggregation import shift_mean as shift_mean
     from sinkscope.interventions.aggregation import swap_deviation as swap_deviation
-    from sinkscope.interventions.intervene import Intervened as Intervened
+    from sinkscope.interventions.intervene import InterventionResult as InterventionResult
     from sinkscope.interventions.intervene import intervene as intervene
     from sinkscope.interventions.mask import edit_mask as edit_mask
     from sinkscope.interventions.mask import mask_to_self as mask_to_self

@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.audits import prefix
 from sinkscope.audits.damage import losses
 from sinkscope.audits.prefix import LOADER, other_prefix
-from sinkscope.audits.remedied import Measured, card, write_plain
+from sinkscope.audits.remedy_result import Measured, card, write_plain
 from sinkscope.audits.texts import _written
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.pretrain.decoder import Decoder

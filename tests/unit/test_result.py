@@ -34,7 +34,16 @@ class Small(sinkscope.Result):
 
 
 def test_every_result_has_this_shape():
-    for name in ("Trace", "Study", "Intervened", "Fingerprint", "Bias", "Audit", "Remedied", "TrainingComparison"):
+    for name in (
+        "Trace",
+        "Study",
+        "InterventionResult",
+        "Fingerprint",
+        "Bias",
+        "AuditResult",
+        "RemedyResult",
+        "TrainingComparison",
+    ):
         kind = getattr(sinkscope, name)
         assert issubclass(kind, sinkscope.Result)
         assert kind.__repr__ is sinkscope.Result.__repr__, "a dataclass would write its own, of any length"

@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.audits import static_scales
 from sinkscope.audits.damage import losses, scheme_losses
 from sinkscope.audits.gradients import read_gradients
-from sinkscope.audits.remedied import card
+from sinkscope.audits.remedy_result import card
 from sinkscope.audits.schemes import linear_layers, quantised
 from sinkscope.audits.static_scales import (
     SHARES,

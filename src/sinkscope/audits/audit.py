@@ -17,7 +17,7 @@ import numpy as np
 
 from sinkscope.arguments import CALIBRATION, check_audit
 from sinkscope.audits.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
-from sinkscope.audits.audited import Audit, Cell
+from sinkscope.audits.audit_result import AuditResult, Cell
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES, torchao_damages
 from sinkscope.audits.damage import Damage, damage
 from sinkscope.audits.prediction import predict
@@ -51,7 +51,7 @@ def audit(
     seed: int = 0,
     progress: Progress | None = None,
     **options: Unpack[LoadOptions],
-) -> Audit:
+) -> AuditResult:
     """The audit of a model on `num_sequences` held-out texts of `length` tokens, which come after 16 that
     calibrate.
 
@@ -72,7 +72,7 @@ def audit(
     cells, trials, refused = _measured(setting, measured, progress)
     asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
     held_out = replace(batch, ids=setting.ids)
-    return Audit(
+    return AuditResult(
         loaded=loaded,
         receipt=take_receipt(loaded, held_out),
         batch=held_out,

@@ -13,7 +13,7 @@ from sinkscope.cli_options import Bos, ModelOptions, Seed, bound_memory_of
 from sinkscope.cli_output import Output, run_environment, write_page, write_request
 
 if TYPE_CHECKING:
-    from sinkscope.audits.audited import Audit
+    from sinkscope.audits.audit_result import AuditResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
     output.show(path, lambda: show(result, path))
 
 
-def show(result: Audit, path: Path) -> None:
+def show(result: AuditResult, path: Path) -> None:
     """What each scheme costs, what to do about it, and the answer in sentences."""
     from sinkscope.audits.schemes import scheme_in_words
     from sinkscope.audits.texts import held_out_in_words

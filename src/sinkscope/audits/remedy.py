@@ -21,7 +21,7 @@ from sinkscope.audits.advice import check_plain, other_modules
 from sinkscope.audits.damage import Prefix, losses, scheme_losses
 from sinkscope.audits.prediction import predict
 from sinkscope.audits.prefix import SinkPrefix, other_prefix, sink_prefix
-from sinkscope.audits.remedied import MEASURED, PLAIN, Measured, Remedied
+from sinkscope.audits.remedy_result import MEASURED, PLAIN, Measured, RemedyResult
 from sinkscope.audits.schemes import SCHEMES, linear_layers
 from sinkscope.audits.static_scales import STATIC, Ranges, better_ranges, least_error_ranges
 from sinkscope.audits.texts import texts_to_measure
@@ -66,7 +66,7 @@ def remedy(
     num_sequences: int = 16,
     seed: int = 0,
     work: Work | None = None,
-) -> Remedied:
+) -> RemedyResult:
     """A model with one remedy or several, measured on `num_sequences` held-out texts of `length` tokens.
 
     `text` is a file, or token ids [texts, positions], of which the first 16 calibrate; without one the model writes
@@ -126,7 +126,7 @@ def remedy(
     for each in treated:
         readings.append(_reading(each, calibration, held_out))
         step(len(readings), len(treated))
-    return Remedied(
+    return RemedyResult(
         loaded=replace(loaded, model=last.model),
         receipt=take_receipt(loaded, held_out),
         prefix=found if found is not None and found.ids else None,

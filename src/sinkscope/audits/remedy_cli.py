@@ -15,7 +15,7 @@ from sinkscope.cli_output import Output, run_environment, write_request
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sinkscope.audits.remedied import Remedied
+    from sinkscope.audits.remedy_result import RemedyResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
     output.show(path, lambda: show(result, path))
 
 
-def show(result: Remedied, path: Path) -> None:
+def show(result: RemedyResult, path: Path) -> None:
     """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
     from sinkscope.audits.schemes import SCHEMES, scheme_in_words
     from sinkscope.audits.texts import held_out_in_words

@@ -15,7 +15,7 @@ from sinkscope.interventions.requests import requests
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sinkscope.interventions.intervene import Intervened
+    from sinkscope.interventions.intervene import InterventionResult
 
     Interventions = Any
 else:
@@ -78,7 +78,7 @@ def intervene_command(
     output.show(path, lambda: show(result, path))
 
 
-def show(result: Intervened, path: Path) -> None:
+def show(result: InterventionResult, path: Path) -> None:
     """Every observable at the positions acted on and at the sinks, before, after and under the control."""
     from sinkscope.interventions.page import position_texts
     from sinkscope.pages.terminal import Terminal

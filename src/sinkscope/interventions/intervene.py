@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Intervened(Result):
+class InterventionResult(Result):
     """Three traces of one batch."""
 
     kind = "intervene"
@@ -212,7 +212,7 @@ def intervene(
     length: int = 64,
     num_sequences: int = 32,
     seed: int = 0,
-) -> Intervened:
+) -> InterventionResult:
     """Traces of a batch before, under the requested interventions, and under a control in their place.
 
         sinkscope.intervene(model, {"mask_to_self": 10}, prompt="a text of 27 tokens or more").story
@@ -232,7 +232,7 @@ def intervene(
     controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in wanted))
     calibration = given.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
-    return Intervened(
+    return InterventionResult(
         given.before,
         after,
         control,

@@ -67,7 +67,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Remedied(Result):
+class RemedyResult(Result):
     """The remedied model, and what was measured of it and of the original."""
 
     kind = "remedy"
@@ -199,7 +199,7 @@ class Remedied(Result):
         super().write(folder)
 
 
-def card(result: Remedied) -> str:
+def card(result: RemedyResult) -> str:
     """The card in Markdown."""
     texts = held_out_in_words(*result.num_tokens, result.source)
     lines = [f"# {result.loaded.name}, remedied", "", "Written by `sinkscope remedy`. What was done:", ""]
@@ -250,7 +250,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _words(result: Remedied) -> str:
+def _words(result: RemedyResult) -> str:
     if result.loaded.tokenizer is None or result.prefix is None:
         return ""
     return f" ({result.loaded.tokenizer.decode(list(result.prefix.ids))!r})"

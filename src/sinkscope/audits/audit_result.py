@@ -42,7 +42,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Audit(Result):
+class AuditResult(Result):
     """What was predicted and measured of a model, as records and as tables."""
 
     kind = "audit"
@@ -134,7 +134,7 @@ class Audit(Result):
         write_recipe(folder, self.loaded, self.setting, self.advice, self.nothing)
 
 
-def _tables(audit: Audit) -> dict[str, dict[str, list]]:
+def _tables(audit: AuditResult) -> dict[str, dict[str, list]]:
     """Columns by table, in the order of the model's modules."""
     layer_of = layers_of(audit.setting.model)
     anatomy, names = anatomy_of(audit.setting.model), dict(audit.setting.model.named_modules())
@@ -159,7 +159,7 @@ def _tables(audit: Audit) -> dict[str, dict[str, list]]:
     return {schema.name: schema.from_rows(listed) for schema, listed in rows.items()}
 
 
-def _sink_row(audit: Audit, text: int, position: int) -> dict[str, Any]:
+def _sink_row(audit: AuditResult, text: int, position: int) -> dict[str, Any]:
     """A row of the table of sink tokens."""
     ids, tokenizer = audit.batch.ids[text].tolist(), audit.loaded.tokenizer
     places = {
@@ -185,7 +185,7 @@ def _ends(name: str, found: Damage) -> dict[str, float]:
     return {name: found.change, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
-def _summary(audit: Audit) -> dict[str, Any]:
+def _summary(audit: AuditResult) -> dict[str, Any]:
     """The object written as summary.json and printed with --json."""
     is_sink = audit.setting.is_sink
     return {
@@ -215,7 +215,7 @@ def _summary(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _story(audit: Audit) -> str:
+def _story(audit: AuditResult) -> str:
     """What breaks, and the most useful thing to do."""
     # Without sinks a window that keeps them is the window.
     broken = [cell for cell in audit.broken if audit.has_sinks or not SCHEMES[cell.scheme].keeps_sinks]
