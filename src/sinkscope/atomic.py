@@ -15,6 +15,8 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sinkscope.errors import InputError
 from sinkscope.user_paths import user_path
 
@@ -44,7 +46,7 @@ def locked(path: Path) -> Iterator[None]:
             for folder in reversed(made):
                 folder.mkdir(exist_ok=True)
             lock = hidden_sibling(path, "lock")
-            descriptor = _taken(lock, path)
+            held = _taken(lock, path)
         _holders[path] = threading.get_ident()
         try:
             yield
@@ -52,7 +54,7 @@ def locked(path: Path) -> Iterator[None]:
             del _holders[path]
             # Before the lock is dropped: whoever opened this file meanwhile sees that it has no name any more.
             lock.unlink(missing_ok=True)
-            os.close(descriptor)
+            held.release()
     finally:
         for folder in made:
             with suppress(OSError):  # not empty: what was written is in it
@@ -119,28 +121,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _taken(lock: Path, path: Path) -> int:
-    """A descriptor that holds the lock."""
-    import fcntl  # here: reading results needs no locks, and not every system has them
-
-    while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The holder before removes the file with its lock: a lock on what has no name keeps nobody away.
-            if lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat()):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise InputError(
-                expected=f"to be the only one that writes to {path}",
-                found="another run that is writing there",
-                next_step="Wait until it ends, or choose another `out`",
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+def _taken(lock: Path, path: Path) -> FileLock:
+    """The lock, held."""
+    held = FileLock(lock, timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise InputError(f"Another run is writing to {path}. Wait until it ends, or choose another `out`.") from None
+    return held
 
 
 def _code_in_text(error: Exception) -> int | None:

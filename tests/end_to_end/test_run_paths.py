@@ -93,7 +93,7 @@ def test_a_second_writer_is_refused_before_any_work(command, sinkscope, tmp_path
     holder.start()
     ready.wait()
     try:
-        assert_refused(sinkscope(*WRITERS[command], "--out", "run"), "another run that is writing there", tmp_path)
+        assert_refused(sinkscope(*WRITERS[command], "--out", "run"), "Another run is writing to", tmp_path)
     finally:
         done.set()
         holder.join()

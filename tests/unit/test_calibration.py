@@ -28,6 +28,12 @@ OTHERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_comparison(monkeypatch):
+    """The short passes of the receipt would be counted with those that calibrate."""
+    monkeypatch.setattr("sinkscope.interventions.base.check_reading", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def loaded():
     return sinkscope.load(tiny_model("llama"))

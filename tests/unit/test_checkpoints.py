@@ -363,7 +363,7 @@ def test_of_two_processes_started_together_one_is_refused_and_the_other_is_whole
 
     monkeypatch.setattr(training_run, "probe", probe)
     in_forks(work, work)
-    assert "another run that is writing there" in refusal.read_text()
+    assert "Another run is writing to" in refusal.read_text()
     assert_same_run(tmp_path / "run", whole)
 
 

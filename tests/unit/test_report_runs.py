@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import small_results as small
 from study_tables import write_study_folder, write_trace_folder
 from training_folders import write_training_folder
 
@@ -108,16 +109,15 @@ def test_refused_comparisons(study, tmp_path):
     page = tmp_path / "page.html"
     other = shutil.copytree(study, tmp_path / "other")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "edited").mkdir()
-    (tmp_path / "edited" / "summary.json").write_text('{"before": {}, "after": {}, "control": {}}')
+    small.intervened_chain().save(tmp_path / "edited")
     for names, message in (
-        ([study, tmp_path / "edited"], "a run of sinkscope intervene"),
+        ([study, tmp_path / "edited"], "a run of sinkscope intervene, not a study or a trace"),
         ([study], "2 to 26 runs"),
         ([study] * 27, "found 27"),
         ([study, other, tmp_path / "empty" / ".." / "study"], "different runs to compare; found .*study twice"),
         (["gpt2", "gpt2"], "found gpt2 twice"),
-        ([study, tmp_path / "nowhere"], "no such folder"),
-        ([study, tmp_path / "empty"], "neither summary.json nor a training run"),
+        ([study, tmp_path / "nowhere"], "There is no folder"),
+        ([study, tmp_path / "empty"], r"has no summary\.json"),
     ):
         with pytest.raises(InputError, match=message):
             compare(list(map(str, names)), page, run_of=Path)

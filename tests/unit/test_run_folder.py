@@ -345,7 +345,7 @@ def test_kill_leaves_no_run_and_the_next_run_clears_up(tmp_path):
     child = start_child(path)
     try:
         left = {"run", ".run.sinkscope-partial", ".run.sinkscope-lock"}
-        with pytest.raises(InputError, match="another run that is writing there"):
+        with pytest.raises(InputError, match="Another run is writing to"):
             check_output(path, overwrite=True)
         assert names(tmp_path) == left  # the control: what a living process writes is left alone
     finally:
@@ -410,7 +410,7 @@ def test_one_writer_at_a_time(tmp_path):
     refused = []
 
     def second():
-        with pytest.raises(InputError, match="another run that is writing there"), locked(path):
+        with pytest.raises(InputError, match="Another run is writing to"), locked(path):
             pytest.fail("the block must not run")
         with locked(tmp_path / "deep" / "other"):  # the control
             refused.append(True)

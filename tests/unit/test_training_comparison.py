@@ -290,7 +290,7 @@ def test_one_run_has_a_story_a_page_and_figures(write, tmp_path):
     assert drawn._repr_png_().startswith(b"\x89PNG")
     births = alone.plot("births-text").axes[0]
     assert [text.get_text() for text in births.get_yticklabels()] == [link.name for link in LINKS]
-    with pytest.raises(InputError, match="names of figures: loss-tokens"):
+    with pytest.raises(InputError, match="Choose some of these: loss-tokens"):
         alone.plot("no such figure")
 
 
