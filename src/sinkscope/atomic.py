@@ -45,6 +45,8 @@ def locked(path: Path) -> Iterator[None]:
         with explained(path):
             for folder in reversed(made):
                 folder.mkdir(exist_ok=True)
+            if not path.parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "")
             lock = hidden_sibling(path, "lock")
             held = _taken(lock, path)
         _holders[path] = threading.get_ident()
