@@ -28,7 +28,6 @@ CONTROLS = (
 )
 TRACKERS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 """The module of each experiment tracker."""
-TOKEN_FORMS = "random, text:FILE or repeat:ID"
 SEPARATOR = "<|endoftext|>"
 """Between the documents of a text file."""
 STANDARD_INPUT = "-"
@@ -60,26 +59,16 @@ def check_batch(
     tokens: str = "random", *, length: int, num_sequences: int, seed: int = 0
 ) -> tuple[Literal["random", "text", "repeat"], str]:
     """The kind of tokens, and the file or the id after its colon; refuses what no model could use."""
-    if not isinstance(tokens, str):
-        raise InputError(
-            expected=f"tokens as {TOKEN_FORMS}",
-            found=reprlib.repr(tokens),
-            next_step="Give a text file as `tokens='text:FILE'`",
-        )
-    kind, _, argument = tokens.partition(":")
-    if kind not in ("random", "text", "repeat") or bool(argument) == (kind == "random") or tokens.endswith(":"):
-        raise InputError(
-            expected=f"tokens as {TOKEN_FORMS}", found=repr(tokens), next_step="Choose one as `tokens`, such as random"
-        )
+    kind, colon, argument = tokens.partition(":") if isinstance(tokens, str) else ("", "", "")
+    if not ((kind == "random" and not colon) or (kind in ("text", "repeat") and argument)):
+        raise InputError(f"`tokens` cannot be {reprlib.repr(tokens)}. Use random, text:FILE or repeat:ID.")
     if kind == "repeat" and not (argument.isdecimal() and len(argument) <= 10 and int(argument) <= LARGEST_TOKEN_ID):
         raise InputError(
-            expected="repeat:ID with a token id",
-            found=f"'repeat:{argument[:40]}'",
-            next_step="Give `tokens='repeat:42'`",
+            f"`tokens='repeat:{argument[:40]}'` does not name a token id. Use, for example, `tokens='repeat:42'`."
         )
     if kind == "text" and argument != STANDARD_INPUT and not (path := user_path(argument)).is_file():
-        found = f"a folder, {path.name}" if path.is_dir() else f"no {path.name!r}"
-        raise InputError(expected="a text file", found=found, next_step="Name one that is there")
+        wrong = f"{path} is a folder" if path.is_dir() else f"There is no file {path}"
+        raise InputError(f"{wrong}. Give the path of a text file.")
     check_sizes(length=length, num_sequences=num_sequences)
     check_seed(seed)
     return kind, argument  # type: ignore[return-value]
@@ -92,77 +81,63 @@ def check_sizes(*, length: int, num_sequences: int, least_length: int = 2, least
     most = memory_bytes() // 4 // 8
     if length > most:
         raise InputError(
-            expected=f"at most {most} tokens, whose ids fill a quarter of this machine's memory",
-            found=f"`length={length}`",
-            next_step="Lower `length`",
+            f"`length={length}` is too much: at most {most} token ids fit into a quarter of this machine's memory. "
+            "Lower `length`."
         )
     if length * num_sequences > most:
         raise InputError(
-            expected=f"at most {most} tokens in all, whose ids fill a quarter of this machine's memory",
-            found=f"`length={length}` and `num_sequences={num_sequences}`",
-            next_step=f"Give at most `num_sequences={most // length}`",
+            f"`length={length}` and `num_sequences={num_sequences}` are too much: at most {most} token ids fit into a "
+            f"quarter of this machine's memory. Give at most `num_sequences={most // length}`."
         )
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None, *, why: str = "") -> None:
-    """Refuses a number outside what makes sense for the parameter called `name`."""
+    """Refuses a number outside what makes sense for the parameter called `name`; `why` is a sentence."""
     check_whole(name, value)
     if value < least or (most is not None and value > most):
-        raise InputError(
-            expected=f"`{name}` of at least {least}{'' if most is None else f' and at most {most}'}{why}",
-            found=f"`{name}={value}`",
-            next_step=f"{'Raise' if value < least else 'Lower'} `{name}`",
-        )
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"`{name}` must be {limits}, not {value}. {why}".rstrip())
 
 
 def check_whole(name: str, value: Any) -> None:
     """Refuses what is no whole number."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(
-            expected=f"`{name}` as a whole number",
-            found=reprlib.repr(value),
-            next_step=f"Give `{name}` without a fraction",
-        )
+    if not _is_whole(value):
+        raise InputError(f"`{name}` must be a whole number, not {reprlib.repr(value)}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Refuses a word that is none of the choices of the parameter called `name`."""
     if value not in choices:
-        raise InputError(
-            expected=f"`{name}` as one of {', '.join(choices)}",
-            found=reprlib.repr(value),
-            next_step="Choose one of them",
-        )
+        raise InputError(f"`{name}` cannot be {reprlib.repr(value)}. Choose one of {', '.join(choices)}.")
 
 
 def check_seed(seed: int, count: int = 1) -> None:
     """Refuses seeds that torch's generator cannot tell apart: it keeps 32 bits of one. `count` of them are used."""
     check_whole("seed", seed)
     if not 0 <= seed <= 2**32 - count:
-        raise InputError(
-            expected=f"a seed from 0 to {2**32 - count}", found=f"`seed={seed}`", next_step="Choose another `seed`"
-        )
+        raise InputError(f"`seed` must be from 0 to {2**32 - count}, not {seed}.")
 
 
 def check_study(length: int, num_sequences: int) -> None:
     """Refuses a study that could decide nothing."""
-    check_count("length", length, STUDY_LENGTH, why=f", so that interventions have {LATER_QUERIES} later queries")
-    check_count("num_sequences", num_sequences, STUDY_SEQUENCES, why=": fewer decide nothing among so many claims")
+    check_count("length", length, STUDY_LENGTH, why=f"Interventions need {LATER_QUERIES} later queries.")
+    check_count("num_sequences", num_sequences, STUDY_SEQUENCES, why="Fewer decide nothing among so many claims.")
 
 
 def check_fingerprint(models: Sequence[Any], *, method: str, unrelated: Sequence[Any], fresh: int) -> None:
     """Refuses fewer than two models, an unknown method, and unrelated models where the method uses none."""
     number = len(models) if isinstance(models, list | tuple) else 1  # a name has letters, which are no models
     if number < 2:
-        raise InputError(
-            expected="at least two models, in a list", found=str(number), next_step="Name a base model and a suspect"
-        )
+        raise InputError(f"A fingerprint needs a list of at least two models, not {number}. Name a base and a suspect.")
     check_choice("method", method, get_args(Method))
     if method == "seedprint" and unrelated:
         raise InputError(
-            expected="no `unrelated` models beside `method='seedprint'`, whose null is a formula",
-            found=str(len(unrelated)),
-            next_step="Leave them out, or take the default method",
+            "`method='seedprint'` takes no `unrelated` models, because its null is a formula. "
+            "Leave them out, or use the default method."
         )
     check_count("fresh", fresh, 0, MOST_MODELS)
 
@@ -199,28 +174,23 @@ def check_audit(*, length: int | None, num_sequences: int, seed: int) -> None:
 def check_remedies(**asked: bool) -> None:
     """Refuses no remedy at all."""
     if not any(asked.values()):
-        raise InputError(
-            expected=f"a remedy: {', '.join(f'`{name}=True`' for name in asked)}",
-            found="none",
-            next_step="Give one of them, or several",
-        )
+        raise InputError(f"Give at least one remedy: {', '.join(f'`{name}=True`' for name in asked)}.")
 
 
 def check_keys(keys: Sequence[int] | None, length: int) -> None:
     """Refuses chosen key positions that are none, or outside the sequence."""
-    if keys is not None and (isinstance(keys, str) or not isinstance(keys, Iterable)):
+    if keys is None:
+        return
+    chosen = list(keys) if isinstance(keys, Iterable) else None
+    if chosen is None or not all(_is_whole(key) for key in chosen):
+        raise InputError(f"`keys` must be a list of whole numbers such as `keys=[0, 10]`, not {reprlib.repr(keys)}.")
+    if not chosen:
+        raise InputError("`keys` is empty. Give, for example, `keys=[0, 10]`.")
+    wrong = [key for key in chosen if not 0 <= key < length]
+    if wrong:
         raise InputError(
-            expected="`keys` as a list of positions", found=reprlib.repr(keys), next_step="Give `keys=[0, 10]`"
-        )
-    keys = None if keys is None else list(keys)
-    for key in keys or ():
-        check_whole("keys", key)
-    wrong = [key for key in keys or () if not 0 <= key < length]
-    if wrong or keys == []:
-        raise InputError(
-            expected=f"key positions from 0 to {length - 1}",
-            found=", ".join(map(str, wrong[:3])) or "none",
-            next_step="Give `keys=[0, 10]` or a greater `length`",
+            f"`keys` must be positions from 0 to {length - 1}, not {', '.join(map(str, wrong[:3]))}. "
+            "Choose others, or a greater `length`."
         )
 
 

@@ -15,6 +15,6 @@ class InputError(Exception):
 
     def __init__(self, message: str = "", *, expected: str = "", found: str = "", next_step: str = "") -> None:
         self.expected = expected
-        self.found = found
+        self.found = found or message  # for callers that still put the phrase into another sentence
         self.next_step = next_step
         super().__init__(message or f"expected {expected}; found {found}. {next_step}.")

@@ -152,7 +152,7 @@ def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):
     ("arguments", "message"),
     [
         (("tiny", "--length", 500), "at most 128 tokens"),
-        (("tiny", "--controls", "no_such"), "--controls as one of tanh_activation"),
+        (("tiny", "--controls", "no_such"), "--controls cannot be 'no_such'. Choose one of tanh_activation"),
         (("no-such/folder/at/all",), "found no "),
         (("init:nowhere",), "a training run in nowhere"),
         (("MODEL", "--seeds", 3), "--seeds beside a configuration only"),

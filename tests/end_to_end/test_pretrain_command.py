@@ -148,7 +148,7 @@ BAD = {
     "vocabulary": (["--data", "TOKENS", "--config", "vocabulary.yaml"], "a vocabulary of at least 300"),
     "long sequence": (["--data", "TOKENS", "--sequence-length", "1000000"], "in the longest"),
     "heads": (["--data", "TOKENS", "--config", "heads.yaml"], "heads"),
-    "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "--variant as one of softmax"),
+    "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "--variant cannot be 'softmaxx'. Choose one of softmax"),
     "config": (["--data", "TOKENS", "--config", "13b"], "a preset: tiny"),
     "model key": (["--data", "TOKENS", "--config", "model_key.yaml"], "num_layers"),
     "training key": (["--data", "TOKENS", "--config", "training_key.yaml"], "Write learning_rate"),

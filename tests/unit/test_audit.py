@@ -343,9 +343,9 @@ def test_as_many_random_tokens_are_none_of_the_sinks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 63}, "`length` of at least 64"),
-        ({"num_sequences": 1}, "`num_sequences` of at least 2"),
-        ({"text": "nowhere.txt"}, "found no 'nowhere.txt'"),
+        ({"length": 63}, "`length` must be at least 64, not 63"),
+        ({"num_sequences": 1}, "`num_sequences` must be at least 2, not 1"),
+        ({"text": "nowhere.txt"}, "no file nowhere.txt"),
         ({"text": torch.full((12, 64), 97)}, "token ids from 0 to 96"),
         ({"text": torch.zeros(17, 64, dtype=torch.long)}, "at least 18 texts"),
     ],

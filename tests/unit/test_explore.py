@@ -148,7 +148,7 @@ WRONG = {
     "a position outside": ({"edits": [["mask_to_self", "99"]]}, "positions from 0 to"),
     "one place twice": ({"edits": [["mask_to_self", "3"]] * 2}, "different things or places"),
     "a negative start": ({"start": -1}, "`start`"),
-    "another quantity": ({"quantity": "__class__"}, "`quantity` as one of"),
+    "another quantity": ({"quantity": "__class__"}, "`quantity` cannot be '__class__'. Choose one of"),
 }
 
 

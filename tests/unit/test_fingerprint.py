@@ -296,13 +296,13 @@ def test_models_that_cannot_be_compared_are_refused():
         with pytest.raises(InputError, match="one vocabulary"):
             fingerprint(pair, **few)
         assert fingerprint(pair, vocabulary=97, **few).pairs[0].verdict != "same origin"
-    with pytest.raises(InputError, match="`num_sequences` of at least 64"):
+    with pytest.raises(InputError, match="`num_sequences` must be at least 64, not 63"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], num_sequences=63)
     with pytest.raises(InputError, match="context"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], length=65)
     with pytest.raises(InputError, match="at least two models"):
         fingerprint([draw(SHAPE, 1)])
-    with pytest.raises(InputError, match="`method` as one of"):
+    with pytest.raises(InputError, match="`method` cannot be 'guess'"):
         fingerprint([draw(SHAPE, 1), draw(SHAPE, 2)], method="guess")
 
 

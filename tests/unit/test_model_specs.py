@@ -140,7 +140,7 @@ def test_what_is_no_run_is_refused(run, tmp_path):
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(InputError, match="a causal language model"):
         find_configuration(tmp_path / "empty")
-    with pytest.raises(InputError, match="a seed from 0"):
+    with pytest.raises(InputError, match=r"`seed` must be from 0 to 2\^63 - 1, not -1"):
         draw(find_configuration("tiny"), -1)
     for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "loaded as it was saved")):
         with pytest.raises(InputError, match=refused):

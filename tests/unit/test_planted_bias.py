@@ -181,7 +181,7 @@ def test_agreement_is_a_preference_and_not_the_same_answer_to_the_same_sequence(
 
 def test_weights_that_are_not_numbers_and_too_few_sequences_are_refused():
     loaded = planted()
-    with pytest.raises(InputError, match="`num_sequences` of at least 16"):
+    with pytest.raises(InputError, match="`num_sequences` must be at least 16"):
         bias(loaded, num_sequences=8, length=LENGTH)
     with pytest.raises(InputError, match="`seeds` beside a configuration only"):
         bias(loaded, seeds=4)

@@ -255,7 +255,7 @@ def test_a_prefix_that_the_other_remedies_make_needless_is_told(chain):
 
 
 def test_what_cannot_be_done_is_refused(monkeypatch):
-    with pytest.raises(sinkscope.InputError, match="a remedy"):
+    with pytest.raises(sinkscope.InputError, match="at least one remedy"):
         sinkscope.remedy(tiny_model("llama"), torch.zeros(18, 24, dtype=torch.long))
     ids = torch.randint(97, (18, 24), generator=torch.Generator().manual_seed(0))
     with pytest.raises(sinkscope.InputError, match="norm with gains"):

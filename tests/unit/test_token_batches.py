@@ -131,7 +131,7 @@ class TestRandom:
 
     @pytest.mark.parametrize("seed", [-1, 2**32, 2**63])
     def test_a_seed_that_draws_anothers_tokens_is_refused(self, loaded, seed):
-        refused(lambda: token_batch(loaded, seed=seed), "a seed from 0 to 4294967295", str(seed))
+        refused(lambda: token_batch(loaded, seed=seed), "`seed` must be from 0 to 4294967295", str(seed))
         assert token_batch(loaded, seed=2**32 - 1).seed == 2**32 - 1
 
     def test_several_end_tokens(self):
@@ -182,7 +182,7 @@ class TestRepeat:
 
     @pytest.mark.parametrize("argument", ["-1", "x", "1.5", "2147483648"])
     def test_no_id(self, loaded, argument):
-        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "repeat:ID", argument, "repeat:42")
+        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "token id", f"repeat:{argument}", "repeat:42")
 
 
 class TestText:
@@ -316,8 +316,10 @@ class TestText:
         ]
 
     def test_no_file(self, loaded, tmp_path):
-        refused(lambda: token_batch(loaded, f"text:{tmp_path / 'none.txt'}"), "a text file", "no 'none.txt'")
-        refused(lambda: token_batch(loaded, f"text:{tmp_path}"), "a text file", "a folder")
+        refused(
+            lambda: token_batch(loaded, f"text:{tmp_path / 'none.txt'}"), "There is no file", "none.txt", "a text file"
+        )
+        refused(lambda: token_batch(loaded, f"text:{tmp_path}"), f"{tmp_path} is a folder", "a text file")
 
     def test_no_tokenizer(self, bare, text):
         refused(

@@ -202,7 +202,7 @@ def test_lambda_is_shared_across_heads_by_default():
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("headnorm", {}, "expected `variant` as one of softmax, head_norm, .*found 'headnorm'"),
+        ("headnorm", {}, "`variant` cannot be 'headnorm'. Choose one of softmax, head_norm, "),
         ("softmax", {"per_head": True}, "it has none; found per_head = True"),
         ("head_norm", {"perhead": True}, "per_head \\(bool\\), offset \\(bool\\), initial_lambda \\(float\\)"),
         ("head_norm", {"per_head": "yes"}, "found per_head = 'yes'"),

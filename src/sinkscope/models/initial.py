@@ -75,7 +75,7 @@ def draw(
     # Of a seed torch's generator keeps 32 bits on a CPU: 2^32 would draw the model of seed 0. Our decoder hashes it.
     bits = 63 if configuration.config.model_type == "sinkscope_decoder" else 32
     if not 0 <= seed < 1 << bits:
-        raise InputError(expected=f"a seed from 0 to 2^{bits} - 1", found=str(seed), next_step="Choose another seed")
+        raise InputError(f"`seed` must be from 0 to 2^{bits} - 1, not {seed}.")
     model = drawn(configuration, seed)
     return placed(
         model, name or f"{configuration.name}, seed {seed}", configuration.tokenizer, dtype=dtype, device=device
@@ -97,9 +97,9 @@ def _check_size(configuration: Configuration) -> None:
         size = 4 * sum(each.numel() for each in _built(configuration).parameters())
     if size > (memory := memory_bytes()):
         raise InputError(
-            expected=f"a model of the shape of {shortened(configuration.name)} that this machine can hold",
-            found=f"{size / 1e9:,.0f} GB of weights, and {memory / 1e9:,.0f} GB of memory",
-            next_step="Take a smaller configuration or, for a fingerprint, `fresh=0` and `unrelated` models",
+            f"The weights of {shortened(configuration.name)} need {size / 1e9:,.0f} GB, and this machine has "
+            f"{memory / 1e9:,.0f} GB of memory. Take a smaller configuration or, for a fingerprint, `fresh=0` and "
+            "`unrelated` models."
         )
 
 
