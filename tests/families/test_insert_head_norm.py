@@ -169,7 +169,7 @@ def test_refusals(tmp_path):
 def test_an_edit_before_the_norm_is_normalised_and_one_behind_it_is_not(family):
     model, entering = tiny_model(family), {}
     calibration = given_batch(torch.randint(3, 97, (64, 20), generator=torch.Generator().manual_seed(2)))
-    with pytest.raises(InputError, match="a norm on the value aggregation"):
+    with pytest.raises(InputError, match="Layer 0 has no norm on the value aggregation"):
         sinkscope.amplify_variance(model, 5, 4.0, calibration=calibration, before_norm=True)
     (layer, *_), (norm, *_) = anatomy_of(model).layers, insert_head_norm(model)
     norm.register_forward_pre_hook(lambda module, args: entering.update(norm=args[0].clone()))

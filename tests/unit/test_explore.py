@@ -143,10 +143,10 @@ WRONG = {
     "an empty prompt": ({"prompt": ""}, "at least 2 tokens"),
     "edits that are no pairs": ({"edits": [["mask_to_self"]]}, "`edits`"),
     "too many edits": ({"edits": [["mask_to_self", "1"]] * 17}, "`edits`"),
-    "an unknown kind": ({"edits": [["format", "c:"]]}, "kinds of interventions"),
+    "an unknown kind": ({"edits": [["format", "c:"]]}, "The kinds are mask_to_self"),
     "an unreadable edit": ({"edits": [["amplify", "ten"]]}, "POSITION:FACTOR"),
-    "a position outside": ({"edits": [["mask_to_self", "99"]]}, "positions from 0 to"),
-    "one place twice": ({"edits": [["mask_to_self", "3"]] * 2}, "different things or places"),
+    "a position outside": ({"edits": [["mask_to_self", "99"]]}, "no position 99. Choose from 0 to"),
+    "one place twice": ({"edits": [["mask_to_self", "3"]] * 2}, "set the mask at the same place"),
     "a negative start": ({"start": -1}, "`start`"),
     "another quantity": ({"quantity": "__class__"}, "`quantity` cannot be '__class__'. Choose one of"),
 }

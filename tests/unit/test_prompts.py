@@ -180,7 +180,9 @@ def test_numbered_sequences_of_texts_of_unequal_length_are_refused(model):
     texts."""
     batch = unequal((44, 40, 44, 40))
     with sinkscope.mask_to_self(model, 10, sequences=[1]):
-        with pytest.raises(sinkscope.InputError, match="texts of one length, since mask_to_self"):
+        with pytest.raises(
+            sinkscope.InputError, match="mask_to_self acts on numbered sequences, so all texts must have one length"
+        ):
             sinkscope.trace(model, batch)
         assert sinkscope.trace(model, batch.ids).recording["mixing"][:, 10].min() < 1
     with sinkscope.mask_to_self(model, 10):
@@ -223,7 +225,7 @@ def test_a_model_by_name_is_refused_while_an_intervention_is_on(model):
     """What is loaded anew would be read untouched. Control: the object is read, and names are afterwards."""
     with sinkscope.mask_to_self(model, 10):
         for named in ("reference:softmax", None):
-            with pytest.raises(sinkscope.InputError, match="a model object, since an intervention is on"):
+            with pytest.raises(sinkscope.InputError, match="mask_to_self is on and acts on a model object"):
                 sinkscope.trace(named)
         sinkscope.trace(model, torch.arange(3, 23)[None])
     assert sinkscope.trace("reference:softmax", torch.arange(3, 23)[None]).findings

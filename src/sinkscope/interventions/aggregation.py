@@ -74,13 +74,12 @@ class AggregationEdit(Intervention):
         position = one_index(position)
         self.name, self.factor, self.position, self.needs = formula, factor, position, (position,)
         if not math.isfinite(factor):
-            raise InputError(expected="a finite factor", found=str(factor), next_step="Give `factor` such as 4")
+            raise InputError(f"The factor must be a finite number, such as 4, not {factor}.")
         calibration, self.calibrated_on = calibration_of(model, calibration, position)
         if calibration.num_sequences < MIN_CALIBRATION:
             raise InputError(
-                expected=f"a calibration batch of at least {MIN_CALIBRATION} sequences",
-                found=str(calibration.num_sequences),
-                next_step="Give more sequences: a mean over few is mostly their noise",
+                f"The calibration batch has {calibration.num_sequences} sequences; at least {MIN_CALIBRATION} are "
+                "needed. A mean over fewer is mostly their noise."
             )
         super().__init__(
             model,
@@ -94,9 +93,8 @@ class AggregationEdit(Intervention):
         )
         if before_norm and (without := [layer.index for layer in self.layers() if layer.aggregation_norm is None]):
             raise InputError(
-                expected="a norm on the value aggregation, for `before_norm`",
-                found=f"none in layer {without[0]}",
-                next_step="Leave `before_norm` out: without a norm there is one side",
+                f"Layer {without[0]} has no norm on the value aggregation, so nothing can act before it. Leave "
+                "`before_norm` out."
             )
         self._model, self._batch = bare_model(model), calibration
         self._calibrations: dict[tuple[Intervention, ...], dict[int, LayerCalibration]] = {}
@@ -193,9 +191,8 @@ class AggregationEdit(Intervention):
 
 def no_variance(where: str) -> InputError:
     return InputError(
-        expected=f"sequences that differ {where}",
-        found="the same state in every sequence, so there is no variance to scale",
-        next_step="Leave out the beginning-of-sequence token, or choose another position",
+        f"All sequences have the same state {where}, so there is no variance to scale. Leave out the "
+        "beginning-of-sequence token, or choose another position."
     )
 
 

@@ -24,7 +24,15 @@ from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.prompts import check_one_length
 from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
-from sinkscope.tracing.edits import OpenIntervention, check_acted, depth, open_interventions, opened, owner
+from sinkscope.tracing.edits import (
+    OpenIntervention,
+    check_acted,
+    check_indices,
+    depth,
+    open_interventions,
+    opened,
+    owner,
+)
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.restored import restored
 from sinkscope.tracing.sole_reader import everything_eager, sole_reader
@@ -108,13 +116,10 @@ class Intervention(contextlib.AbstractContextManager):
         chosen = (place.positions, place.heads, place.sequences, place.items)
         # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
         self.place = replace(place, layers=() if any(some is not None and not some for some in chosen) else layers)
-        if place.heads is not None and (wrong := [h for h in place.heads if not 0 <= h < self.anatomy.num_heads]):
-            _refuse("a head", self.anatomy.num_heads, wrong, "others with `heads`")
-        for indices, what in ((place.positions, "positions"), (place.sequences, "sequences")):
+        check_indices("head", place.heads, self.anatomy.num_heads)
+        for indices, what in ((place.positions, "position"), (place.sequences, "sequence")):
             if indices and min(indices) < 0:
-                raise InputError(
-                    expected=f"{what} from 0 on", found=str(min(indices)), next_step=f"Choose {what} of the text"
-                )
+                raise InputError(f"There is no {what} {min(indices)}: the first one is 0.")
         self._opened: list[contextlib.ExitStack] = []
 
     def __repr__(self) -> str:
@@ -163,9 +168,8 @@ class Intervention(contextlib.AbstractContextManager):
         for other in active(self.anatomy):
             if other.place.overlaps(self.place):
                 raise InputError(
-                    expected="interventions that act on different things or places",
-                    found=f"{other.name} and {self.name} both set the {self.place.on} at the same place",
-                    next_step="Leave one of them out, or move it to other layers, positions, heads or sequences",
+                    f"Both {other.name} and {self.name} set the {self.place.on} at the same place. Leave one of them "
+                    "out, or move it to other layers, positions, heads or sequences."
                 )
         intervention = OpenIntervention(
             name=self.name,
@@ -199,9 +203,8 @@ def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise InputError(
-            expected="passes over the whole text, since an intervention acts on positions",
-            found=f"a cache of {cache.get_seq_length()} tokens",
-            next_step="Give use_cache=False to generate()",
+            "An intervention acts on positions of the whole text, but this pass continues a cache of "
+            f"{cache.get_seq_length()} tokens. Give use_cache=False to generate()."
         )
 
 
@@ -275,19 +278,12 @@ def check_text(place: Place, num_batch: int, length: int) -> None:
     check_indices("sequence", place.sequences, num_batch)
 
 
-def check_indices(what: str, chosen: Indices, count: int) -> None:
-    """Refuses positions or sequences that the text does not have."""
-    if wrong := [index for index in chosen or () if not 0 <= index < count]:
-        _refuse(f"a {what}", count, wrong, f"another {what}, or a longer text")
-
-
 def check_held(held: Tensor, now: Tensor) -> None:
     """Refuses values [B, T, ...] that were recorded on a batch of another shape than the one that is running."""
     if held.shape[:2] != now.shape[:2]:
         raise InputError(
-            expected=f"a batch of {held.shape[0]} x {held.shape[1]} tokens, which the clamp was made from",
-            found=f"{now.shape[0]} x {now.shape[1]}",
-            next_step="Make the clamp from the batch that the model runs on, and trace it in one chunk",
+            f"The clamp was made from a batch of {held.shape[0]} x {held.shape[1]} tokens, but the model runs on "
+            f"{now.shape[0]} x {now.shape[1]}. Make it from the batch that the model runs, and trace it in one chunk."
         )
 
 
@@ -337,7 +333,7 @@ def as_indices(chosen: int | Sequence[int] | None) -> Indices:
     several: list[Any] = list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, str) else [chosen]
     if wrong := [index for index in several if isinstance(index, bool) or not hasattr(index, "__index__")]:
         raise InputError(
-            expected="a whole number, or several", found=repr(wrong[0]), next_step="Count from 0, as in 10 or [10, 12]"
+            f"{wrong[0]!r} is not a whole number. Give one or several, counted from 0, such as 10 or [10, 12]."
         )
     return tuple(dict.fromkeys(map(operator.index, several)))
 
@@ -347,9 +343,7 @@ def one_index(position: int) -> int:
     chosen = as_indices(position) or ()
     if len(chosen) != 1:
         raise InputError(
-            expected="one position",
-            found=repr(position),
-            next_step="Open an intervention for each: they act together",
+            f"This intervention acts on one position, not {position!r}. Open one for each: they act together."
         )
     return chosen[0]
 
@@ -361,14 +355,5 @@ def all_layers(model: Model, layers: int | Sequence[int] | None) -> tuple[int, .
 
 
 def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:
-    if wrong := [layer for layer in layers if not 0 <= layer < len(anatomy.layers)]:
-        _refuse("a layer", len(anatomy.layers), wrong, "others with `layers`")
+    check_indices("layer", layers, len(anatomy.layers))
     return tuple(sorted(set(layers)))
-
-
-def _refuse(what: str, count: int, wrong: list[int], next_step: str) -> None:
-    raise InputError(
-        expected=f"{what} from 0 to {count - 1}",
-        found=", ".join(map(str, wrong)),
-        next_step=f"Choose {next_step}",
-    )

@@ -150,9 +150,8 @@ class Untouched:
         if wrong := [position for position in _positions(requests) if not 0 <= position < self.batch.length]:
             is_prompt = self.batch.kind == "text" and self.batch.source is None
             raise InputError(
-                expected=f"positions from 0 to {self.batch.length - 1}",
-                found=", ".join(map(str, wrong)),
-                next_step=f"Choose others, or a {'longer `prompt`' if is_prompt else 'greater `length`'}",
+                f"There is no position {', '.join(map(str, wrong))}. Choose from 0 to {self.batch.length - 1}, or "
+                f"give a {'longer `prompt`' if is_prompt else 'greater `length`'}."
             )
         setting = self.setting
         with evaluation_mode(self.loaded.model):

@@ -8,7 +8,7 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
-from sinkscope.errors import InputError
+from sinkscope.arguments import check_choice
 from sinkscope.interventions.base import (
     Acted,
     AttentionPlace,
@@ -41,10 +41,7 @@ class MaskEdit(Intervention):
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         self.name = name
-        if mode not in ("only", "allow", "block"):
-            raise InputError(
-                expected="a mode of only, allow or block", found=repr(mode), next_step="Choose one of them"
-            )
+        check_choice("mode", mode, ("only", "allow", "block"))
         rows, columns = as_indices(queries) or (), as_indices(keys) or ()
         acts = bool(columns) or mode == "only"
         place = Place(

@@ -62,7 +62,7 @@ class MatchMoments(AggregationEdit):
         """`nearest`: comes as near as it can where a level cannot be met, instead of refusing."""
         if variance is None and energy is None:
             raise InputError(
-                expected="a level to match", found="none", next_step="Give `variance`, `energy` or both, as 'untouched'"
+                "There is no level to match. Give one, such as 'untouched', as `variance`, `energy` or both."
             )
         self._wanted, self._nearest = (variance, energy), nearest
         kinds = [kind for kind, level in (("variance", variance), ("energy", energy)) if level is not None]
@@ -108,9 +108,9 @@ class MatchMoments(AggregationEdit):
             return mean_C + across_C * (missing / across_C.square().mean()).sqrt()
         if of_deviation > (1 + TOLERANCE) * energy and not self._nearest:
             raise InputError(
-                expected=f"an energy at position {self.position} of layer {layer} that its variance leaves room for",
-                found=f"{energy:.3g} wanted, where the deviation alone has {of_deviation:.3g}",
-                next_step=f"Match the variance too (`match_moments={self.position}`), or in other layers",
+                f"At position {self.position} of layer {layer} the energy cannot be {energy:.3g}, since the deviation "
+                f"alone has {of_deviation:.3g}. Match the variance too (`match_moments={self.position}`), or choose "
+                "other layers."
             )
         return mean_C * max(0.0, 1 + missing / of_mean) ** 0.5
 
@@ -190,11 +190,7 @@ def moments_under(level: Level, model: torch.nn.Module, calibration: TokenBatch,
     if isinstance(level, Mapping):
         return level
     if isinstance(level, str) and level != UNTOUCHED:
-        raise InputError(
-            expected="a level: 'untouched', an intervention or several",
-            found=repr(level),
-            next_step="Choose one of them",
-        )
+        raise InputError(f"A level is 'untouched', an intervention or several, not {level!r}.")
     others = [] if isinstance(level, str) else [level] if isinstance(level, Intervention) else level
     found: dict[int, Moments] = {}
 

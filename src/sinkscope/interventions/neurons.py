@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor
 
-from sinkscope.arguments import check_whole
+from sinkscope.arguments import check_choice, check_whole
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Acted,
@@ -27,14 +27,13 @@ from sinkscope.interventions.base import (
     as_indices,
     calibration_of,
     check_held,
-    check_indices,
     hook_on,
     indices,
 )
 from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.edits import ExpertEdit, editing_experts, suspend
+from sinkscope.tracing.edits import ExpertEdit, check_indices, editing_experts, suspend
 from sinkscope.tracing.replay import ConditionReading, read_units
 from sinkscope.tracing.units import LayerUnits
 
@@ -142,10 +141,7 @@ class AblateNeurons(NeuronEdit):
     ) -> None:
         super().__init__(model, "ablate_neurons", units, **where)
         self.mode, self.needs = mode, None if mode == "resample" else self.place.positions or ()
-        if mode not in ("zero", "mean", "resample"):
-            raise InputError(
-                expected="a mode of zero, mean or resample", found=repr(mode), next_step="Choose one of them"
-            )
+        check_choice("mode", mode, ("zero", "mean", "resample"))
         self.seen: dict[Group, Tensor] = {}
         if mode != "zero":
             batch, self.calibrated_on = calibration_of(model, calibration)
@@ -184,7 +180,7 @@ class TransplantNeurons(NeuronEdit):
         self.source, self.needs = source, (source, target)
         if source < 0 or source == target:
             raise InputError(
-                expected="two different positions, from 0 on", found=f"{source} and {target}", next_step="Choose others"
+                f"A transplant needs two different positions, counted from 0, not {source} and {target}. Choose others."
             )
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
@@ -230,10 +226,7 @@ class DensifyNeurons(Intervention):
         avoid: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise InputError(
-                expected="a mode of spread, move or turn", found=repr(mode), next_step="Choose one of them"
-            )
+        check_choice("mode", mode, get_args(Mode))
         units = as_units(units)
         self.groups = checked_units(anatomy_of(bare_model(model)), units)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))

@@ -49,21 +49,14 @@ def requests(
     """What is asked for, by kind, as requests; refuses what cannot be parsed."""
     if not isinstance(asked, Mapping):
         raise InputError(
-            expected="interventions by kind, in a dictionary",
-            found=reprlib.repr(asked),
-            next_step=f"Give one, such as {{'mask_to_self': 10}}; the kinds are {', '.join(KINDS)}",
+            f"Interventions are a dictionary by kind, such as {{'mask_to_self': 10}}, not {reprlib.repr(asked)}. "
+            f"The kinds are {', '.join(KINDS)}."
         )
     if not asked:
-        raise InputError(
-            expected="at least one intervention",
-            found="none",
-            next_step=f"Give one, such as `mask_to_self=10`; the kinds are {_named(KINDS)}",
-        )
+        raise InputError(f"Give at least one intervention, such as `mask_to_self=10`. The kinds are {_named(KINDS)}.")
     if unknown := [name for name in asked if name not in KINDS]:
         raise InputError(
-            expected=f"kinds of interventions: {', '.join(KINDS)}",
-            found=", ".join(unknown),
-            next_step="Choose among them",
+            f"There is no kind of intervention called {', '.join(unknown)}. The kinds are {', '.join(KINDS)}."
         )
     where = {}
     for option, chosen in (("layers", layers), ("heads", heads)):
@@ -72,9 +65,7 @@ def requests(
         if not any(option in KINDS[name].takes for name in asked):
             able = [name for name, kind in KINDS.items() if option in kind.takes]
             raise InputError(
-                expected=f"an intervention that `{option}` can choose {option} for: {_named(able)}",
-                found=_named(asked),
-                next_step=f"Leave `{option}` out",
+                f"`{option}` cannot be chosen for {_named(asked)}. Leave `{option}` out, or use it with {_named(able)}."
             )
         where[option] = tuple(
             _read(chosen, option, "numbers such as 0-2,7", whole_numbers)
@@ -114,11 +105,7 @@ def _read(given: Any, name: str, form: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(_written(given))
     except (ValueError, AttributeError):  # the latter of what is no text, no number and no unit
-        raise InputError(
-            expected=f"`{name}` as {form}",
-            found=reprlib.repr(given),
-            next_step="Write each of them in that form",
-        ) from None
+        raise InputError(f"`{name}` cannot be {reprlib.repr(given)}. Write {form}.") from None
 
 
 def _named(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
+from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
     Acted,
@@ -26,7 +27,6 @@ from sinkscope.interventions.base import (
     as_indices,
     batch_of,
     check_held,
-    check_indices,
     check_text,
     hook_on,
     indices,
@@ -35,6 +35,7 @@ from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.edits import check_indices
 from sinkscope.tracing.replay import ConditionReading, read_condition
 from sinkscope.tracing.taps import leaving
 
@@ -108,13 +109,11 @@ class SetDimensions(ResidualEdit):
         self.mode, self.source = mode, source
         if mode != "mean":
             self.needs = (*(self.place.positions or ()), *(() if source is None else (source,)))
-        needs = {"zero": True, "mean": calibration is not None, "transplant": source is not None}
-        if not needs.get(mode):
-            raise InputError(
-                expected="a mode of zero, mean (with a calibration batch) or transplant (with a source position)",
-                found=repr(mode),
-                next_step="Choose one, and give what it needs",
-            )
+        check_choice("mode", mode, ("zero", "mean", "transplant"))
+        if mode == "mean" and calibration is None:
+            raise InputError("`mode='mean'` needs a `calibration` batch.")
+        if mode == "transplant" and source is None:
+            raise InputError("`mode='transplant'` needs a `source` position.")
         self.mean_LTM: Tensor | None = None
         if mode == "mean" and calibration is not None:
             ids_BT = batch_of(model, calibration).ids
@@ -131,9 +130,8 @@ class SetDimensions(ResidualEdit):
             mean_TM = self.mean_LTM[layer].to(new_BTE)
             if len(mean_TM) != new_BTE.shape[1]:
                 raise InputError(
-                    expected=f"a text of {len(mean_TM)} tokens, as in the calibration batch: the mean is by position",
-                    found=str(new_BTE.shape[1]),
-                    next_step="Calibrate on sequences as long as the text",
+                    f"The mean is taken by position over texts of {len(mean_TM)} tokens, but this text has "
+                    f"{new_BTE.shape[1]}. Calibrate on sequences as long as the text."
                 )
             new_BTE[..., chosen] = mean_TM
         else:
@@ -208,7 +206,7 @@ def clamp(
     """
     neurons = as_units(neurons)
     if not (neurons or dimensions or norms):
-        raise InputError(expected="something to hold", found="nothing", next_step="Give neurons, dimensions or norms")
+        raise InputError("A clamp needs something to hold. Give `neurons`, `dimensions` or `norms`.")
     if not isinstance(untouched, ConditionReading):
         owner = bare_model(model)
         batch = batch_of(model, untouched)
@@ -247,7 +245,6 @@ class Clamp(contextlib.ExitStack):
 def _check_dimensions(anatomy: Anatomy, dimensions: Sequence[int]) -> None:
     if wrong := [dimension for dimension in dimensions if not 0 <= dimension < anatomy.width]:
         raise InputError(
-            expected=f"dimensions from 0 to {anatomy.width - 1}",
-            found=", ".join(map(str, wrong)),
-            next_step="Choose dimensions of this model; 'sinkscope trace' lists the massive ones",
+            f"There is no dimension {', '.join(map(str, wrong))}. Choose from 0 to {anatomy.width - 1}; 'sinkscope "
+            "trace' lists the massive ones."
         )

@@ -21,7 +21,7 @@ from sinkscope.tracing.attention_rule import (
     distance_tensor,
     sampled_queries,
 )
-from sinkscope.tracing.edits import RowEdit
+from sinkscope.tracing.edits import RowEdit, check_indices
 from sinkscope.tracing.tiles import TILE_ELEMENTS
 
 
@@ -92,12 +92,7 @@ def _check(edits: tuple[RowEdit, ...], num_batch: int, num_heads: int, length: i
         ("sequence", num_batch, [index for edit in edits for index in edit.sequences or ()]),
     )
     for name, count, indices in named:
-        if wrong := sorted({index for index in indices if not 0 <= index < count}):
-            raise InputError(
-                expected=f"a {name} from 0 to {count - 1}",
-                found=", ".join(map(str, wrong)),
-                next_step=f"Choose another {name}" + (", or a longer text" if name == "position" else ""),
-            )
+        check_indices(name, indices, count)
 
 
 def _by_head(rows_BHqX: Tensor, right_BKXY: Tensor) -> Tensor:
@@ -128,9 +123,7 @@ def _allowed(
         allowed_BHqS[index] = {"only": keys_S.expand_as(now), "allow": now | keys_S, "block": now & ~keys_S}[edit.mode]
     if not bool(allowed_BHqS.any(-1).all()):
         raise InputError(
-            expected="at least one key that each edited query may see",
-            found="a query whose every key is hidden",
-            next_step="Let the query see at least its own key, as mask_to_self does",
+            "With this mask a query may attend to no key at all. Leave it at least its own key, as mask_to_self does."
         )
     return allowed_BHqS
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,35 +169,41 @@ def check_is_object(model: object) -> None:
     anew."""
     acting = open_interventions()
     if acting and (model is None or isinstance(model, str | Path)):
+        given = "no model is given" if model is None else f"{str(model)!r} is only a name"
         raise InputError(
-            expected="a model object, since an intervention is on",
-            found=f"{'no model' if model is None else repr(str(model))} beside {acting[-1].name}",
-            next_step="Load it first, model = sinkscope.load(...), and give that to both",
+            f"{acting[-1].name} is on and acts on a model object, but {given}. Load it first, model = "
+            "sinkscope.load(...), and give that to both."
         )
+
+
+def check_indices(what: str, chosen: Iterable[int] | None, count: int) -> None:
+    """Refuses layers, heads, positions or sequences that the model or the text does not have."""
+    if wrong := sorted({index for index in chosen or () if not 0 <= index < count}):
+        longer = ", or give a longer text" if what == "position" else ""
+        raise InputError(f"There is no {what} {', '.join(map(str, wrong))}. Choose from 0 to {count - 1}{longer}.")
 
 
 def check_chunks(num_chunks: int) -> None:
     """Refuses to split a batch whose sequences an intervention tells apart."""
-    if num_chunks > 1:
-        _refuse_by_sequence(
-            "the whole batch in one chunk",
-            f"{num_chunks} chunks",
-            "Take fewer or shorter sequences, or raise `chunk_tokens`",
+    if num_chunks > 1 and (name := _by_sequence()):
+        raise InputError(
+            f"{name} acts on numbered sequences, so the whole batch must fit in one chunk, but it takes {num_chunks}. "
+            "Take fewer or shorter sequences, or raise `chunk_tokens`."
         )
 
 
 def check_one_pass(num_lengths: int) -> None:
     """Refuses to read texts of each length by themselves where an intervention tells the sequences apart."""
-    if num_lengths > 1:
-        _refuse_by_sequence("texts of one length", f"{num_lengths} lengths", "Cut the texts to one length")
+    if num_lengths > 1 and (name := _by_sequence()):
+        raise InputError(
+            f"{name} acts on numbered sequences, so all texts must have one length, but there are {num_lengths}. Cut "
+            "the texts to one length."
+        )
 
 
-def _refuse_by_sequence(expected: str, found: str, next_step: str) -> None:
-    for each in open_interventions():
-        if each.by_sequence:
-            raise InputError(
-                expected=f"{expected}, since {each.name} acts on numbered sequences", found=found, next_step=next_step
-            )
+def _by_sequence() -> str | None:
+    """The name of an intervention that is on and tells sequences apart."""
+    return next((each.name for each in open_interventions() if each.by_sequence), None)
 
 
 @contextlib.contextmanager
