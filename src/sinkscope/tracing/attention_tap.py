@@ -206,10 +206,11 @@ def _attention(
         )
     unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
     if unknown or dropout or others.get("is_causal") is False:
+        given = ", ".join(sorted(unknown)) or "dropout or a bidirectional mask"
         raise InputError(
-            expected="attention made of scaling, a causal mask, windows, soft-capping, learned sinks and a sigmoid",
-            found=f"further arguments to attention: {', '.join(sorted(unknown)) or 'dropout or a bidirectional mask'}",
-            next_step="Use a model without them, or teach sinkscope/tracing/attention_tap.py what they mean",
+            f"Attention is called with {given}, which cannot be read. What can be read is scaling, a causal mask, "
+            "windows, soft-capping, learned sinks and a sigmoid. Use a model without the rest, or teach "
+            "sinkscope/tracing/attention_tap.py what it means."
         )
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -240,17 +241,12 @@ def _mask(
         asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
         return AttentionMaskInterface()[before](*asked, **others)
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise InputError(
-            expected="sequences of equal length",
-            found="padding in the attention mask",
-            next_step="Cut the sequences to one length",
-        )
+        raise InputError("There is padding in the attention mask. Cut the sequences to one length.")
     window = local_size if local_size is not None and local_size < kv_length else None
     if q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
         raise InputError(
-            expected="a causal mask, with or without a sliding window",
-            found="another pattern of who may attend to whom (chunks, packed sequences, a prefix or a cache)",
-            next_step="Use a model or input without it",
+            "Only a causal mask can be read, with or without a sliding window. This one is another (chunks, packed "
+            "sequences, a prefix or a cache): use a model or input without it."
         )
     return CausalMask(window)
 
@@ -346,9 +342,8 @@ class _SdpaCalls(TorchFunctionMode):
             is_plain = mask is not None and mask.shape == self.marker.shape
         if not is_plain:
             raise InputError(
-                expected="a plain causal call of scaled_dot_product_attention",
-                found="a mask tensor (padding or a bias)",
-                next_step="Cut the sequences to one length, or use a model without an attention bias",
+                "scaled_dot_product_attention is called with a mask tensor (padding or a bias), but only a plain "
+                "causal call can be read. Cut the sequences to one length, or use a model without an attention bias."
             )
         rule = AttentionRule(
             scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.layer.attention)

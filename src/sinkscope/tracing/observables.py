@@ -393,21 +393,15 @@ def resolved(observables: Iterable[Observable | str] | None) -> tuple[Observable
     for observable in observables:
         if isinstance(observable, str) and observable not in known:
             raise InputError(
-                expected=f"observables: {', '.join(known)}; or an Observable",
-                found=observable,
-                next_step="Choose some of these in `observables`, or write a record of your own",
+                f"There is no observable called {observable}. Choose `observables` among {', '.join(known)}, or write "
+                "an Observable of your own."
             )
         record = known[observable] if isinstance(observable, str) else observable
         if chosen.setdefault(record.name, record) != record:
-            raise InputError(
-                expected="observables with names of their own",
-                found=f"two named {record.name}",
-                next_step="Give yours another name",
-            )
+            raise InputError(f"There are two observables named {record.name}. Give yours another name.")
         if record.axes in TABLE_OF_AXES and not record.meaning:
             raise InputError(
-                expected=f"a meaning for each column of the table `{TABLE_OF_AXES[record.axes]}`",
-                found=f"none for {record.name}",
-                next_step="Write what it is, in a sentence, as its `meaning`",
+                f"{record.name} becomes a column of the table {TABLE_OF_AXES[record.axes]} but has no `meaning`. Write "
+                "what it is, in a sentence."
             )
     return tuple(chosen.values())

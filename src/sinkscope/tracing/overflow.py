@@ -26,7 +26,7 @@ def check_finite(model: nn.Module, largest_LT: Tensor, *, first_layer: int = 0) 
 def overflow(model: nn.Module, where: str) -> InputError:
     """The error for NaN or infinity somewhere in a pass."""
     dtype = next(str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point())
-    next_step = "Look at its weights: no type is wider"
+    advice = "Look at the model's weights: no type is wider."
     if dtype in WIDER:
-        next_step = f'Load the model with `dtype="{WIDER[dtype]}"`, or weaken the intervention, if one is on'
-    return InputError(expected=f"numbers that {dtype} can hold", found=f"NaN or infinity {where}", next_step=next_step)
+        advice = f'Load the model with `dtype="{WIDER[dtype]}"`, or weaken the intervention, if one is on.'
+    return InputError(f"There is NaN or infinity {where}: {dtype} cannot hold such numbers. {advice}")

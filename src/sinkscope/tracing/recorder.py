@@ -186,9 +186,7 @@ class Recording:
         """By layer, where it was recorded."""
         if name not in self.by_layer:
             raise InputError(
-                expected=f"a recording of {name}",
-                found=f"one of {', '.join(self.by_layer)}",
-                next_step="Record it: leave `observables` out, or name it there",
+                f"{name} was not recorded, only {', '.join(self.by_layer)}. Leave `observables` out, or name it there."
             )
         return self.by_layer[name]
 
@@ -292,9 +290,7 @@ def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) 
     check_count("length", length, 2)
     if context is not None and length > context:
         raise InputError(
-            expected=f"at most {context} tokens, the model's context",
-            found=f"`length={length}`",
-            next_step=f"Give `length={context}`",
+            f"`length={length}` exceeds the model's context of {context} tokens. Give `length={context}` or less."
         )
     check_keys(keys, length)
     return None if keys is None else torch.tensor(sorted(set(map(int, keys))), dtype=torch.long)

@@ -32,11 +32,7 @@ def sole_reader(model: nn.Module) -> Iterator[None]:
     with _making:
         lock = _locks.setdefault(getattr(model, "base_model", model), threading.RLock())
     if not lock.acquire(blocking=False):
-        raise InputError(
-            expected="a model that no other thread is reading",
-            found="one that another thread is still reading",
-            next_step="Wait for it, or load the model a second time",
-        )
+        raise InputError("Another thread is still reading this model. Wait for it, or load the model a second time.")
     try:
         with everything_eager():
             yield

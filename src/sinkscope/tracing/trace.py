@@ -116,9 +116,8 @@ class Trace(Result):
             super().write(folder)
         elif not self.tables:
             raise InputError(
-                expected="an observable that fills a table, or all of them",
-                found=", ".join(self.recording.by_layer),
-                next_step="Take these from `recording`, or leave `observables` out",
+                f"There is no table to save: {', '.join(self.recording.by_layer)} fill none. Take these from "
+                "`recording`, or leave `observables` out."
             )
         else:
             self.write_tables(folder)
