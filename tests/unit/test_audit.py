@@ -347,7 +347,7 @@ def test_as_many_random_tokens_are_none_of_the_sinks():
         ({"num_sequences": 1}, "`num_sequences` must be at least 2, not 1"),
         ({"text": "nowhere.txt"}, "no file nowhere.txt"),
         ({"text": torch.full((12, 64), 97)}, "token ids from 0 to 96"),
-        ({"text": torch.zeros(17, 64, dtype=torch.long)}, "at least 18 texts"),
+        ({"text": torch.zeros(17, 64, dtype=torch.long)}, "17 texts, but at least 18 are needed"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(tiny, options, message):

@@ -50,7 +50,7 @@ def test_interventions_and_probes_work_on_it(model):
 
 
 def test_a_study_of_it_is_refused(model):
-    with pytest.raises(sinkscope.InputError, match="found OwnGPT, without `config`"):
+    with pytest.raises(sinkscope.InputError, match="OwnGPT has no `config`"):
         sinkscope.study(model)
 
 

@@ -270,7 +270,10 @@ def test_numbers_as_notebooks_have_them(model):
         (lambda model: sinkscope.bias(model, controls="none"), "`controls` cannot be 'none'."),
         (lambda model: sinkscope.fingerprint("reference:softmax"), "a list of at least two models, not 1."),
         (lambda model: sinkscope.fingerprint(model), "a list of at least two models, not 1."),
-        (lambda model: sinkscope.sink_tokens(model, "The cat sat.", neurons=[(7, 438)]), "what `sink_neurons` found"),
+        (
+            lambda model: sinkscope.sink_tokens(model, "The cat sat.", neurons=[(7, 438)]),
+            "must be what `sink_neurons` returns",
+        ),
         (lambda model: sinkscope.transplant_neurons(model, "1:3", 0.0, 5), "`source` must be a whole number, not 0.0."),
     ],
 )

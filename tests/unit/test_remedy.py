@@ -280,7 +280,7 @@ def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tm
 
 def test_units_whose_weights_are_worked_out_cannot_be_unplugged():
     config = DecoderConfig(**{**preset("tiny"), "feed_forward_variant": "bounded_swiglu"})
-    with pytest.raises(sinkscope.InputError, match="down projections whose weights can be set"):
+    with pytest.raises(sinkscope.InputError, match="computes its weights, so they cannot be set"):
         sinkscope.unplug(Decoder(config), [Unit(0, None, 3)])
 
 

@@ -137,7 +137,7 @@ def _neurons(*neurons):
 def test_a_watch_that_saw_nothing_says_so(chain):
     model, ids = chain
     watch = sinkscope.SinkWatch(model, sinkscope.sink_neurons(model, ids[:2]))
-    with pytest.raises(sinkscope.InputError, match="none yet"):
+    with pytest.raises(sinkscope.InputError, match="No text was read yet"):
         _ = watch.mask
 
 

@@ -61,12 +61,12 @@ def test_few_windows_are_title_pages(loaded, tmp_path):
 
 def test_what_is_too_short_is_refused_with_sizes_that_fit(loaded, tmp_path):
     text = " ".join(["w10"] * 2600)
-    advice = r"100 tokens in each of 36 parts.*found 71 in one of a\.txt.*`num_sequences=9` or `length=71`"
+    advice = r"36 parts of a\.txt needs 100 tokens, but one has 71\. Use at most `num_sequences=9` or `length=71`, or"
     with pytest.raises(InputError, match=advice):
         windows(loaded, tmp_path / "a.txt", text, length=100, num_sequences=20)
     assert windows(loaded, tmp_path / "a.txt", text, length=100, num_sequences=9).length == 100
     assert windows(loaded, tmp_path / "a.txt", text, length=71, num_sequences=20).length == 71
-    with pytest.raises(InputError, match=r"one of a\.txt\. Use a longer text"):
+    with pytest.raises(InputError, match=r"parts of a\.txt needs .* but one has \d+\. Use a longer text"):
         windows(loaded, tmp_path / "a.txt", text, length=300, num_sequences=200)
 
 

@@ -81,11 +81,7 @@ class Setting:
         loaded = load(self.model)
         prefix = sink_prefix(loaded, TokenBatch(ids=self.calibration, kind="given", leading_ids=self.leading_ids))
         if not prefix.ids:
-            raise InputError(
-                expected="a prefix after which texts have no sinks of their own",
-                found=f"none: {prefix.why_none}",
-                next_step="Try another of the remedies",
-            )
+            raise InputError(f"There is no prefix for this model: {prefix.why_none}. Try another remedy.")
         return prefix, other_prefix(loaded, prefix, seed=self.seed)
 
     def exempted(self, scheme: Scheme) -> list[str]:
@@ -243,12 +239,10 @@ REMEDIES: tuple[Remedy, ...] = (
 
 
 def check_plain(model: Any, ids_NT: Tensor) -> np.ndarray:
-    """[N, T - 1] the losses of the untouched model; refuses a model that gives none."""
+    """[N, T - 1] the losses of the baseline model; refuses a model that gives none."""
     plain_NT = losses(model, ids_NT)
     if not np.isfinite(plain_NT).all():
         raise InputError(
-            expected="finite losses of the untouched model",
-            found="NaN or infinity",
-            next_step="Load the model with `dtype='float32'`, or check its weights",
+            "The baseline model's losses are NaN or infinite. Load it with `dtype='float32'`, or check its weights."
         )
     return plain_NT

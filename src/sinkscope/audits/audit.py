@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from sinkscope.arguments import CALIBRATION, check_audit
+from sinkscope.arguments import CALIBRATION, check_audit, check_choice
 from sinkscope.audits.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
 from sinkscope.audits.audit_result import AuditResult, Cell
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES, torchao_damages
@@ -104,10 +104,8 @@ def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
 
 
 def _schemes(names: Sequence[str] | None) -> list[Scheme]:
-    if unknown := [name for name in names or () if name not in SCHEMES]:
-        raise InputError(
-            expected=f"`schemes` among {', '.join(SCHEMES)}", found=repr(unknown[0]), next_step="Choose some of them"
-        )
+    for name in names or ():
+        check_choice("schemes", name, SCHEMES)
     return [SCHEMES[name] for name in names or SCHEMES]
 
 

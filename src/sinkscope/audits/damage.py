@@ -88,9 +88,8 @@ def scheme_losses(
         found = losses(model, ids_NT, prefix=prefix, each=each)
     if not np.isfinite(found).all():
         raise InputError(
-            expected=f"finite losses under {scheme.name}",
-            found="NaN or infinity: a value was too large for the model's numbers",
-            next_step="Load the model with `dtype='float32'`, or check its weights",
+            f"Under {scheme.name} losses are NaN or infinite: a value was too large for the model's numbers. Load the "
+            "model with `dtype='float32'`, or check its weights."
         )
     return found
 

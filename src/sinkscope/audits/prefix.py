@@ -139,18 +139,16 @@ def room_for_prefix(model: Any, length: int) -> int:
 
     if any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=model.config).layers):
         raise InputError(
-            expected="a model whose layers see all earlier tokens, for a prefix",
-            found="layers with a sliding window, which soon forget it",
-            next_step="Leave `prefix` out, or choose another model",
+            "This model has layers with a sliding window, which soon forget a prefix. Leave `prefix` out, or choose a "
+            "model whose layers see all earlier tokens."
         )
     context = context_length(model)
     if context is None or length < context:
         return MOST_TOKENS if context is None else min(MOST_TOKENS, context - length)
     shorter = max(AUDIT_LENGTH, context - MOST_TOKENS)
+    advice = f"Give `length={shorter}`." if shorter < context else "Leave `prefix` out."
     raise InputError(
-        expected=f"texts that leave room for a prefix in the model's context of {context}",
-        found=f"`length={length}`",
-        next_step=f"Give `length={shorter}`" if shorter < context else "Leave `prefix` out",
+        f"`length={length}` leaves no room for a prefix in the model's context of {context} tokens. {advice}"
     )
 
 
@@ -188,9 +186,8 @@ def cache_of(loaded: LoadedModel, ids: Sequence[int]) -> tuple[tuple[Tensor, Ten
         model(torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device), past_key_values=cache)
     if not cache.get_seq_length() == len(ids):
         raise InputError(
-            expected="a model that keeps keys and values in a cache, for a prefix",
-            found=f"{type(model).__name__}, which does not",
-            next_step="Leave `prefix` out, or choose another model",
+            f"{type(model).__name__} keeps no keys and values in a cache, so it can have no prefix. Leave `prefix` "
+            "out, or choose another model."
         )
     kept: Any = cache.layers
     return tuple((layer.keys.detach(), layer.values.detach()) for layer in kept)

@@ -279,14 +279,13 @@ def _check_plain(model: Any, folder: RunFolder) -> None:
             logits = model(ids.to(model.device)).logits.cpu()
         apart = float((again.eval()(ids).logits - logits).abs().max())
     except (OSError, ValueError, RuntimeError) as error:
-        raise _not_plain(first_line(error)) from error
+        raise _not_plain(first_line(error).removesuffix(".")) from error
     if apart > 1e-3 * float(logits.abs().max()):
-        raise _not_plain(f"logits that differ by {apart:.1e} when it is loaded again")
+        raise _not_plain(f"its logits differ by {apart:.1e} when it is loaded again")
 
 
-def _not_plain(found: str) -> InputError:
+def _not_plain(why: str) -> InputError:
     return InputError(
-        expected="a model that plain transformers can save and load",
-        found=found,
-        next_step="Choose a model of a family that transformers has, without parts of sinkscope's own",
+        f"Plain transformers cannot save and load this model: {why}. Choose a model of a family that transformers has, "
+        "without parts of sinkscope's own."
     )

@@ -84,9 +84,8 @@ class Scheme:
         known = self.modules(model)
         if unknown := [name for name in modules or () if name not in known]:
             raise InputError(
-                expected=f"modules of this model that {self.name} acts on, such as {known[0]}",
-                found=unknown[0],
-                next_step="Choose among `Scheme.modules(model)`",
+                f"{self.name} acts on no module of this model called {unknown[0]}. Choose among "
+                f"`Scheme.modules(model)`, such as {known[0]}."
             )
         chosen = known if modules is None else [name for name in known if name in modules]
         with sole_reader(model):
@@ -125,11 +124,13 @@ def linear_layers(model: Any) -> dict[str, Any]:
     own = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
     experts = [layer.index for layer in anatomy_of(model).layers if layer.experts is not None]
     if own or experts or not layers:
-        found = f"experts in layer {experts[0]}" if experts else own[0] if own else type(model).__name__
+        if experts:
+            why = f"has experts in layer {experts[0]}"
+        else:
+            why = f"has {own[0]}" if own else f"({type(model).__name__}) has none"
         raise InputError(
-            expected="a model whose projections are linear layers (torch.nn.Linear, or Conv1D of GPT-2)",
-            found=found,
-            next_step="Use a dense model",
+            "All projections must be linear layers (torch.nn.Linear, or Conv1D of GPT-2), but this model "
+            f"{why}. Use a dense model."
         )
     return layers
 
@@ -215,11 +216,7 @@ def attend(
 ) -> Tensor:
     """[B, T, H, D] attention written out, a tile of queries at a time, under a model's own rule and a mask of ours."""
     if rule.edits:
-        raise InputError(
-            expected="no interventions on the mask beside this scheme",
-            found="some",
-            next_step="Leave the interventions on the mask out",
-        )
+        raise InputError("This scheme cannot act beside an intervention on the mask. Leave the intervention out.")
     num_batch, num_heads, length, _ = query_BHTD.shape
     groups = num_heads // key_BKSD.shape[1]
     key_BHSD, value_BHSD = (x.repeat_interleave(groups, 1) for x in (key_BKSD, value_BKSD))
@@ -266,10 +263,10 @@ def _rounded_inputs(
     scheme: Scheme, model: Any, chosen: list[str], ranges: Mapping[str, float] | None, keep_BT: Tensor | None
 ) -> contextlib.AbstractContextManager:
     if scheme.shared_by == "calibration" and (ranges is None or not set(chosen) <= set(ranges)):
+        given = "none are given" if ranges is None else "these are of other layers"
         raise InputError(
-            expected=f"`ranges` of every linear layer, which {scheme.name} takes its scales from",
-            found="none" if ranges is None else "ranges of other layers",
-            next_step="Give what `least_error_ranges` returns for a calibration text",
+            f"{scheme.name} takes its scales from `ranges` of every linear layer, but {given}. Give what "
+            "`least_error_ranges` returns for a calibration text."
         )
     every = linear_layers(model)
 

@@ -180,9 +180,8 @@ class SinkWatch:
     def __init__(self, model: Model, neurons: SinkNeurons) -> None:
         if not isinstance(neurons, SinkNeurons):
             raise InputError(
-                expected="what `sink_neurons` found",
-                found=reprlib.repr(neurons),
-                next_step="Give `neurons=sinkscope.sink_neurons(model, texts)`",
+                f"`neurons` must be what `sink_neurons` returns, not {reprlib.repr(neurons)}. Give "
+                "`neurons=sinkscope.sink_neurons(model, texts)`."
             )
         self.anatomy = anatomy_of(bare_model(model))
         checked_units(self.anatomy, [neuron.unit for neuron in neurons.neurons])
@@ -204,10 +203,9 @@ class SinkWatch:
 
     def _any(self, tell: Callable[[SinkNeuron, Tensor], Tensor]) -> Tensor:
         if len({num_sequences for num_sequences, _ in self._shapes}) != 1:
+            why = "One cache joins batches of several sizes" if self._shapes else "No text was read yet"
             raise InputError(
-                expected="a text that was read, or several side by side",
-                found="batches of several sizes, joined by one cache" if self._shapes else "none yet",
-                next_step="Call the model, or model.generate, inside the with block, for one batch at a time",
+                f"{why}. Call the model, or model.generate, inside the with block, for one batch at a time."
             )
         mask_BT = torch.zeros(self._shapes[0][0], sum(length for _, length in self._shapes), dtype=torch.bool)
         for neuron, steps in zip(self.neurons, self._seen, strict=True):

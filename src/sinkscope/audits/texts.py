@@ -54,17 +54,15 @@ def texts_to_measure(
     if text is not None and not isinstance(text, str | Path):
         if bos is not None:
             raise InputError(
-                expected="`bos` for a text file, or for what the model writes itself",
-                found=f"`bos={bos}` beside ids, which begin as they are",
-                next_step="Leave `bos` out",
+                f"`bos={bos}` is for a text file, or for what the model writes itself, but ids begin as they are. "
+                "Leave `bos` out."
             )
         batch = as_batch(loaded, text)
         check_one_length(batch, "losses are compared by position")
         if batch.num_sequences <= CALIBRATION + 1:
             raise InputError(
-                expected=f"at least {CALIBRATION + 2} texts: {CALIBRATION} calibrate, and two or more are held out",
-                found=str(batch.num_sequences),
-                next_step="Give more rows of ids",
+                f"There are {batch.num_sequences} texts, but at least {CALIBRATION + 2} are needed: {CALIBRATION} "
+                "calibrate, and two or more are held out. Give more rows of ids."
             )
         if prefix:
             room_for_prefix(loaded.model, batch.length)
@@ -129,10 +127,9 @@ def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: in
         most = shortest * len(rows) // length - CALIBRATION
         ways = [f"`num_sequences={most}`"] * (most >= AUDIT_SEQUENCES)
         ways += [f"`length={shortest}`"] * (shortest >= AUDIT_LENGTH)
+        advice = f"Use at most {' or '.join(ways)}, or a longer text." if ways else "Use a longer text."
         raise InputError(
-            expected=f"{length} tokens in each of {len(rows)} parts of the text",
-            found=f"{shortest} in one of {source_of(name)}",
-            next_step=f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text",
+            f"Each of {len(rows)} parts of {source_of(name)} needs {length} tokens, but one has {shortest}. {advice}"
         )
     ids = torch.tensor(rows)
     check_ids(loaded.model, ids)

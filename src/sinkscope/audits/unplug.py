@@ -28,9 +28,8 @@ def unplug(model: Model, units: Iterable[UnitLike]) -> Any:
         weight_EF[:, list(neurons)] = 0
         if not torch.equal(anatomy.layers[layer].group_weight(expert), weight_EF):
             raise InputError(
-                expected="down projections whose weights can be set",
-                found=f"one that works its weights out, in layer {layer}",
-                next_step="Take the units out with `ablate_neurons`",
+                f"The down projection of layer {layer} computes its weights, so they cannot be set. Take the neurons "
+                "out with `ablate_neurons`."
             )
     return unplugged
 

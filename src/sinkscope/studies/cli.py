@@ -52,12 +52,11 @@ class ValueOfBos(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for given, value in pairwise([*args, "--"]):
-            if given == "--no-bos" or (given == "--bos" and value.startswith("--")):
-                raise InputError(
-                    expected=f"`bos` with a value: {', '.join(CHOICES)}",
-                    found="none" if given == "--bos" else given,
-                    next_step="Give `bos=True`" if given == "--bos" else "Give `bos=False`",
-                )
+            choices = ", ".join(CHOICES)
+            if given == "--no-bos":
+                raise InputError(f"A study has no --no-bos: `bos` takes a value ({choices}). Give `bos=False`.")
+            if given == "--bos" and value.startswith("--"):
+                raise InputError(f"`bos` needs a value ({choices}). Give, for example, `bos=True`.")
         return super().parse_args(ctx, args)
 
 

@@ -198,9 +198,8 @@ def study(
     check_study(length, num_sequences)
     if not (hasattr(loaded.model, "config") and hasattr(loaded.model, "get_output_embeddings")):
         raise InputError(
-            expected="a model of transformers: a study draws it afresh and reads its losses",
-            found=f"{type(loaded.model).__name__}, without `config` or `get_output_embeddings`",
-            next_step="Use `trace`, also inside the interventions, one by one",
+            f"{type(loaded.model).__name__} has no `config` or `get_output_embeddings`, but a study draws a model of "
+            "transformers afresh and reads its losses. Use `trace`, also inside the interventions, one by one."
         )
     others = (NUM_CHOOSING, MIN_CALIBRATION)
     whole = batch_with_others(
@@ -338,7 +337,7 @@ class _Run:
         try:
             kept = self.parts.kept(condition.part, STORED, turned)
         except InputError as error:
-            return error.found
+            return str(error)
         assert kept is not None
         outcomes[condition] = Outcome.of_tensors(kept)
         return ""
