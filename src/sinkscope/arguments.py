@@ -184,13 +184,12 @@ def check_keys(keys: Sequence[int] | None, length: int) -> None:
     chosen = list(keys) if isinstance(keys, Iterable) else None
     if chosen is None or not all(_is_whole(key) for key in chosen):
         raise InputError(f"`keys` must be a list of whole numbers such as `keys=[0, 10]`, not {reprlib.repr(keys)}.")
-    if not chosen:
-        raise InputError("`keys` is empty. Give, for example, `keys=[0, 10]`.")
     wrong = [key for key in chosen if not 0 <= key < length]
-    if wrong:
+    if wrong or not chosen:
+        named = ", ".join(map(str, wrong[:3])) or "an empty list"
         raise InputError(
-            f"`keys` must be positions from 0 to {length - 1}, not {', '.join(map(str, wrong[:3]))}. "
-            "Choose others, or a greater `length`."
+            f"`keys` must be positions from 0 to {length - 1}, not {named}. Give `keys=[0, 10]`, for example, or a "
+            "greater `length`."
         )
 
 

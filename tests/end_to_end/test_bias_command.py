@@ -151,7 +151,7 @@ def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tiny", "--length", 500), "at most 128 tokens"),
+        (("tiny", "--length", 500), "context of 128 tokens"),
         (("tiny", "--controls", "no_such"), "--controls cannot be 'no_such'. Choose one of tanh_activation"),
         (("no-such/folder/at/all",), "found no "),
         (("init:nowhere",), "a training run in nowhere"),

@@ -181,23 +181,23 @@ def test_options_that_cannot_work_are_refused_before_torch_is_imported(arguments
 
 
 AFTER_LOADING = {
-    ("trace", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
-    ("trace", "MODEL", "--tokens", "repeat:97"): "token ids from 0 to 96",
-    ("trace", "MODEL", "--tokens", "text:text.txt"): "found none with model",
-    ("trace", "ZEROS"): "only special tokens, unused ones",
+    ("trace", "MODEL", "--length", "5000"): "--length 5000 exceeds the model's context of 256 tokens",
+    ("trace", "MODEL", "--tokens", "repeat:97"): "Token ids must be from 0 to 96, not 97",
+    ("trace", "MODEL", "--tokens", "text:text.txt"): "model has no tokenizer",
+    ("trace", "ZEROS"): "only special ones, unused ones",
     ("trace", "LOUD", "--dtype", "float16"): "--dtype float32",
-    ("study", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
+    ("study", "MODEL", "--length", "5000"): "--length 5000 exceeds the model's context of 256 tokens",
     ("study", "LOUD", "--dtype", "float16"): "--dtype float32",
     ("intervene", "MODEL", "--mask-to-self", "3", "--layers", "9"): "layer",
     ("intervene", "MODEL", "--ablate", "0:9999"): "neuron",
-    ("bias", "MODEL", "--length", "5000"): "at most 256 tokens, the model's context",
-    ("bias", "ZEROS"): "only special tokens, unused ones",
+    ("bias", "MODEL", "--length", "5000"): "--length 5000 exceeds the model's context of 256 tokens",
+    ("bias", "ZEROS"): "only special ones, unused ones",
     ("bias", "MODEL", "--seeds", "2"): "Leave --seeds out",
     ("audit", "LOUD", "--dtype", "float16"): "--dtype float32",
     ("remedy", "SHORT", "--prefix", "--length", "128"): "Give --length 96",
     ("remedy", "LOUD", "--exempt", "--dtype", "float16"): "--dtype float32",
     ("fingerprint", "MODEL", "LOUD", "--vocabulary", "98", "--fresh", "0"): "98",
-    ("models", "text.txt"): "a model folder or a .gguf file",
+    ("models", "text.txt"): "text.txt is neither a model folder nor a .gguf file",
 }
 
 

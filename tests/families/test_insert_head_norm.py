@@ -161,7 +161,7 @@ def test_refusals(tmp_path):
     model.save_pretrained(tmp_path)
     model.config.sinkscope_head_norm = dict(OPTIONS)
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"o_proj.head_norm.weight with shape \[4, 12\].*found shape \[12\]"):
+    with pytest.raises(InputError, match=r"o_proj.head_norm.weight is of shape \[12\].*must have shape \[4, 12\]"):
         sinkscope.load(tmp_path)
 
 

@@ -112,22 +112,22 @@ def test_tied_embeddings_are_untied(family, tmp_path):
 
 @pytest.mark.parametrize("family", POST_NORMS)
 def test_a_norm_after_a_projection_is_refused(family):
-    with pytest.raises(InputError, match="a norm with gains after the projections of layer 0"):
+    with pytest.raises(InputError, match="a norm with gains follows the projections of layer 0"):
         rotate(tiny_model(family))
 
 
 def test_what_cannot_be_turned_is_refused():
-    with pytest.raises(InputError, match="embeddings that a projection"):
+    with pytest.raises(InputError, match="a projection brings the embeddings"):
         rotate(tiny_model("opt", word_embed_proj_dim=24))
     model = tiny_model("llama")
     for wrong in (torch.eye(47), 2 * torch.eye(48)):
-        with pytest.raises(InputError, match="orthogonal 48 x 48"):
+        with pytest.raises(InputError, match="must be orthogonal and 48 x 48"):
             rotate(model, wrong)
-    with pytest.raises(InputError, match="rows that add up to 1"):
+    with pytest.raises(InputError, match="rows must add up to 1"):
         rotate(tiny_model("gpt2"), random_rotation(48, seed=0))
     # A part that is not known: something elementwise on the stream, which only the logits betray.
     model.model.layers[1].register_forward_hook(lambda _, args, out: out.tanh() if torch.is_tensor(out) else out)
-    with pytest.raises(InputError, match="logits that differ"):
+    with pytest.raises(InputError, match="the logits change by"):
         rotate(model)
 
 

@@ -346,7 +346,7 @@ def test_as_many_random_tokens_are_none_of_the_sinks():
         ({"length": 63}, "`length` must be at least 64, not 63"),
         ({"num_sequences": 1}, "`num_sequences` must be at least 2, not 1"),
         ({"text": "nowhere.txt"}, "no file nowhere.txt"),
-        ({"text": torch.full((12, 64), 97)}, "token ids from 0 to 96"),
+        ({"text": torch.full((12, 64), 97)}, "Token ids must be from 0 to 96, not 97"),
         ({"text": torch.zeros(17, 64, dtype=torch.long)}, "17 texts, but at least 18 are needed"),
     ],
 )

@@ -159,15 +159,15 @@ class TestFolder:
         assert load(tmp_path, device="cpu").weight_hash == weight_hash(model)
         content = shards[1].read_bytes()
         shards[1].write_bytes(content[:-1])
-        refused(tmp_path, "intact safetensors", shards[1].name, "Fetch the file again")
+        refused(tmp_path, f"{shards[1].name} is corrupt or truncated", "Fetch the file again")
         shards[1].unlink()
-        refused(tmp_path, "every shard named in", f"no {shards[1].name}", "Fetch the missing shard")
+        refused(tmp_path, f"{shards[1].name}, which model.safetensors.index.json names, is missing", "Fetch it")
         index = tmp_path / "model.safetensors.index.json"
         for odd in ("../weights.safetensors", "a" * 5000):
             index.write_text(json.dumps({"weight_map": {"lm_head.weight": odd}}))
-            refused(tmp_path, "names of files", odd[:100])
+            refused(tmp_path, "must name files", odd[:100])
         index.write_text("{}")
-        refused(tmp_path, "name the shards", "no weight_map")
+        refused(tmp_path, "no weight_map, which names the shards")
         index.write_text("{")
         refused(tmp_path, index.name, "corrupt")
 
@@ -180,19 +180,19 @@ class TestFolder:
         weights = folder / "model.safetensors"
         load(folder, device="cpu")  # the control: before the damage it loads
         weights.write_bytes(damage(weights.read_bytes()))
-        refused(folder, "intact safetensors", "model.safetensors is corrupt or truncated", "Fetch the file again")
+        refused(folder, "model.safetensors is corrupt or truncated", "Fetch the file again")
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "last.ckpt"])
     def test_pickle(self, folder, name):
         (folder / name).write_bytes(b"")
         load(folder, device="cpu")  # beside safetensors a pickle is not opened, so it does no harm
         (folder / "model.safetensors").unlink()
-        refused(folder, "safetensors weights in tiny", f"pickle checkpoint ({name})", "Convert it to safetensors")
-        refused(folder / name, "safetensors", "pickle checkpoint", "Convert it to safetensors")
+        refused(folder, f"{name} in tiny is a pickle checkpoint", "Convert it to safetensors")
+        refused(folder / name, f"{name} is a pickle checkpoint", "Convert it to safetensors")
 
     def test_no_weights(self, folder):
         (folder / "model.safetensors").unlink()
-        refused(folder, "model.safetensors or model.safetensors.index.json", "only config.json")
+        refused(folder, "model.safetensors or model.safetensors.index.json in tiny", "only config.json")
 
     def test_an_adapter_names_its_base_and_the_lines_that_load_it(self, folder, tmp_path):
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=2))
@@ -216,28 +216,28 @@ class TestFolder:
         assert {part: one.name for part, one in found.items()} == names
         assert {one.weight_hash for one in found.values()} == {alone.weight_hash}
         shutil.rmtree(run / "model")
-        refused(run, "a finished training run", "one without a model yet", f"init:{run}")
+        refused(run, f"{run} has no model yet", "Finish it", f"init:{run}")
 
     def test_a_file_that_is_no_model(self, folder):
-        refused(folder / "model.safetensors", "a model folder", "the file model.safetensors", "Name the folder")
+        refused(folder / "model.safetensors", "model.safetensors is neither a model folder", "Name the folder")
 
     @pytest.mark.parametrize(
         ("content", "parts"),
         [
-            (None, ["config.json", "tiny without one", "Name the folder"]),
-            ("{", ["config.json", "corrupt", "Fetch"]),
-            ("[]", ["JSON object", "another kind"]),
+            (None, ["no config.json in tiny", "Name the folder"]),
+            ("{", ["config.json is corrupt (", "Fetch"]),
+            ("[]", ["config.json does not hold a JSON object. Fetch"]),
             ("\xff", ["config.json", "Fetch"]),
-            ("{}", ["a model_type", "none in tiny"]),
-            ('{"model_type": "nonsense"}', ["knows", "'nonsense' in tiny", "upgrade transformers"]),
+            ("{}", ["in tiny has no model_type"]),
+            ('{"model_type": "nonsense"}', ["does not know", "'nonsense' of tiny", "upgrade transformers"]),
             (
                 '{"model_type": "llama", "hidden_size": "wide"}',
-                ["that transformers can read", "expected int, got str", "mend config.json"],
+                ["cannot read config.json", "expected int, got str", "mend config.json"],
             ),
             ('{"model_type": "llama", "num_hidden_layers": 1000000000}', ["more than 4096", "num_hidden_layers 1000"]),
             ('{"model_type": "llama", "vision_config": {"num_labels": 1000000000}}', ["more than 4096", "num_labels"]),
-            ('{"model_type": "llama", "auto_map": 7}', ["an auto_map", "7"]),
-            ('{"model_type": "llama", "sliding_window": "wide"}', ["a sliding window of at least 1", "'wide'"]),
+            ('{"model_type": "llama", "auto_map": 7}', ["auto_map", "is 7"]),
+            ('{"model_type": "llama", "sliding_window": "wide"}', ["sliding_window", "at least 1 token", "'wide'"]),
         ],
     )
     def test_config(self, folder, content, parts):
@@ -248,26 +248,28 @@ class TestFolder:
     def test_missing_and_misshapen_weights(self, folder):
         name = "model.layers.1.mlp.down_proj.weight"
         edit_weights(folder, lambda weights: weights.update({name: torch.zeros(3, 3)}))
-        refused(folder, "weights that fit config.json")
+        refused(folder, "cannot load the weights that config.json describes")
         edit_weights(folder, lambda weights: weights.pop(name))
-        refused(folder, "every parameter", f"no weights for 1 of them, first {name}", "random weights")
+        refused(
+            folder, f"no weights for 1 of the parameters that config.json describes, first {name}", "random weights"
+        )
 
     def test_tied_weights_are_not_missing(self, tmp_path):
         llama(tie_word_embeddings=True).save_pretrained(tmp_path)
         assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
         load(tmp_path, device="cpu")
         edit_config(tmp_path, tie_word_embeddings=False)
-        refused(tmp_path, "no weights for 1 of them, first lm_head.weight")
+        refused(tmp_path, "no weights for 1 of the parameters", "first lm_head.weight")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
     def test_weights_that_are_not_finite(self, folder, name, value):
         edit_weights(folder, lambda weights: weights[name].view(-1)[-1:].fill_(value))
-        refused(folder, "finite weights", "NaN" if value != value else "an infinity", name)
+        refused(folder, f"There is {'NaN' if value != value else 'an infinity'} in {name}")
 
     def test_a_damaged_tokenizer(self, folder):
         (folder / "tokenizer.json").write_text("{")
-        refused(folder, "a tokenizer", "remove its files")
+        refused(folder, "cannot read the tokenizer", "remove its files")
 
     def test_without_tokenizer(self, folder):
         for file in folder.glob("tokenizer*"):
@@ -281,7 +283,7 @@ class TestFolder:
     def test_no_bos(self, tmp_path):
         llama(bos_token_id=None).save_pretrained(tmp_path)
         loaded = load(tmp_path, device="cpu")
-        with pytest.raises(InputError, match=r"none in .*`bos=False`"):
+        with pytest.raises(InputError, match=r"has no beginning-of-sequence token.*`bos=False`"):
             bos_id(loaded)
 
 
@@ -336,7 +338,7 @@ class TestRemoteCode:
             monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
         (folder / "own.py").write_text(self.CODE)
         edit_config(folder, model_type="own", auto_map=self.AUTO_MAP)
-        refused(folder, "part of transformers", "brings its own code", "`trust_remote_code=True`")
+        refused(folder, "not part of transformers", "brings its own code", "`trust_remote_code=True`")
         assert not (tmp_path / "modules").exists()
         loaded = load(folder, trust_remote_code=True, device="cpu")
         assert type(loaded.model).__name__ == "OwnModel"
@@ -350,9 +352,14 @@ class TestRemoteCode:
 class TestGiven:
     def test_as_it_is(self):
         model = llama()
-        refused(model, "a model object without `dtype`, `device` and `device_map`", "model.to(...)", dtype="bfloat16")
-        refused(model, "a model object without `dtype`, `device` and `device_map`", device="cpu")
-        refused(3, "a model name, a path, a model or None", "a int")
+        refused(
+            model,
+            "A model object is taken as it is, without `dtype`, `device` and `device_map`",
+            "model.to(...)",
+            dtype="bfloat16",
+        )
+        refused(model, "A model object is taken as it is, without `dtype`, `device` and `device_map`", device="cpu")
+        refused(3, "a model name, a path, a model or None", "A int")
         assert load(model).name == "LlamaForCausalLM"
 
     def test_buffers(self):
@@ -360,17 +367,17 @@ class TestGiven:
         model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
         load(model)  # -inf is what a mask is made of
         model.mask[0] = float("nan")
-        refused(model, "finite weights", "NaN in mask")
+        refused(model, "NaN in mask")
 
     def test_packed_weights(self):
         model = llama()
         model.lm_head.weight = torch.nn.Parameter(torch.zeros(96, 32, dtype=torch.int8), requires_grad=False)
-        refused(model, "float32, bfloat16", "lm_head.weight in int8", "full precision")
+        refused(model, "float32, bfloat16", "lm_head.weight is quantised, in int8", "full precision")
 
     def test_meta(self):
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-        refused(model, "weights with values", "meta device")
+        refused(model, "no values", "meta device")
 
 
 class TestWeightHash:
@@ -447,7 +454,7 @@ class TestHub:
 
     def test_refuses_an_encoder_before_its_weights_come(self, hub):
         BertConfig(**BERT).save_pretrained(hub.folder)
-        refused("owner/name", "owner/name, an encoder")
+        refused("owner/name", "owner/name is an encoder")
         assert len(hub.asked) == 1
 
     def test_refuses_an_adapter_with_the_name_of_its_base(self, hub):
@@ -458,16 +465,16 @@ class TestHub:
 
     def test_refuses_a_pickle_before_anything_comes(self, hub):
         hub.files = ["config.json", "pytorch_model.bin"]
-        refused("owner/name", "pickle checkpoint (pytorch_model.bin)", "safetensors weights in owner/name")
+        refused("owner/name", "pytorch_model.bin in owner/name is a pickle checkpoint")
         assert hub.asked == []
 
     @pytest.mark.parametrize(
         ("error", "parts"),
         [
-            (ConnectionError("Name or service not known"), ["no way to reach the Hub (Name or service not known)"]),
+            (ConnectionError("Name or service not known"), ["the Hub cannot be reached (Name or service not known)"]),
             (RepositoryNotFoundError, ["no 'owner/name' here, nor on the Hub", "Check the spelling"]),
             (GatedRepoError, ["gated", "hf auth login"]),
-            (RevisionNotFoundError, ["a revision of owner/name", "'v9'", "`revision`"]),
+            (RevisionNotFoundError, ["owner/name has no revision 'v9'", "`revision`"]),
         ],
     )
     def test_errors(self, hub, error, parts):
@@ -482,11 +489,11 @@ class TestHub:
     def test_without_a_network_a_name_is_refused(self, monkeypatch, tmp_path):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-        refused("no-such-owner/no-such-model", "no 'no-such-owner/no-such-model' here", "reach the Hub")
+        refused("no-such-owner/no-such-model", "no 'no-such-owner/no-such-model' here", "the Hub cannot be reached")
 
     @pytest.mark.parametrize("path", ["./no/such", "~/none", "none.gguf", "a/b/c", "none.safetensors", Path("a b")])
     def test_a_path_that_does_not_exist(self, path):
-        refused(path, "that exists", "no '", "Check the path")
+        refused(path, "no folder or .gguf file '", "Check the path")
 
     def test_revision_is_for_the_hub(self, saved):
         refused(saved, "`revision`", "not on the Hub", revision="main")
@@ -573,7 +580,7 @@ class TestGguf:
         path = tmp_path / "cut.gguf"
         for length in [*range(0, header.tensors_end, 97), header.data_start, len(content) - 1]:
             path.write_bytes(content[:length])
-            refused(path, "intact GGUF", "cut.gguf is corrupt or truncated", "Fetch the file again")
+            refused(path, "GGUF file cut.gguf is corrupt or truncated", "Fetch the file again")
         path.write_bytes(content)
         read_gguf_header(path)  # the control: whole, it passes
 
@@ -593,7 +600,7 @@ class TestGguf:
         damaged[offset : offset + len(content)] = content
         path = tmp_path / "damaged.gguf"
         path.write_bytes(damaged)
-        refused(path, "intact GGUF", "corrupt or truncated", reason)
+        refused(path, "GGUF file", "corrupt or truncated", reason)
 
     def test_more_layers_than_any_model_has(self, gguf_model, tmp_path):
         content, key = bytearray(gguf_model[0].read_bytes()), b"llama.block_count"
@@ -606,11 +613,11 @@ class TestGguf:
     def test_parts_missing_tensors_and_unknown_architectures(self, gguf_model, tmp_path):
         path, model = tmp_path / "other.gguf", gguf_model[1]
         write_gguf(path, model, parts=3)
-        refused(path, "the whole model", "one of 3 parts", "--merge")
+        refused(path, "one of 3 parts of a model", "--merge")
         write_gguf(path, model, leave_out="model.layers.1.mlp.up_proj.weight")
-        refused(path, "no weights for 1 of them, first model.layers.1.mlp.up_proj.weight")
+        refused(path, "no weights for 1 of the parameters", "first model.layers.1.mlp.up_proj.weight")
         write_gguf(path, model, architecture="nonsense")
-        refused(path, "a GGUF architecture that transformers can read, not 'nonsense'", "safetensors")
+        refused(path, "cannot read the GGUF architecture 'nonsense'", "safetensors")
 
 
 def test_a_model_on_the_cpu_is_in_float32_beside_a_gpu(saved, monkeypatch):

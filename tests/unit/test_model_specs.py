@@ -135,10 +135,10 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         load(f"init:{write_training_folder(tmp_path / 'older')}")
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run, unfinished, ignore=shutil.ignore_patterns("model"))
-    with pytest.raises(InputError, match="one without a model yet"):
+    with pytest.raises(InputError, match="has no model yet"):
         load(unfinished)
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(InputError, match="a causal language model"):
+    with pytest.raises(InputError, match="not a causal language model"):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match=r"`seed` must be from 0 to 2\^63 - 1, not -1"):
         draw(find_configuration("tiny"), -1)

@@ -235,7 +235,7 @@ def test_the_name_of_a_file_is_no_text(model, tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("A text. " * 40)
     monkeypatch.chdir(tmp_path)
     for named in ("book.txt", "text:book.txt", str(tmp_path / "book.txt")):
-        with pytest.raises(sinkscope.InputError, match="the name of a file"):
+        with pytest.raises(sinkscope.InputError, match="is the name of a file"):
             sinkscope.trace(model, named)
     assert sinkscope.trace(model, "a book.txt that I read").findings
 
@@ -264,9 +264,9 @@ def test_numbers_as_notebooks_have_them(model):
         (lambda model: sinkscope.token_batch(model, length="32"), "`length` must be a whole number, not '32'."),
         (lambda model: sinkscope.token_batch(model, seed=1.5), "`seed` must be a whole number, not 1.5."),
         (lambda model: sinkscope.token_batch(model, sinkscope), "Use random, text:FILE or repeat:ID."),
-        (lambda model: sinkscope.trace(model, [None]), "texts or token ids"),
+        (lambda model: sinkscope.trace(model, [None]), "Texts or token ids"),
         (lambda model: sinkscope.trace(model, [[1, 2, 3], [1]]), "shape [1]"),
-        (lambda model: sinkscope.intervene(model, {"mask_to_self": 3}, prompt=[]), "a text, or several; found none"),
+        (lambda model: sinkscope.intervene(model, {"mask_to_self": 3}, prompt=[]), "Give at least one text."),
         (lambda model: sinkscope.bias(model, controls="none"), "`controls` cannot be 'none'."),
         (lambda model: sinkscope.fingerprint("reference:softmax"), "a list of at least two models, not 1."),
         (lambda model: sinkscope.fingerprint(model), "a list of at least two models, not 1."),

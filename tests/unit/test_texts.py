@@ -82,6 +82,6 @@ def test_a_short_context_leaves_a_prefix_room_unless_a_length_is_asked_for(conte
 
 
 def test_ids_of_another_tokenizer_are_refused(loaded, tmp_path):
-    with pytest.raises(InputError, match="token ids from 0 to 96"):
+    with pytest.raises(InputError, match="Token ids must be from 0 to 96"):
         other = load(tiny_model("llama"), tokenizer=words_are_tokens({"w10": 97}))
         windows(other, tmp_path / "a.txt", " ".join(["w10"] * 200))

@@ -164,7 +164,7 @@ class TestRandom:
 
     def test_special_tokens_only(self):
         loaded = loaded_llama(None, vocab_size=3, pad_token_id=0)
-        refused(lambda: token_batch(loaded), "ordinary tokens", "only special tokens, unused ones")
+        refused(lambda: token_batch(loaded), "no ordinary tokens", "only special ones, unused ones")
 
 
 class TestRepeat:
@@ -177,7 +177,7 @@ class TestRepeat:
 
     @pytest.mark.parametrize("argument", ["96", "2147483647"])
     def test_outside_the_vocabulary(self, loaded, argument):
-        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "token ids from 0 to 95", "vocabulary")
+        refused(lambda: token_batch(loaded, f"repeat:{argument}"), "Token ids must be from 0 to 95", "vocabulary")
         assert token_batch(loaded, "repeat:95").ids[0, 0] == 95  # the control: the last row
 
     @pytest.mark.parametrize("argument", ["-1", "x", "1.5", "2147483648"])
@@ -216,7 +216,7 @@ class TestText:
         def batch(**options):
             return token_batch(loaded, f"text:{text}", **options)
 
-        found = "30 tokens in words.txt"
+        found = "words.txt has 30."
         refused(lambda: batch(length=8, num_sequences=4), "32 tokens", found, "`num_sequences=3` or `length=7`")
         batch(length=8, num_sequences=3)
         batch(length=7, num_sequences=4)
@@ -233,7 +233,7 @@ class TestText:
             sizes = {"length": length, "num_sequences": num_sequences}
             return batch_with_others(loaded, f"text:{text}", bos=False, **sizes, seed=0, others=2, least=least)
 
-        expected = "40 tokens for 6 sequences of 5 and 2 others"
+        expected = "6 sequences of 5 and 2 others need 40 tokens"
         refused(lambda: batch(5, 6), expected, "Use at most `num_sequences=4` or `length=3`, or")
         assert batch(5, 4).ids.shape == (6, 5)
         assert batch(3, 6).ids.shape == (8, 3)
@@ -255,7 +255,7 @@ class TestText:
         path.write_text("The cat sat on the mat, and the dog lay on the rug. " * 360)
         with pytest.raises(InputError) as refusal:
             call("reference:softmax", tokens=f"text:{path}", num_sequences=1000, **asked)
-        (found,) = map(int, re.findall(r"found (\d+) tokens", str(refusal.value)))
+        (found,) = map(int, re.findall(r" has (\d+)\. ", str(refusal.value)))
         advised = {name: int(number) for name, number in re.findall(r"`(\w+)=(\d+)`", str(refusal.value))}
         sizes = {"length": asked["length"], "num_sequences": 1000} | advised
         assert advised
@@ -266,10 +266,10 @@ class TestText:
     @pytest.mark.parametrize(
         ("content", "parts"),
         [
-            (b"", ["a text file with text", "empty"]),
+            (b"", ["no text in", "empty", "Name a text file"]),
             (b" \n\t", ["empty"]),
-            (b"w10 \xff w11", ["UTF-8", "at byte 4"]),
-            (b"w10 \0 w11", ["UTF-8", "a binary file"]),
+            (b"w10 \xff w11", ["not UTF-8 at byte 4"]),
+            (b"w10 \0 w11", ["a binary file", "UTF-8"]),
         ],
     )
     def test_not_text(self, loaded, tmp_path, content, parts):
@@ -322,15 +322,13 @@ class TestText:
         refused(lambda: token_batch(loaded, f"text:{tmp_path}"), f"{tmp_path} is a folder", "a text file")
 
     def test_no_tokenizer(self, bare, text):
-        refused(
-            lambda: token_batch(bare, f"text:{text}"), "a tokenizer", "none with LlamaForCausalLM", "`tokens='random'`"
-        )
+        refused(lambda: token_batch(bare, f"text:{text}"), "LlamaForCausalLM has no tokenizer", "`tokens='random'`")
 
     def test_a_tokenizer_of_another_model(self, text):
         small = loaded_llama(word_tokenizer(), vocab_size=20)
         refused(
             lambda: token_batch(small, f"text:{text}", length=10, num_sequences=2),
-            "ids from 0 to 19",
+            "ids must be from 0 to 19",
             "39",
             "tokenizer",
         )
@@ -351,15 +349,15 @@ class TestSizes:
         assert token_batch(loaded, length=2, num_sequences=1).ids.shape == (1, 2)
 
     def test_beyond_the_context(self, loaded):
-        refused(lambda: token_batch(loaded, length=129), "at most 128", "`length=129`", "`length=128`")
+        refused(lambda: token_batch(loaded, length=129), "context of 128 tokens", "`length=129`", "`length=128`")
         assert token_batch(loaded, length=128).length == 128
         gpt2 = load(GPT2LMHeadModel(GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=50)))
-        refused(lambda: token_batch(gpt2, length=9), "at most 8")
+        refused(lambda: token_batch(gpt2, length=9), "context of 8 tokens")
 
     def test_no_bos(self):
         loaded = loaded_llama(word_tokenizer(has_bos=False), bos_token_id=None)
         refused(lambda: token_batch(loaded, bos=True), "beginning-of-sequence", "`bos=False`")
-        refused(lambda: token_batch(loaded_llama(None, bos_token_id=500), bos=True), "ids from 0 to 95", "500")
+        refused(lambda: token_batch(loaded_llama(None, bos_token_id=500), bos=True), "ids must be from 0 to 95", "500")
 
 
 class TestGiven:
@@ -404,15 +402,15 @@ class TestGiven:
     @pytest.mark.parametrize(
         ("ids", "parts"),
         [
-            (torch.rand(2, 3), ["integer token ids", "float32"]),
-            (torch.ones(2, 3, dtype=torch.bool), ["integer token ids", "bool"]),
+            (torch.rand(2, 3), ["must be integers, not float32"]),
+            (torch.ones(2, 3, dtype=torch.bool), ["must be integers, not bool"]),
             ([[1, 2], [3]], ["at least 2 positions", "[1]"]),
             (torch.zeros(2, 3, 4, dtype=torch.long), ["[sequences, positions]", "[3, 4]"]),
-            (torch.zeros(0, 3, dtype=torch.long), ["none"]),
+            (torch.zeros(0, 3, dtype=torch.long), ["no token ids or texts"]),
             ([5], ["at least 2 positions", "[1]"]),
-            ([], ["token ids or texts", "none"]),
-            ({"ids": [[1, 2]]}, ["input_ids", "found ids"]),
-            ("text", ["texts or token ids", "'text'"]),
+            ([], ["no token ids or texts"]),
+            ({"ids": [[1, 2]]}, ["holds ids, and no input_ids"]),
+            ("text", ["Texts or token ids", "'text'"]),
         ],
     )
     def test_refused(self, ids, parts):
@@ -420,12 +418,12 @@ class TestGiven:
 
     @pytest.mark.parametrize("bad", [-1, NUM_ROWS])
     def test_vocabulary(self, loaded, bad):
-        refused(lambda: given_batch([[1, bad]], model=loaded), "ids from 0 to 95", str(bad))
-        refused(lambda: given_batch([[1, bad]], model=loaded.model), "ids from 0 to 95", str(bad))
+        refused(lambda: given_batch([[1, bad]], model=loaded), "ids must be from 0 to 95", str(bad))
+        refused(lambda: given_batch([[1, bad]], model=loaded.model), "ids must be from 0 to 95", str(bad))
         given_batch([[1, bad]])  # nothing to compare with
 
     def test_with_a_model(self, loaded):
-        refused(lambda: given_batch(torch.full((1, 129), 7), model=loaded), "at most 128")
+        refused(lambda: given_batch(torch.full((1, 129), 7), model=loaded), "context of 128 tokens")
         assert given_batch(self.IDS, model=loaded).bos
         assert not given_batch([[7, 8], [1, 2]], model=loaded).bos
 

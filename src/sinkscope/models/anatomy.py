@@ -72,9 +72,8 @@ def as_unit(given: UnitLike) -> Unit:
         return Unit(given.layer, given.expert, given.neuron)
     except (ValueError, TypeError, AttributeError):
         raise InputError(
-            expected="a unit as (layer, neuron), (layer, expert, neuron), '5:148' or a super neuron of a trace",
-            found=reprlib.repr(given),
-            next_step="Name it in one of these ways, such as '5:148'",
+            f"{reprlib.repr(given)} names no neuron. Give (layer, neuron), (layer, expert, neuron), '5:148' or a super "
+            "neuron of a trace."
         ) from None
 
 
@@ -120,11 +119,14 @@ class Layer:
         """[E, F] output vectors of one group of units; refuses a group that the layer does not have."""
         groups = dict(self.down_weights())
         if expert not in groups:
-            names = ", ".join("none" if name is None else str(name) for name in groups)
+            if self.experts is None:
+                raise InputError(
+                    f"Layer {self.index} has no experts, so no expert {expert}. Name its neurons as layer:neuron."
+                )
+            named = "no expert" if expert is None else f"expert {expert}"
             raise InputError(
-                expected=f"an expert of layer {self.index}: {names}",
-                found="none" if expert is None else str(expert),
-                next_step="Name the unit as layer:neuron in a dense layer, as layer:expert:neuron among experts",
+                f"Layer {self.index} has the experts {', '.join(map(str, groups))}, and {named} was named. Name its "
+                "neurons as layer:expert:neuron."
             )
         return groups[expert]
 
@@ -236,16 +238,14 @@ def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[Group, tu
     for layer, expert, neuron in map(as_unit, units):
         if not 0 <= layer < len(anatomy.layers):
             raise InputError(
-                expected=f"a layer from 0 to {len(anatomy.layers) - 1}",
-                found=str(layer),
-                next_step="Choose a layer of this model; 'sinkscope models NAME' shows them",
+                f"There is no layer {layer}. Choose from 0 to {len(anatomy.layers) - 1}; `sinkscope models NAME` shows "
+                "the layers of a model."
             )
         num_units = anatomy.layers[layer].group_weight(expert).shape[1]
         if not 0 <= neuron < num_units:
             raise InputError(
-                expected=f"a neuron of layer {layer} from 0 to {num_units - 1}",
-                found=str(neuron),
-                next_step="Choose a unit of this layer; 'sinkscope trace' lists those that matter",
+                f"There is no neuron {neuron} in layer {layer}. Choose from 0 to {num_units - 1}; `sinkscope trace` "
+                "lists those that matter."
             )
         groups.setdefault((layer, expert), set()).add(neuron)
     return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
@@ -261,18 +261,15 @@ def anatomy_of(model: Model) -> Anatomy:
     bare: AnyModule = bare_model(model)
     if isinstance(bare, str | Path):
         raise InputError(
-            expected="a model, or what load() gave",
-            found=f"a name, {reprlib.repr(bare)}",
-            next_step="Load it first: model = sinkscope.load(...)",
+            f"A model is needed here, not its name, {reprlib.repr(bare)}. Load it first: model = sinkscope.load(...)."
         )
     own = getattr(bare, "sinkscope_anatomy", None)
     if own is not None:
         return own
     if not hasattr(bare, "config"):
         raise InputError(
-            expected="a model of transformers, or one with the attribute sinkscope_anatomy",
-            found=f"a {type(bare).__name__} without either",
-            next_step="Give it the attribute, as examples/own_gpt.py does",
+            f"This {type(bare).__name__} is not a model of transformers, and has no attribute sinkscope_anatomy. "
+            "Give it one, as examples/own_gpt.py does."
         )
     return describe(_family_of(bare.config.get_text_config().model_type), bare)
 
@@ -283,9 +280,8 @@ def describe(family: Family, model: AnyModule) -> Anatomy:
     reason = family.unsupported(config)
     if reason is not None:
         raise InputError(
-            expected=f"a {family.name} model whose every module can be read",
-            found=reason,
-            next_step="Choose a model of this family without it; 'sinkscope models' lists what is supported",
+            f"This {family.name} model has {reason}, which sinkscope cannot read. Choose one without it; "
+            "`sinkscope models` lists what is supported."
         )
     return described(
         family,
@@ -311,9 +307,7 @@ def described(
     """The anatomy of any decoder read through a row: for a model of your own, to be its `sinkscope_anatomy`."""
     layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
     if not layers:
-        raise InputError(
-            expected="a model with layers", found="none", next_step="Check the number of layers in config.json"
-        )
+        raise InputError("This model has no layers. Check their number in config.json.")
     return Anatomy(
         family=family,
         decoder=decoder,
@@ -332,10 +326,9 @@ def _family_of(model_type: str) -> Family:
             return family
     names = ", ".join(family.name for family in FAMILIES)
     raise InputError(
-        expected=f"a model of one of the families {names}",
-        found=f"model type '{model_type}', which has no row in the family table",
-        next_step=f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says, "
-        "or give the model the attribute sinkscope_anatomy, as examples/own_gpt.py does",
+        f"The model type '{model_type}' belongs to none of the families {names}. "
+        f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says. "
+        "Or give the model the attribute sinkscope_anatomy, as examples/own_gpt.py does."
     )
 
 
@@ -347,9 +340,8 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
         hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "is_transposed", "_apply_gate")
     ):
         raise InputError(
-            expected=f"experts of layer {index} with gate_up_proj, down_proj and a gate",
-            found=type(experts).__name__,
-            next_step="Use a transformers version that keeps experts as 3-D parameters (5.17 or newer)",
+            f"The experts of layer {index} ({type(experts).__name__}) lack gate_up_proj, down_proj or a gate. Use "
+            "transformers 5.17 or newer, which keeps experts as 3-D parameters."
         )
     down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
     output_projection = attrgetter(family.output_projection)(block)
@@ -411,9 +403,8 @@ def is_transposed(part: AnyModule) -> bool:
 def _adapted(index: int, module: AnyModule) -> InputError:
     names = ", ".join(name for name, _ in module.named_parameters())
     return InputError(
-        expected=f"a plain projection in layer {index}, without an adapter or a scale",
-        found=f"a {type(module).__name__} with {names or 'no parameters'}",
-        next_step="Merge an adapter first (model = model.merge_and_unload()); load quantised weights in full precision",
+        f"Layer {index} has a {type(module).__name__} with {names or 'no parameters'}, not a plain projection. "
+        "Merge an adapter first (model = model.merge_and_unload()); load quantised weights in full precision."
     )
 
 

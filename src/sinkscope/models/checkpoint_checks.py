@@ -46,22 +46,18 @@ def refuse_path(path: Path) -> NoReturn:
     """Refuses what is neither a folder nor a .gguf file, and says what it is instead."""
     if not path.exists():
         raise InputError(
-            expected="a folder or a .gguf file that exists",
-            found=f"no {str(path)!r}",
-            next_step="Check the path; a Hugging Face name has the form owner/name",
+            f"There is no folder or .gguf file {str(path)!r}. Check the path; a Hugging Face name has the form "
+            "owner/name."
         )
     if path.suffix in PICKLE_SUFFIXES:
-        raise _pickle(path.name, "safetensors or GGUF weights")
-    raise InputError(
-        expected="a model folder or a .gguf file", found=f"the file {path.name}", next_step="Name the folder it is in"
-    )
+        raise _pickle(path.name)
+    raise InputError(f"{path.name} is neither a model folder nor a .gguf file. Name the folder it is in.")
 
 
-def _pickle(file: str, expected: str) -> InputError:
+def _pickle(file: str) -> InputError:
     return InputError(
-        expected=expected,
-        found=f"a pickle checkpoint ({file}), which can run any code when it is opened",
-        next_step="Convert it to safetensors: load it where you trust it, then model.save_pretrained(FOLDER)",
+        f"{file} is a pickle checkpoint, which can run any code when it is opened. "
+        "Convert it to safetensors: load it where you trust it, then model.save_pretrained(FOLDER)."
     )
 
 
@@ -70,23 +66,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(
-            expected="a model folder with a config.json",
-            found=f"{folder.resolve().name} without one",
-            next_step="Name the folder that save_pretrained wrote, or a .gguf file",
+            f"There is no config.json in {folder.resolve().name}. Name the folder that save_pretrained wrote, or a "
+            ".gguf file."
         )
     config = _read_json(path)
     if not isinstance(config.get("model_type"), str) and "auto_map" not in config:
         raise InputError(
-            expected="a config.json with a model_type",
-            found=f"none in {folder.resolve().name}",
-            next_step="Fetch the checkpoint again, or write its model_type into config.json",
+            f"The config.json in {folder.resolve().name} has no model_type. Fetch the checkpoint again, or write its "
+            "model_type into config.json."
         )
     check_counts(config)
     if not isinstance(config.get("auto_map") or {}, dict):
         raise InputError(
-            expected="an auto_map in config.json that names classes",
-            found=reprlib.repr(config["auto_map"]),
-            next_step="Fetch the checkpoint again, or mend config.json",
+            f"The auto_map in config.json must name classes, and is {reprlib.repr(config['auto_map'])}. Fetch the "
+            "checkpoint again, or mend config.json."
         )
     return config
 
@@ -110,11 +103,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:  # invalid UTF-8 is a ValueError too
         content = str(error)
     if not isinstance(content, dict):
-        raise InputError(
-            expected=f"{path.name} to hold a JSON object",
-            found=f"a corrupt file ({content})" if isinstance(content, str) else "another kind of JSON value",
-            next_step="Fetch the checkpoint again",
-        )
+        wrong = f"is corrupt ({content})" if isinstance(content, str) else "does not hold a JSON object"
+        raise InputError(f"{path.name} {wrong}. Fetch the checkpoint again.")
     return content
 
 
@@ -137,11 +127,11 @@ def check_weight_names(names: Iterable[str], checkpoint: str) -> None:
     if names & {WEIGHTS, WEIGHTS_INDEX}:
         return
     if pickles := sorted(name for name in names if name.endswith(PICKLE_SUFFIXES)):
-        raise _pickle(pickles[0], f"safetensors weights in {checkpoint}")
+        raise _pickle(f"{pickles[0]} in {checkpoint}")
+    held = f"holds only {', '.join(sorted(names)[:5])}" if names else "is empty"
     raise InputError(
-        expected=f"{WEIGHTS} or {WEIGHTS_INDEX} in {checkpoint}",
-        found="no such file" if not names else "only " + ", ".join(sorted(names)[:5]),
-        next_step="Name a folder with safetensors weights, or a .gguf file",
+        f"There is no {WEIGHTS} or {WEIGHTS_INDEX} in {checkpoint}, which {held}. Name a folder with safetensors "
+        "weights, or a .gguf file."
     )
 
 
@@ -154,36 +144,22 @@ def check_safetensors(folder: Path) -> dict[str, str]:
     if not (folder / WEIGHTS).is_file():
         weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise InputError(
-                expected=f"{WEIGHTS_INDEX} to name the shards",
-                found="no weight_map",
-                next_step="Fetch the checkpoint again",
-            )
+            raise InputError(f"{WEIGHTS_INDEX} has no weight_map, which names the shards. Fetch the checkpoint again.")
         shards = sorted({str(shard) for shard in weight_map.values()})
         if odd := next((shard for shard in shards if Path(shard).name != shard or len(shard) > 255), None):
             raise InputError(
-                expected=f"names of files in {WEIGHTS_INDEX}",
-                found=shortened(odd),
-                next_step="Fetch the checkpoint again",
+                f"{WEIGHTS_INDEX} must name files, and names {shortened(odd)}. Fetch the checkpoint again."
             )
     dtypes = {}
     for shard in shards:
         if not (folder / shard).is_file():
-            raise InputError(
-                expected=f"every shard named in {WEIGHTS_INDEX}",
-                found=f"no {shard}",
-                next_step="Fetch the missing shard",
-            )
+            raise InputError(f"{shard}, which {WEIGHTS_INDEX} names, is missing. Fetch it.")
         try:
             # Reads the header only; it also fails when the tensors do not cover the file to its last byte.
             with safe_open(folder / shard, framework="pt") as tensors:
                 dtypes |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise InputError(
-                expected="an intact safetensors file",
-                found=f"{shard} is corrupt or truncated ({first_line(error)})",
-                next_step="Fetch the file again",
-            ) from error
+            raise InputError(f"{shard} is corrupt or truncated ({first_line(error)}). Fetch the file again.") from error
     return dtypes
 
 
@@ -196,15 +172,13 @@ def check_code(described: dict[str, Any], name: str, *, trusted: bool) -> None:
     auto_map = described.get("auto_map") or {}
     if not trusted and "AutoModelForCausalLM" in auto_map and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InputError(
-            expected="a model whose code is part of transformers",
-            found=f"{name}, which brings its own code (auto_map in config.json)",
-            next_step="Read that code, then give `trust_remote_code=True` to run it",
+            f"{name} brings its own code (auto_map in config.json), which is not part of transformers. Read that code, "
+            "then give `trust_remote_code=True` to run it."
         )
     if model_type not in CONFIG_MAPPING and not (trusted and auto_map):
         raise InputError(
-            expected="a model type that this version of transformers knows",
-            found=f"{model_type!r} in {name}",
-            next_step="Check model_type in config.json, or upgrade transformers",
+            f"This version of transformers does not know the model type {model_type!r} of {name}. Check model_type in "
+            "config.json, or upgrade transformers."
         )
 
 
@@ -228,20 +202,22 @@ def check_causal(config: Any, name: str) -> None:
         kind = "a decoder with attention in both directions"
     # Code that comes with a checkpoint, or with a user's own model, is not in the mapping: its type is its own.
     elif model_type in CONFIG_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = None if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}) else "without a causal head"
+        kind = (
+            None
+            if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+            else "a model without a causal head"
+        )
     if kind is not None:
         raise InputError(
-            expected="a causal language model",
-            found=f"{name}, {kind} ({model_type})",
-            next_step="Name a decoder-only model; `sinkscope models` lists the families",
+            f"{name} is {kind} ({model_type}), not a causal language model. Name a decoder-only model; "
+            "`sinkscope models` lists the families."
         )
     windowed = "sliding_attention" in (getattr(text_config, "layer_types", None) or ["sliding_attention"])
     window = getattr(text_config, "sliding_window", None)
     if windowed and window is not None and not (isinstance(window, int) and window >= 1):
         raise InputError(
-            expected="a sliding window of at least 1 token",
-            found=f"sliding_window={reprlib.repr(window)}",
-            next_step="Write the window that the model was trained with into config.json, or null for none",
+            f"The sliding_window in config.json must be at least 1 token, not {reprlib.repr(window)}. Write the window "
+            "that the model was trained with, or null for none."
         )
 
 
@@ -250,9 +226,8 @@ def check_loading_info(info: dict[str, Any], name: str) -> None:
     for key, what in (("missing_keys", "no weights"), ("mismatched_keys", "weights of another shape")):
         if bad := sorted(str(entry) for entry in info.get(key) or ()):
             raise InputError(
-                expected=f"a weight in {name} for every parameter that config.json describes",
-                found=f"{what} for {len(bad)} of them, first {bad[0]}",
-                next_step="Fetch the checkpoint again; random weights are not put in place of missing ones",
+                f"{name} has {what} for {len(bad)} of the parameters that config.json describes, first {bad[0]}. Fetch "
+                "the checkpoint again; random weights are not put in place of missing ones."
             )
     check_scales(info.get("unexpected_keys") or (), name)
 
@@ -270,11 +245,7 @@ def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with align_module_device(module):
             parameter = getattr(module, last)
             if parameter.is_meta:
-                raise InputError(
-                    expected="weights with values",
-                    found=f"{name} on the meta device",
-                    next_step="Load the weights first",
-                )
+                raise InputError(f"{name} is on the meta device and has no values. Load the weights first.")
             yield name, parameter.detach()
 
 
@@ -283,9 +254,8 @@ def check_weights(model: nn.Module) -> None:
     for name, weight in each_weight(model):
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise InputError(
-                expected="weights in float32, bfloat16, float16 or float64",
-                found=f"{name} in {str(weight.dtype).removeprefix('torch.')}, from a quantised checkpoint",
-                next_step="Call model.dequantize() before you pass the model, or load it in full precision",
+                f"{name} is quantised, in {str(weight.dtype).removeprefix('torch.')} and not in float32, bfloat16, "
+                "float16 or float64. Call model.dequantize() before you pass the model, or load it in full precision."
             )
         lowest, highest = _range(weight)
         if not (torch.isfinite(lowest) and torch.isfinite(highest)):
@@ -309,9 +279,8 @@ def _range(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def _not_finite(name: str, lowest: Tensor) -> InputError:
     return InputError(
-        expected="finite weights",
-        found=f"{'NaN' if torch.isnan(lowest) else 'an infinity'} in {name}",
-        next_step="Fetch the checkpoint again, or give `dtype='float32'` if a narrower one overflowed",
+        f"There is {'NaN' if torch.isnan(lowest) else 'an infinity'} in {name}. Fetch the checkpoint again, or give "
+        "`dtype='float32'` if a narrower one overflowed."
     )
 
 
@@ -328,8 +297,8 @@ def causal_config(folder: Path, name: str, trust_remote_code: bool) -> Pretraine
 
     check_code(read_config(folder), name, trusted=trust_remote_code)
     config = ask(
-        "a config.json that transformers can read",
-        "Fetch the checkpoint again, or mend config.json",
+        "Transformers cannot read config.json",
+        "Fetch the checkpoint again, or mend config.json.",
         AutoConfig.from_pretrained,
         folder,
         local_files_only=True,
@@ -339,12 +308,14 @@ def causal_config(folder: Path, name: str, trust_remote_code: bool) -> Pretraine
     return config
 
 
-def ask(expected: str, next_step: str, call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control."""
+def ask(problem: str, advice: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `call` returns; whatever it raises becomes an InputError, because it reads files we do not control.
+
+    It says `problem`, with the reason of the library in brackets, and the sentence `advice`.
+    """
     try:
         return call(*args, **kwargs)
     except InputError:
         raise
     except Exception as error:
-        found = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(expected=expected, found=found, next_step=next_step) from error
+        raise InputError(f"{problem} ({type(error).__name__}: {first_line(error)}). {advice}") from error

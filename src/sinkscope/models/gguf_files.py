@@ -84,16 +84,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
             header = _walk_gguf(path, blob)
     except (ValueError, LookupError, RecursionError, OSError) as error:
         raise InputError(
-            expected="an intact GGUF file",
-            found=f"{path.name} is corrupt or truncated ({first_line(error)})",
-            next_step="Fetch the file again",
+            f"The GGUF file {path.name} is corrupt or truncated ({first_line(error)}). Fetch the file again."
         ) from error
     check_counts(header.metadata)
     if isinstance(parts := header.metadata.get("split.count"), int) and parts > 1:
         raise InputError(
-            expected="a GGUF file that holds the whole model",
-            found=f"{path.name}, one of {parts} parts",
-            next_step="Join the parts with llama-gguf-split --merge",
+            f"{path.name} is one of {parts} parts of a model. Join the parts with llama-gguf-split --merge."
         )
     return header
 
@@ -103,8 +99,8 @@ def load_gguf(header: GgufHeader, *, dtype: torch.dtype, **options: Any) -> PreT
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     path = header.path
-    what = f"a GGUF architecture that transformers can read, not {header.metadata['general.architecture']!r}"
-    next_step = "Use the model's safetensors checkpoint instead"
+    problem = f"Transformers cannot read the GGUF architecture {header.metadata['general.architecture']!r}"
+    advice = "Use the model's safetensors checkpoint instead."
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder, known = path.parent, {}
         size = path.stat().st_size
@@ -113,14 +109,14 @@ def load_gguf(header: GgufHeader, *, dtype: torch.dtype, **options: Any) -> PreT
             # transformers counts the vocabulary for this where the file does not say it.
             folder, known = Path(scratch), {"vocab_size": header.num_embeddings}
         config = ask(
-            what, next_step, AutoConfig.from_pretrained, folder, gguf_file=path.name, trust_remote_code=False, **known
+            problem, advice, AutoConfig.from_pretrained, folder, gguf_file=path.name, trust_remote_code=False, **known
         )
         check_causal(config, path.name)
         # Its progress bar cannot be switched off otherwise.
         with contextlib.redirect_stderr(io.StringIO()):
             model, info = ask(
-                what,
-                next_step,
+                problem,
+                advice,
                 AutoModelForCausalLM.from_pretrained,
                 folder,
                 gguf_file=path.name,
@@ -141,9 +137,9 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     # Not AutoTokenizer, which first reads the whole file again to choose a class; the tokens are the same.
-    readable = "a tokenizer that transformers can read in the GGUF file", "Pass another tokenizer= to load()"
+    unreadable = "Transformers cannot read the tokenizer in the GGUF file", "Pass another tokenizer= to load()."
     where = {"gguf_file": path.name, "trust_remote_code": False}
-    return ask(*readable, PreTrainedTokenizerFast.from_pretrained, path.parent, **where)
+    return ask(*unreadable, PreTrainedTokenizerFast.from_pretrained, path.parent, **where)
 
 
 def _walk_gguf(path: Path, blob: mmap.mmap) -> GgufHeader:

@@ -32,9 +32,8 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
             raise InputError(
-                expected="input_ids in the batch",
-                found=", ".join(map(str, ids)) or "an empty mapping",
-                next_step="Pass what the tokenizer returned",
+                f"The batch holds {', '.join(map(str, ids)) or 'nothing'}, and no input_ids. Pass what the tokenizer "
+                "returned."
             )
         attention_mask = ids.get("attention_mask") if attention_mask is None else attention_mask
     rows = _as_rows(ids["input_ids"] if isinstance(ids, Mapping) else ids)
@@ -64,9 +63,8 @@ def _as_rows(values: Any) -> list[Tensor]:
         rows = [torch.as_tensor(row) for row in values] if several else torch.atleast_2d(torch.as_tensor(values))
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(
-            expected="texts or token ids",
-            found=reprlib.repr(values),
-            next_step="Pass a text, several, or the ids a tokenizer returns",
+            f"Texts or token ids are needed, not {reprlib.repr(values)}. Pass a text, several, or the ids a tokenizer "
+            "returns."
         ) from error
     return [row.to(device="cpu", copy=True) for row in rows]
 
@@ -99,23 +97,17 @@ def _count_from_0(positions: Sequence[Tensor], rows: Sequence[Tensor], masks: Se
 
 def _check_rows(rows: Sequence[Tensor]) -> None:
     if not any(row.numel() for row in rows):
-        raise InputError(
-            expected="token ids or texts",
-            found="none",
-            next_step="Pass a text, several, or the ids a tokenizer returns",
-        )
+        raise InputError("There are no token ids or texts. Pass a text, several, or the ids a tokenizer returns.")
     for row in rows:
         if row.dtype == torch.bool or row.is_floating_point() or row.is_complex():
             raise InputError(
-                expected="integer token ids",
-                found=f"a tensor of {str(row.dtype).removeprefix('torch.')}",
-                next_step="Pass the ids a tokenizer returns",
+                f"Token ids must be integers, not {str(row.dtype).removeprefix('torch.')}. Pass the ids a tokenizer "
+                "returns."
             )
         if row.ndim != 1 or len(row) < 2:
             raise InputError(
-                expected="ids of shape [sequences, positions] with at least 2 positions",
-                found=f"a sequence of shape {list(row.shape)}",
-                next_step="Pass one row of ids for each sequence",
+                "Token ids must have the shape [sequences, positions] with at least 2 positions, and a sequence here "
+                f"has shape {list(row.shape)}. Pass one row of ids for each sequence."
             )
 
 

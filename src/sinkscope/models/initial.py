@@ -123,8 +123,8 @@ def _built(configuration: Configuration, seed: int = 0) -> Any:
         config.seed = seed  # its parameters are drawn by generators of their own
     trusted = configuration.trust_remote_code
     return ask(
-        "a configuration that transformers can build",
-        "Fetch it again, or mend it",
+        "Transformers cannot build a model of this configuration",
+        "Fetch it again, or mend it.",
         AutoModelForCausalLM.from_config,
         config,
         dtype=torch.float32,

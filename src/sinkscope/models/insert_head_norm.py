@@ -36,11 +36,7 @@ def insert_head_norm(
     anatomy = anatomy_of(model)
     projections = [layer.output_projection for layer in anatomy.layers]
     if any(hasattr(projection, NAME) for projection in projections):
-        raise InputError(
-            expected="a model without head-wise RMSNorm",
-            found="one that has it already",
-            next_step="Call remove_head_norm(model) first",
-        )
+        raise InputError("The model has head-wise RMSNorm already. Call remove_head_norm(model) first.")
     options = {"per_head": per_head, "offset": offset, "initial_lambda": initial_lambda}
     norms = []
     for layer, projection in zip(anatomy.layers, projections, strict=True):
@@ -63,9 +59,7 @@ def remove_head_norm(model: Model) -> None:
         norm = getattr(layer.output_projection, NAME, None)
         if norm is None:
             raise InputError(
-                expected="head-wise RMSNorm in every layer",
-                found=f"none in layer {layer.index}",
-                next_step="Call insert_head_norm(model) first",
+                f"There is no head-wise RMSNorm in layer {layer.index} to remove. Call insert_head_norm(model) first."
             )
         norm.handle.remove()
         delattr(layer.output_projection, NAME)
@@ -85,10 +79,10 @@ def load_head_norm(model: AnyModule, folder: str | Path) -> None:
         if f".{NAME}." not in name:
             continue
         if name not in values or values[name].shape != parameter.shape:
+            wrong = "missing" if name not in values else f"of shape {list(values[name].shape)}"
             raise InputError(
-                expected=f"{name} with shape {list(parameter.shape)} in the weights",
-                found="none" if name not in values else f"shape {list(values[name].shape)}",
-                next_step="Save the model again with save_pretrained",
+                f"{name} is {wrong} in the saved weights, and must have shape {list(parameter.shape)}. Save the model "
+                "again with save_pretrained."
             )
         with torch.no_grad():
             parameter.copy_(values[name])

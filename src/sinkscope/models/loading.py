@@ -89,17 +89,12 @@ def load(
         source = DEFAULT_MODEL
     check_placement(dtype, device, device_map)
     if revision is not None and not (isinstance(source, str) and looks_like_hub_name(source)):
-        raise InputError(
-            expected="`revision` beside a Hugging Face name only",
-            found="a model that is not on the Hub",
-            next_step="Leave `revision` out",
-        )
+        raise InputError("`revision` needs a Hugging Face name; this model is not on the Hub. Leave `revision` out.")
     if isinstance(source, nn.Module):
         if (dtype, device, device_map) != ("auto", "auto", None):
             raise InputError(
-                expected="a model object without `dtype`, `device` and `device_map`",
-                found="some of them",
-                next_step="Move the model with model.to(...) before you pass it",
+                "A model object is taken as it is, without `dtype`, `device` and `device_map`. Leave them out, and "
+                "move the model with model.to(...) before you pass it."
             )
         if hasattr(source, "config"):
             check_causal(source.config, _name_of(source))
@@ -107,11 +102,7 @@ def load(
             anatomy_of(source)  # refuses a model that says nothing of itself
         return _finish(source, tokenizer, name=_name_of(source), source="given", trust_remote_code=trust_remote_code)
     if not isinstance(source, str | Path):
-        raise InputError(
-            expected="a model name, a path, a model or None",
-            found=f"a {type(source).__name__}",
-            next_step="Pass one of these to load()",
-        )
+        raise InputError(f"A {type(source).__name__} is no model. Give load() a model name, a path, a model or None.")
 
     for module in RESOLVERS:
         placement = {"dtype": dtype, "device": device, "device_map": device_map}
@@ -154,7 +145,10 @@ def load(
                 tokenizer = path
         if device_map is None:
             model = ask(
-                "weights that fit the device", "Give a smaller `dtype`, or `device_map='auto'`", model.to, target
+                "The model cannot be moved to its device",
+                "Give a smaller `dtype`, or `device_map='auto'`.",
+                model.to,
+                target,
             )
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
 
@@ -168,9 +162,8 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
     if is_training_run(folder):
         if not (folder / "model").is_dir():
             raise InputError(
-                expected=f"a finished training run in {folder}",
-                found="one without a model yet",
-                next_step=f"Finish it with sinkscope pretrain, or take its first weights with init:{folder}",
+                f"The training run in {folder} has no model yet. Finish it with sinkscope pretrain, or take its first "
+                f"weights with init:{folder}."
             )
         return folder / "model", folder.name
     if folder.name == "model" and is_training_run(folder.parent):
@@ -187,11 +180,7 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
 def bos_id(loaded: LoadedModel) -> int:
     """The id of the beginning-of-sequence token; refused where there is none."""
     if (found := find_bos(loaded)) is None:
-        raise InputError(
-            expected="a model with a beginning-of-sequence token",
-            found=f"none in {loaded.name}",
-            next_step="Give `bos=False`",
-        )
+        raise InputError(f"{loaded.name} has no beginning-of-sequence token. Give `bos=False`.")
     return found
 
 
@@ -238,10 +227,10 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
     quantised = getattr(config, "quantization_config", None) is not None
     options |= dequantising(config, check_safetensors(folder), name)
     model, info = ask(
-        "weights that fit config.json",
+        "Transformers cannot load the weights that config.json describes",
         INSTALL
         if quantised
-        else "Fetch the checkpoint again; for lack of memory, give a smaller `dtype` or `device_map='auto'`",
+        else "Fetch the checkpoint again; for lack of memory, give a smaller `dtype` or `device_map='auto'`.",
         AutoModelForCausalLM.from_pretrained,
         folder,
         config=config,
@@ -294,33 +283,26 @@ def download(name: str, path: Path, revision: str | None, trust_remote_code: boo
         listing = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
     except GatedRepoError as error:
         raise InputError(
-            expected="access to the model",
-            found=f"{name} is gated on the Hub",
-            next_step="Accept its terms on its page, then log in with `hf auth login`",
+            f"{name} is gated on the Hub. Accept its terms on its page, then log in with `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise InputError(
-            expected="a folder, a .gguf file or a Hugging Face name",
-            found=f"no {name!r} here, nor on the Hub",
-            next_step="Check the spelling; for a private model, log in with `hf auth login`",
+            f"There is no {name!r} here, nor on the Hub. Check the spelling of the folder, .gguf file or Hugging Face "
+            "name; for a private model, log in with `hf auth login`."
         ) from error
     except RevisionNotFoundError as error:
-        raise InputError(
-            expected=f"a revision of {name}",
-            found=repr(revision),
-            next_step="Give a branch, tag or commit as `revision`",
-        ) from error
+        raise InputError(f"{name} has no revision {revision!r}. Give a branch, tag or commit as `revision`.") from error
     except Exception as error:  # The HTTP library changes with the version of the Hub client; its errors share no base.
         try:
             return Path(snapshot_download(name, revision=revision, local_files_only=True))
         except Exception:
             raise InputError(
-                expected="a folder, a .gguf file or a Hugging Face name",
-                found=f"no {name!r} here or in the download cache, and no way to reach the Hub ({first_line(error)})",
-                next_step="Check the spelling of a path, or the network connection",
+                f"There is no {name!r} here or in the download cache, and the Hub cannot be reached "
+                f"({first_line(error)}). Check the spelling of the folder, .gguf file or Hugging Face name, or the "
+                "network connection."
             ) from error
     names = {file.rfilename for file in listing.siblings or ()}
-    complete = "a complete download", "Run the command again to resume it"
+    complete = f"The download of {name} failed", "Run the command again to resume it."
     where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
     if ADAPTER in names:
         check_no_adapter(Path(ask(*complete, snapshot_download, **where, allow_patterns=[ADAPTER])), name)

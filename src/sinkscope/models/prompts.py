@@ -59,7 +59,7 @@ def prompt_batch(
     several: Sequence[Any] = [texts] if _is_chat(texts) else texts
     rows: list[Tensor] = []
     if not several:
-        raise InputError(expected="a text, or several", found="none", next_step="Give one")
+        raise InputError("Give at least one text.")
     for text in several:
         if isinstance(text, str):
             _check_text(text)
@@ -68,14 +68,11 @@ def prompt_batch(
             ids = chat_ids(tokenizer, text)
         name = repr(text if isinstance(text, str) else text[0].get("content"))[:40]
         if len(ids) < 2:
-            raise InputError(
-                expected="a text of at least 2 tokens", found=f"{len(ids)} in {name}", next_step="Give a longer text"
-            )
+            raise InputError(f"A text needs at least 2 tokens, and {name} has {len(ids)}. Give a longer text.")
         if (most := context_length(loaded.model)) is not None and len(ids) > most:
             raise InputError(
-                expected=f"a text of at most {most} tokens, the model's context",
-                found=f"{len(ids)} in {name}",
-                next_step="Give a shorter text",
+                f"A text may have at most {most} tokens, the model's context, and {name} has {len(ids)}. "
+                "Give a shorter text."
             )
         rows.append(torch.tensor(ids, dtype=torch.int64))
         check_ids(loaded.model, rows[-1])
@@ -95,15 +92,12 @@ def _check_text(text: str) -> None:
     if _names_a_file(text):
         file = text.removeprefix("text:")
         raise InputError(
-            expected="a text itself",
-            found=f"the name of a file, {file!r}",
-            next_step=f"Give `tokens='text:{file}'`, or in Python `token_batch(model, 'text:{file}')`",
+            f"A text was expected, but {file!r} is the name of a file. Give `tokens='text:{file}'`, or in Python "
+            f"`token_batch(model, 'text:{file}')`."
         )
     if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
         raise InputError(
-            expected="text in UTF-8",
-            found=f"other bytes in {text[:40]!r}",
-            next_step="Save or paste it as UTF-8, or give the text to `tokens` as a file",
+            f"The text {text[:40]!r} is not UTF-8. Save or paste it as UTF-8, or give the text to `tokens` as a file."
         )
 
 
@@ -117,10 +111,12 @@ def _names_a_file(text: str) -> bool:
 
 
 def check_one_length(batch: TokenBatch, why: str) -> None:
-    """Refuses texts of unequal length, which are cut to the shortest, where something cannot go by each alone."""
+    """Refuses texts of unequal length, which are cut to the shortest, where something cannot go by each alone.
+
+    `why` ends the sentence "The texts must have one length, since ...".
+    """
     if batch.whole:
         raise InputError(
-            expected=f"texts of one length, since {why}",
-            found=f"{', '.join(str(len(ids)) for ids in batch.whole[:8])} tokens",
-            next_step="Give one text at a time",
+            f"The texts must have one length, since {why}, and they have "
+            f"{', '.join(str(len(ids)) for ids in batch.whole[:8])} tokens. Give one text at a time."
         )

@@ -21,8 +21,8 @@ FULL_PRECISION = ("F64", "F32", "BF16", "F16")
 WEIGHT_NAMES = ("weight", "_proj")
 """How names of weights end, also those of experts; masks and positions are integers in sound checkpoints too."""
 SCALE_NAMES = re.compile(r"(^|[._])(scales?|scale_inv|scale_2|q?zeros|zero_points?|absmax|amax|quant_state\S*)$")
-WHOLE = "Name the checkpoint in full precision, or as a GGUF file"
-INSTALL = "Install what its quantisation asks for, or name the checkpoint in full precision"
+WHOLE = "Name the checkpoint in full precision, or as a GGUF file."
+INSTALL = "Install what its quantisation asks for, or name the checkpoint in full precision."
 
 
 def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str) -> dict[str, Any]:
@@ -39,16 +39,10 @@ def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str)
         quantisation = AutoQuantizationConfig.from_dict(described) if known else None
     except Exception as error:  # it is a stranger's description: any class of transformers may read it
         raise InputError(
-            expected="a quantisation that transformers can read here",
-            found=f"{method!r} in {name}: {str(error).rstrip('.')}",
-            next_step=INSTALL,
+            f"Transformers cannot read the quantisation {method!r} of {name} here: {str(error).rstrip('.')}. {INSTALL}"
         ) from error
     if quantisation is None:
-        raise InputError(
-            expected="a quantisation that this version of transformers knows",
-            found=f"{method!r} in {name}",
-            next_step=WHOLE,
-        )
+        raise InputError(f"This version of transformers does not know the quantisation {method!r} of {name}. {WHOLE}")
     if method in ("fp8", "mxfp8"):
         _refuse_unscaled(stored, name)
     if not hasattr(quantisation, "dequantize"):
@@ -67,9 +61,7 @@ def dense(model: PreTrainedModel, name: str, dtype: torch.dtype | str) -> PreTra
             model = model.dequantize(dtype=wanted)
         except NotImplementedError as error:
             raise InputError(
-                expected="weights that transformers can dequantise",
-                found=f"{name}, quantised by {getattr(method, 'value', method)}",
-                next_step=WHOLE,
+                f"Transformers cannot dequantise {name}, quantised by {getattr(method, 'value', method)}. {WHOLE}"
             ) from error
     # transformers leaves what was not packed in the dtype on disk. Buffers stay: some are wanted in float32.
     for parameter in model.parameters():
@@ -81,9 +73,7 @@ def check_scales(unexpected: Iterable[str], name: str) -> None:
     """Refuses a checkpoint with scales or zero points that the model did not take: weights are wrong without them."""
     if stray := sorted(key for key in unexpected if SCALE_NAMES.search(key)):
         raise InputError(
-            expected=f"weights in {name} that need no scales",
-            found=f"{len(stray)} scales of quantised weights that nothing applies, first {stray[0]}",
-            next_step=WHOLE,
+            f"{name} has {len(stray)} scales of quantised weights that nothing applies, first {stray[0]}. {WHOLE}"
         )
 
 
@@ -96,10 +86,8 @@ def _refuse_packed(stored: Mapping[str, str], name: str) -> None:
     if packed:
         first = min(packed)
         raise InputError(
-            expected=f"weights in {name} in float32, bfloat16, float16 or float64, or a quantization_config that says "
-            "how to read them",
-            found=f"{len(packed)} of {len(stored)} tensors packed, first {first} in {packed[first]}",
-            next_step=WHOLE,
+            f"{len(packed)} of {len(stored)} tensors in {name} are packed, not float32, bfloat16, float16 or float64; "
+            f"the first is {first} in {packed[first]}. No quantization_config says how to read them. {WHOLE}"
         )
 
 
@@ -107,8 +95,4 @@ def _refuse_unscaled(stored: Mapping[str, str], name: str) -> None:
     for key, dtype in sorted(stored.items()):
         scaled = not stored.keys().isdisjoint((f"{key}_scale_inv", f"{key}_scale"))
         if dtype.startswith("F8") and not scaled and not SCALE_NAMES.search(key):
-            raise InputError(
-                expected=f"a scale in {name} for every weight in FP8",
-                found=f"{key} in {dtype} without one",
-                next_step=WHOLE,
-            )
+            raise InputError(f"{key} in {name} is stored in {dtype} without its scale. {WHOLE}")

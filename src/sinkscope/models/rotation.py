@@ -28,6 +28,17 @@ NUM_TRIED = 16
 """Tokens of the passes that see and check."""
 
 
+class RotationError(InputError):
+    """Something else than plain norms and linear maps reads or writes the residual stream: `reason` says what."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"The residual stream cannot be rotated: {reason}. Choose a model in which only plain norms and linear "
+            "maps read and write it, such as one of the Llama family."
+        )
+
+
 @torch.no_grad()
 def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> Any:
     """A copy of a causal language model whose residual stream is turned by an orthogonal [E, E] matrix: the one given,
@@ -121,7 +132,7 @@ def _readers(model: Any, norms: list[Any], ids: Tensor) -> tuple[dict[Any, list[
         for handle in handles:
             handle.remove()
     if silent := [type(norm).__name__ for norm, parts in readers.items() if not parts]:
-        raise _refusal(f"a {silent[0]} whose output no module with weights gets")
+        raise RotationError(f"no module with weights gets the output of a {silent[0]}")
     return readers, logits
 
 
@@ -134,7 +145,7 @@ def _reading_weights(reader: Any) -> Iterator[tuple[Tensor, int]]:
     elif isinstance(getattr(reader, "weight", None), nn.Parameter) and reader.weight.ndim == 2:
         yield reader.weight, 1  # a Linear or a router
     else:
-        raise _refusal(f"a {type(reader).__name__} that reads the stream")
+        raise RotationError(f"a {type(reader).__name__} reads it")
 
 
 def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
@@ -147,7 +158,7 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
             if part is None:
                 continue
             if not isinstance(part.weight, nn.Parameter):
-                raise _refusal(f"a {type(part).__name__} that writes the stream")
+                raise RotationError(f"a {type(part).__name__} writes it")
             yield part.weight, 1 if is_transposed(part) else 0
             if part.bias is not None:
                 yield part.bias, 0
@@ -160,19 +171,21 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
 def _check_norms(anatomy: Anatomy) -> None:
     for layer in anatomy.layers:
         if layer.post_norm is not None or layer.attention_exit is not layer.output_projection:
-            raise _refusal(f"a norm with gains after the projections of layer {layer.index} ({anatomy.family.name})")
+            raise RotationError(
+                f"a norm with gains follows the projections of layer {layer.index} ({anatomy.family.name})"
+            )
     if getattr(anatomy.decoder, "project_in", None) is not None:
-        raise _refusal("embeddings that a projection brings to the width of the stream")
+        raise RotationError("a projection brings the embeddings to its width")
 
 
 def _check_rotation(rotation: Tensor, width: int, centred: bool) -> None:
     identity = torch.eye(width, dtype=torch.float64)
     orthogonal = rotation.shape == identity.shape and torch.allclose(rotation @ rotation.T, identity, atol=1e-6)
     if not orthogonal or (centred and not torch.allclose(rotation.sum(1), torch.ones_like(rotation[0]), atol=1e-6)):
+        rows = ", and its rows must add up to 1, because layer norms subtract the mean" if centred else ""
         raise InputError(
-            expected=f"an orthogonal {width} x {width} `rotation`" + ", with rows that add up to 1" * centred,
-            found=f"one of shape {tuple(rotation.shape)}" + " that is not" * (rotation.shape == identity.shape),
-            next_step="Leave `rotation` out for a random one" + ": layer norms ask for the ones vector" * centred,
+            f"`rotation` has shape {tuple(rotation.shape)}. It must be orthogonal and {width} x {width}{rows}. Leave "
+            "`rotation` out for a random one."
         )
 
 
@@ -181,12 +194,4 @@ def _check_same(before: Tensor, after: Tensor) -> None:
     apart = float((after.double() - before.double()).norm() / before.double().norm())
     # Norms and routers of many families work in float32 at most.
     if not apart <= 4 * max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
-        raise _refusal(f"logits that differ by {apart:.1e} of themselves in the turned basis")
-
-
-def _refusal(found: str) -> InputError:
-    return InputError(
-        expected="a model whose residual stream can be turned: plain norms and linear maps alone read and write it",
-        found=found,
-        next_step="Choose a model without it, such as one of the Llama family",
-    )
+        raise RotationError(f"the logits change by {apart:.1e} of themselves in the rotated basis")

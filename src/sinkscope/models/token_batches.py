@@ -139,9 +139,8 @@ def batch_with_others(
         if total * window > len(ids):
             beside = f" and {others} others" if others else ""
             raise InputError(
-                expected=f"{total * window} tokens for {num_sequences} sequences of {length}{beside}",
-                found=f"{len(ids)} tokens in {source}",
-                next_step=_shorter(len(ids), window, num_sequences, leading=len(leading), others=others, least=least),
+                f"{num_sequences} sequences of {length}{beside} need {total * window} tokens; {source} has {len(ids)}. "
+                + _shorter(len(ids), window, num_sequences, leading=len(leading), others=others, least=least)
             )
         # Consecutive windows of the text.
         ids = torch.nn.functional.pad(ids[: total * window].view(total, window), (len(leading), 0))
@@ -186,9 +185,8 @@ def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int)
     choices = used.nonzero()[:, 0]
     if not len(choices):
         raise InputError(
-            expected="ordinary tokens in the vocabulary",
-            found="only special tokens, unused ones, and ones that share an embedding",
-            next_step="Choose another model, or give ids or a text",
+            "The vocabulary has no ordinary tokens, only special ones, unused ones, and ones that share an embedding. "
+            "Choose another model, or give ids or a text."
         )
     generator = torch.Generator().manual_seed(int(seed))
     # Row by row: a row's numbers then never depend on how many rows follow.
@@ -222,14 +220,14 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
 def _shorter(
     num_ids: int, window: int, num_sequences: int, *, leading: int, others: int, least: tuple[int, int]
 ) -> str:
-    """What to ask for of a text that has too few tokens."""
+    """A sentence that says what to ask for of a text that has too few tokens."""
     least_length, least_sequences = least
     most, longest = num_ids // window - others, num_ids // (num_sequences + others) + leading
     ways = [f"`num_sequences={most}`"] * (most >= least_sequences) + [f"`length={longest}`"] * (longest >= least_length)
     longest = num_ids // (least_sequences + others) + leading
     if not ways and longest >= least_length:
         ways = [f"`length={longest}` with `num_sequences={least_sequences}`"]
-    return f"Use at most {' or '.join(ways)}, or a longer text" if ways else "Use a longer text"
+    return f"Use at most {' or '.join(ways)}, or a longer text." if ways else "Use a longer text."
 
 
 def num_embeddings(model: Any) -> int:
@@ -254,9 +252,7 @@ def _check_length(model: Any, length: int) -> None:
     context = context_length(model)
     if context is not None and length > context:
         raise InputError(
-            expected=f"at most {context} tokens, the model's context",
-            found=f"`length={length}`",
-            next_step=f"Give `length={context}` or less",
+            f"`length={length}` exceeds the model's context of {context} tokens. Give `length={context}` or less."
         )
 
 
@@ -264,7 +260,6 @@ def _check_vocabulary(ids: Tensor, num_embeddings: int) -> None:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings:
         bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise InputError(
-            expected=f"token ids from 0 to {num_embeddings - 1}",
-            found=str(bad),
-            next_step="Use an id, or a tokenizer, of this model's vocabulary",
+            f"Token ids must be from 0 to {num_embeddings - 1}, not {bad}. Use an id, or a tokenizer, of this model's "
+            "vocabulary."
         )

@@ -21,6 +21,7 @@ from sinkscope.user_paths import user_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NAME_A_TEXT = "Name a text file in UTF-8."
 ANY_TEXT = "a A 1 . \u4e2d"
 """Whatever a tokenizer knows, some of it stays a token."""
 
@@ -65,16 +66,16 @@ def _put_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     """The ids of a text, with the special tokens around it or without."""
-    expected = "a text that the tokenizer can read"
-    next_step = "Give ids, or a model with another tokenizer: load(model, tokenizer=...)"
+    problem = "The tokenizer cannot read this text"
+    advice = "Give ids, or a model with another tokenizer: load(model, tokenizer=...)."
     try:
         # Without verbose=False the tokenizer warns that a text is longer than the model's context.
-        read = ask(expected, next_step, tokenizer, text, add_special_tokens=special, verbose=False)
+        read = ask(problem, advice, tokenizer, text, add_special_tokens=special, verbose=False)
     except BaseException as error:
         # Rust's own end of a search that takes too long; no module offers its class.
         if type(error).__name__ != "PanicException":
             raise
-        raise InputError(expected=expected, found=first_line(error), next_step=next_step) from error
+        raise InputError(f"{problem} ({first_line(error)}). {advice}") from error
     return read["input_ids"]
 
 
@@ -83,8 +84,8 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template to read messages with. Give the text itself, or ids.")
     return ask(
-        "messages that the chat template can write",
-        "Give each its `role` and `content`, in the order that the model expects",
+        "The chat template cannot write these messages",
+        "Give each its `role` and `content`, in the order that the model expects.",
         lambda: tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False),  # type: ignore[arg-type]
     )
 
@@ -93,9 +94,8 @@ def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
     """The tokenizer that came with a model."""
     if loaded.tokenizer is None:
         raise InputError(
-            expected="a tokenizer, to read text with",
-            found=f"none with {loaded.name}",
-            next_step="Give ids or `tokens='random'`, or a model that has one: load(model, tokenizer=...)",
+            f"{loaded.name} has no tokenizer to read text with. Give ids or `tokens='random'`, or a model that has "
+            "one: load(model, tokenizer=...)."
         )
     return loaded.tokenizer
 
@@ -123,7 +123,7 @@ def _standard_input() -> bytes:
 
 def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
     """(the text in the file's first bytes, or in all of them, whether that is all of it)."""
-    source, next_step = source_of(name), "Name a text file"
+    source = source_of(name)
     limit = None if num_bytes is None else num_bytes + 1
     try:
         if name == STANDARD_INPUT:
@@ -134,12 +134,12 @@ def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
         is_all = num_bytes is None or len(content) <= num_bytes
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(content[:num_bytes], final=is_all)
     except (UnicodeDecodeError, OSError) as error:
-        reason = "cannot be read" if isinstance(error, OSError) else f"is not, at byte {error.start}"
-        raise InputError(expected="text in UTF-8", found=f"{source}, which {reason}", next_step=next_step) from error
+        reason = "" if isinstance(error, OSError) else f": it is not UTF-8 at byte {error.start}"
+        raise InputError(f"Cannot read {source}{reason}. {NAME_A_TEXT}") from error
     if "\0" in text:
-        raise InputError(expected="text in UTF-8", found=f"{source}, a binary file", next_step=next_step)
+        raise InputError(f"Cannot read {source}: it is a binary file. {NAME_A_TEXT}")
     if is_all and not text.strip():
-        raise InputError(expected="a text file with text in it", found=f"{source}, empty", next_step=next_step)
+        raise InputError(f"There is no text in {source}: it is empty. {NAME_A_TEXT}")
     return text, is_all
 
 

@@ -22,8 +22,10 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> PreTraine
 
     if source is None:
         return None
-    expected = "a folder with a tokenizer that transformers can read"
-    next_step = "Fetch the tokenizer again, or remove its files to go without"
+    unreadable = (
+        "Transformers cannot read the tokenizer in this folder",
+        "Fetch the tokenizer again, or remove its files to go without.",
+    )
     if not isinstance(source, str | Path):
         if not isinstance(source, PreTrainedTokenizerBase):
             raise InputError(
@@ -34,11 +36,10 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> PreTraine
             _check_replacements(json.loads(backend.to_str()))
     elif (file := Path(source) / "tokenizer.json").is_file():
         # Before it is loaded: its added tokens are replaced then.
-        ask(expected, next_step, lambda: _check_replacements(json.loads(file.read_bytes())))
+        ask(*unreadable, lambda: _check_replacements(json.loads(file.read_bytes())))
     if isinstance(source, str | Path):
         source = ask(
-            expected,
-            next_step,
+            *unreadable,
             AutoTokenizer.from_pretrained,
             Path(source),
             local_files_only=True,

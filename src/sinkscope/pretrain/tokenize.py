@@ -117,10 +117,12 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
     from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
 
-    expected, next_step = "a tokenizer's folder or Hugging Face name", "Give another as `tokenizer`"
     if not user_path(name).is_dir() and not looks_like_hub_name(str(name)):
-        raise InputError(expected=expected, found=f"no folder {str(name)!r}", next_step=next_step)
-    return ask(expected, next_step, AutoTokenizer.from_pretrained, str(name), trust_remote_code=False)
+        raise InputError(
+            f"There is no folder {str(name)!r}, and it is not a Hugging Face name. Give another as `tokenizer`."
+        )
+    problem, advice = f"Transformers cannot read the tokenizer {str(name)!r}", "Give another as `tokenizer`."
+    return ask(problem, advice, AutoTokenizer.from_pretrained, str(name), trust_remote_code=False)
 
 
 def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:

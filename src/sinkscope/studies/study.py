@@ -22,7 +22,7 @@ from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
-from sinkscope.models.rotation import rotate
+from sinkscope.models.rotation import RotationError, rotate
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.pages.text import percent
 from sinkscope.progress import Progress
@@ -337,7 +337,7 @@ class _Run:
         try:
             kept = self.parts.kept(condition.part, STORED, turned)
         except InputError as error:
-            return str(error)
+            return error.reason if isinstance(error, RotationError) else str(error)
         assert kept is not None
         outcomes[condition] = Outcome.of_tensors(kept)
         return ""
