@@ -95,17 +95,13 @@ def explained(path: Path, only: Container[int] | None = None) -> Iterator[None]:
             raise
         remedy = f"{CANNOT_GROW[code]}, or choose" if code in CANNOT_GROW else "Choose"
         final = re.sub(r"(^|/)\.([^/]+)\.sinkscope-partial\b", r"\1\2", str(path))
-        raise InputError(
-            expected=f"to be able to write to {final}",
-            found=os.strerror(code),
-            next_step=f"{remedy} another `out`",
-        ) from error
+        raise InputError(f"Cannot write to {final}: {os.strerror(code)}. {remedy} another `out`.") from error
 
 
 def hidden_sibling(path: Path, kind: str) -> Path:
     """Where the lock, the partial, the parts or the replaced one of `path` lies."""
     if not path.name:
-        raise InputError(expected="a place inside a folder", found=str(path), next_step="Choose another `out`")
+        raise InputError(f"Cannot write to {path} itself, only to a place inside it. Choose another `out`.")
     return path.with_name(f".{path.name}.sinkscope-{kind}")
 
 

@@ -80,9 +80,8 @@ app.command("models")(options.command(models_command))
 SHARED = ("trace", "study", "fingerprint", "bias")
 """Commands whose work the processes of torchrun share; `pretrain` has its own way."""
 OUT_OF_MEMORY = InputError(
-    expected="memory for this model and these tokens",
-    found="the device full",
-    next_step="Give fewer or shorter sequences, a smaller `dtype` or, to pretrain, a smaller `micro_batch_size`",
+    "The device has no memory left for this model and these tokens. Give fewer or shorter sequences, a smaller `dtype` "
+    "or, to pretrain, a smaller `micro_batch_size`."
 )
 
 

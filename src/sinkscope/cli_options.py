@@ -107,9 +107,8 @@ class PromptOptions:
         if spare := spare - ({"tokens", "seed"} if calibrates else set()):
             name = sorted(spare)[0]
             raise InputError(
-                expected=f"`prompt` without `{name}`: a text brings its own tokens",
-                found=f"`{name}={getattr(tokens, name)!r}`",
-                next_step=f"Leave `{name}` or `prompt` out",
+                f"`prompt` brings its own tokens, so `{name}={getattr(tokens, name)!r}` cannot be given beside it. "
+                f"Leave `{name}` or `prompt` out."
             )
 
 
@@ -156,5 +155,5 @@ def integers(text: str, name: str, example: list[int]) -> list[int]:
         return whole_numbers(text)
     except ValueError:
         raise InputError(
-            expected="whole numbers separated by commas", found=f"'{text}'", next_step=f"Give `{name}={example}`"
+            f"`{name}` cannot be '{text}'. Give whole numbers separated by commas, such as `{name}={example}`."
         ) from None

@@ -100,9 +100,8 @@ def _checked_run_path(out: Path | None, model: str | None, overwrite: bool) -> P
     locked_runs.enter_context(locked(path))
     if is_training_run(path):
         raise InputError(
-            expected=f"a folder for this run at {path}",
-            found="a training run, which cannot be made again in minutes",
-            next_step="Choose another `out`, or remove the training run yourself",
+            f"{path} is a training run, which cannot be made again in minutes. Choose another `out`, or remove the "
+            "training run yourself."
         )
     check_output(path, overwrite)
     return path

@@ -31,17 +31,11 @@ def reference_run(name: str) -> Path:
     """The folder of the training run that reference:NAME stands for."""
     if name not in REFERENCES:
         raise InputError(
-            expected=f"one of {', '.join(REFERENCES)}",
-            found=repr(name),
-            next_step="Choose one of them, or give a model",
+            f"There is no {name!r} in the package. Choose one of {', '.join(REFERENCES)}, or give another model."
         )
     run = FOLDER / name.removeprefix(PREFIX)
     if not (run / "model" / "model.safetensors").is_file():
-        raise InputError(
-            expected=f"the weights of {name} in {run}",
-            found="none",
-            next_step="Install sinkscope again, or clone its repository",
-        )
+        raise InputError(f"The weights of {name} are not in {run}. Install sinkscope again, or clone its repository.")
     return run
 
 

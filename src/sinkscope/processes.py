@@ -18,6 +18,7 @@ PARALLEL = ("auto", "single", "ddp", "fsdp")
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 VARIABLES = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 """What torchrun puts into the environment."""
+START = "Start with torchrun --nproc-per-node 2 -m sinkscope ..., or unset RANK and WORLD_SIZE."
 
 T = TypeVar("T")
 _sharing = False
@@ -60,9 +61,8 @@ def gathered(value: T) -> list[T]:
         torch.distributed.all_gather_object(values, moved(value, "cpu"))
     except RuntimeError as error:
         raise InputError(
-            expected=f"{count()} processes at work",
-            found="that one of them has ended; its own message stands above or in its log",
-            next_step="Start the same command again: finished parts are kept",
+            f"One of the {count()} processes has ended; its own message stands above or in its log. "
+            "Start the same command again: finished parts are kept."
         ) from error
     return values
 
@@ -84,11 +84,13 @@ def is_one_of_several(parallel: str = "auto") -> bool:
     if parallel == "single" or (parallel == "auto" and "WORLD_SIZE" not in given):
         return False
     if missing := [name for name in VARIABLES if name not in given]:
-        raise _no_group(f"no {', '.join(missing)} in the environment")
+        raise InputError(f"{', '.join(missing)} must be in the environment, as torchrun sets them. {START}")
     if wrong := [name for name in NUMBERS if not given[name].isdecimal()]:
-        raise _no_group(f"{wrong[0]}={given[wrong[0]]!r}")
+        raise InputError(f"{wrong[0]} in the environment must be a number, not {given[wrong[0]]!r}. {START}")
     if number("RANK") >= number("WORLD_SIZE"):
-        raise _no_group(f"RANK={number('RANK')} of {number('WORLD_SIZE')}")
+        raise InputError(
+            f"RANK in the environment must be below WORLD_SIZE, {number('WORLD_SIZE')}, not {number('RANK')}. {START}"
+        )
     return True
 
 
@@ -100,15 +102,8 @@ def join(backend: str, **options: Any) -> None:
         torch.distributed.init_process_group(backend, **options)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise _no_group(f"{str(error).splitlines()[0]}, at {address}") from error
-
-
-def _no_group(found: str) -> InputError:
-    return InputError(
-        expected="a process group as torchrun describes it",
-        found=found,
-        next_step="Start it with: torchrun --nproc-per-node 2 -m sinkscope ..., or unset RANK and WORLD_SIZE",
-    )
+        reason = str(error).splitlines()[0]
+        raise InputError(f"Cannot join the other processes at {address}: {reason}. {START}") from error
 
 
 @contextlib.contextmanager

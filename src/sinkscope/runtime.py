@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
+from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,28 +25,18 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
     """Refuses unknown dtypes and devices, and a device together with a device map; needs no torch."""
-    if dtype not in DTYPE_NAMES:
-        raise InputError(
-            expected=f"a dtype: {', '.join(DTYPE_NAMES)}",
-            found=reprlib.repr(dtype),
-            next_step="Give one of them as `dtype`",
-        )
+    check_choice("dtype", dtype, DTYPE_NAMES)
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
-        raise InputError(
-            expected="a device: auto, cpu, cuda or cuda:N",
-            found=reprlib.repr(device),
-            next_step="Give one of them as `device`",
-        )
+        raise InputError(f"`device` cannot be {reprlib.repr(device)}. Use auto, cpu, cuda or cuda:N.")
     if isinstance(device_map, str) and not re.fullmatch(
         r"auto|balanced|balanced_low_0|sequential|cpu|cuda(:[0-9]{1,3})?", device_map
     ):
         raise InputError(
-            expected="a device map: auto, balanced, balanced_low_0, sequential or a device",
-            found=reprlib.repr(device_map),
-            next_step="Give one of them as `device_map`, or from Python a dictionary",
+            f"`device_map` cannot be {reprlib.repr(device_map)}. Use auto, balanced, balanced_low_0, sequential or a "
+            "device, or from Python a dictionary."
         )
     if device_map is not None and device != "auto":
-        raise InputError(expected="either `device` or `device_map`", found="both", next_step="Leave one of the two out")
+        raise InputError("`device` and `device_map` cannot be given together. Leave one of the two out.")
 
 
 def resolve_device(name: str | None = None) -> torch.device:
@@ -60,9 +51,8 @@ def resolve_device(name: str | None = None) -> torch.device:
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= num_devices:
             raise InputError(
-                expected=f"a CUDA device for {name!r}",
-                found=f"{num_devices} CUDA devices",
-                next_step="Give `device='cpu'`, or `device='auto'` to take what is there",
+                f"There is no device {name!r}: torch sees {num_devices} CUDA devices. Give `device='cpu'`, or "
+                "`device='auto'` to take what is there."
             )
     return device
 
@@ -84,9 +74,8 @@ def check_torch_defaults() -> None:
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     if dtype != torch.float32 or device.type != "cpu":
         raise InputError(
-            expected="torch's own defaults, float32 on the CPU",
-            found=f"{str(dtype).removeprefix('torch.')} on {device}",
-            next_step="Undo torch.set_default_dtype and torch.set_default_device; load() takes a dtype and a device",
+            f"The defaults of torch must be its own, float32 on the CPU, not {str(dtype).removeprefix('torch.')} on "
+            f"{device}. Undo torch.set_default_dtype and torch.set_default_device; load() takes a dtype and a device."
         )
 
 

@@ -14,11 +14,7 @@ from sinkscope.errors import InputError
 def check_path(name: str, value: Any, *, expected: str = "a path") -> str | Path:
     """The value itself; refused where it is neither text nor a Path. `name` is the parameter's."""
     if not isinstance(value, str | Path):
-        raise InputError(
-            expected=f"{expected} as `{name}`, text or a Path",
-            found=reprlib.repr(value),
-            next_step=f"Give another `{name}`",
-        )
+        raise InputError(f"`{name}` must be {expected} as text or a Path, not {reprlib.repr(value)}.")
     return value
 
 
@@ -33,14 +29,11 @@ def user_path(path: str | Path) -> Path:
         expanded.stat()
         return expanded
     except (RuntimeError, ValueError) as error:  # no such user; a NUL in the name
-        found = str(error).rstrip(".")
+        reason = str(error).rstrip(".")
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return expanded
-        found = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
     name = str(path)
-    raise InputError(
-        expected="a path that can be opened",
-        found=f"{name if len(name) <= 200 else f'{name[:100]}... of {len(name):,} characters'!r}: {found}",
-        next_step="Check it, or give another",
-    )
+    shown = name if len(name) <= 200 else f"{name[:100]}... of {len(name):,} characters"
+    raise InputError(f"Cannot open the path {shown!r}: {reason}. Check it, or give another.")

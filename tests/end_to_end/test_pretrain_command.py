@@ -170,7 +170,7 @@ BAD = {
     "mode": (["--data", "TOKENS", "--parallel", "tensor"], "auto, single, ddp, fsdp"),
     "keep": (["--data", "TOKENS", "--keep", "0,ten"], "--keep 0,100,1000"),
     "tracker": (["--data", "TOKENS", "--track", "paper"], "trackio, wandb, tensorboard"),
-    "device": (["--data", "TOKENS", "--device", "abacus"], "a device"),
+    "device": (["--data", "TOKENS", "--device", "abacus"], "--device cannot be 'abacus'. Use auto, cpu"),
     "datasets": (["--data", "hf:some/name"], "pip install"),
     "shards and text": (["--data", "TOKENS", "--data", "empty.txt"], "one folder of token shards"),
 }
@@ -208,16 +208,16 @@ def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path
 def test_tokenize_refuses_a_tokenizer_that_is_not_there(sinkscope, text, tmp_path):
     result = sinkscope("tokenize", "--data", text, "--out", "tokens", "--tokenizer", "./nowhere")
     assert result.code == 2, result.err
-    assert "a tokenizer's folder" in result.err
+    assert "no folder './nowhere', and it is not a Hugging Face name" in result.err
     assert not (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "no LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-        (TORCHRUN | {"RANK": "first"}, "RANK='first'"),
-        (TORCHRUN | {"RANK": "5"}, "RANK=5 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be in the environment"),
+        (TORCHRUN | {"RANK": "first"}, "RANK in the environment must be a number, not 'first'"),
+        (TORCHRUN | {"RANK": "5"}, "below WORLD_SIZE, 2, not 5"),
         (TORCHRUN | {"MASTER_PORT": "none"}, "at 127.0.0.1:none"),
     ],
 )

@@ -117,5 +117,7 @@ def test_comparing_them_shows_training_and_studies_in_one_page(tmp_path):
 
 def test_another_name_is_refused(sinkscope, tmp_path):
     assert_refused(
-        sinkscope("trace", "reference:sigmoid"), "expected one of reference:softmax, reference:head_norm", tmp_path
+        sinkscope("trace", "reference:sigmoid"),
+        "'reference:sigmoid' in the package. Choose one of reference:softmax, reference:head_norm",
+        tmp_path,
     )

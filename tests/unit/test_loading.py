@@ -149,7 +149,7 @@ class TestFolder:
     def test_device_map(self, saved):
         loaded = load(saved, device_map={"": "cpu"})
         assert loaded.weight_hash == load(saved, device="cpu").weight_hash
-        refused(saved, "`device` or `device_map`", "both", device="cpu", device_map="auto")
+        refused(saved, "`device` and `device_map` cannot be given together", device="cpu", device_map="auto")
 
     def test_shards(self, tmp_path):
         model = llama()

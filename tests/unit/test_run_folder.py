@@ -241,7 +241,7 @@ def test_the_folder_one_stands_in_is_not_moved_away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="started in"):
         check_output(Path(".."), overwrite=True)
-    with pytest.raises(InputError, match="a place inside a folder"):
+    with pytest.raises(InputError, match="a place inside it"):
         check_output(Path("/"), overwrite=True)
     write_run(Path("run"), "second", overwrite=True)  # the control
     (tmp_path / "gone").mkdir()
@@ -494,7 +494,7 @@ def test_a_limit_on_file_sizes_is_the_persons_error(tmp_path):
         with pytest.raises(InputError, match=r"File too large.*ulimit -f"), run_folder(tmp_path / "run") as folder:
             folder.write_text("long.txt", "a" * 2000)
         with (
-            pytest.raises(InputError, match=f"{tmp_path}/run/page.html;"),
+            pytest.raises(InputError, match=f"{tmp_path}/run/page.html: "),
             run_folder(tmp_path / "run") as folder,
             module.explained(folder.path / "page.html"),
         ):

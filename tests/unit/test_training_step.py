@@ -327,11 +327,11 @@ def test_both_variants_are_chosen_in_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": 5}, "a path, or a list of them, as `data`, text or a Path; found 5"),
-        ({"data": ["text.txt", None]}, "as `data`, text or a Path; found None"),
-        ({"validation": 5}, "as `validation`, text or a Path; found 5"),
-        ({"out": None}, "a path as `out`, text or a Path; found None"),
-        ({"config": {"preset": "tiny"}}, r"a preset \(tiny, .*\) or a YAML file as `config`, .* found {'preset'"),
+        ({"data": 5}, "`data` must be a path, or a list of them, as text or a Path, not 5"),
+        ({"data": ["text.txt", None]}, "`data` must be .* as text or a Path, not None"),
+        ({"validation": 5}, "`validation` must be .* as text or a Path, not 5"),
+        ({"out": None}, "`out` must be a path as text or a Path, not None"),
+        ({"config": {"preset": "tiny"}}, r"`config` must be a preset \(tiny, .*\) or a YAML file as .*, not {'preset'"),
     ],
 )
 def test_train_refuses_other_types(tmp_path, changes, message):
