@@ -108,7 +108,7 @@ def test_vectors_that_point_elsewhere_keep_their_norms():
     torch.testing.assert_close(turned @ turned.T, before @ before.T, rtol=1e-4, atol=1e-4)  # angles stay
     assert float(dom_ratio(turned).max()) < 6 < float(dom_ratio(before).min())
     assert not torch.allclose(turned, after(mode="turn", seed=1), atol=0.1)
-    with pytest.raises(InputError, match="spread, move or turn"):
+    with pytest.raises(InputError, match=r"'fold'\. Choose one of spread, move, turn"):
         densify_neurons(model, units, mode="fold")  # type: ignore[arg-type]
 
 

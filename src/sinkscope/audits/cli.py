@@ -30,11 +30,11 @@ class AuditOptions:
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in each text; without it 128, or what leaves a prefix room in a shorter context.",
+            help="Tokens in each text. Default 128; fewer where the model's context is short, so that a prefix fits.",
             show_default=False,
         ),
     ] = None
-    num_sequences: Annotated[int, typer.Option(help=f"Held-out texts, after {CALIBRATION} that calibrate.")] = 16
+    num_sequences: Annotated[int, typer.Option(help=f"Held-out texts, beside {CALIBRATION} for calibration.")] = 16
     seed: Seed = 0
 
     def __post_init__(self) -> None:

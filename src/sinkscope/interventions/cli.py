@@ -36,9 +36,11 @@ class InterveneOptions:
     """Where interventions act."""
 
     layers: Annotated[
-        str | None, typer.Option(help="Layers of mask, aggregation and dimension edits, such as 0-2.")
+        str | None, typer.Option(help="Layers of interventions on masks, aggregations and dimensions, such as 0-2.")
     ] = None
-    heads: Annotated[str | None, typer.Option(help="Heads of mask and aggregation edits, such as 0,3.")] = None
+    heads: Annotated[
+        str | None, typer.Option(help="Heads of interventions on masks and aggregations, such as 0,3.")
+    ] = None
 
 
 def intervene_command(
@@ -51,10 +53,11 @@ def intervene_command(
 ) -> None:
     """Intervene in a model's forward pass and show what changes.
 
-    Every observable is shown before, after and under a control. Aggregation edits act up to the birth of disparity
-    unless --layers says otherwise. Their means come from 64 other sequences; with --prompt, --tokens says of what kind.
-    The control replaces each intervention: a mask by its opposite, amplification by a shift of the mean that leaves the
-    variance, units by matched random ones.
+    Every observable is shown before and after the interventions, and under a control. Interventions on the value
+    aggregation act in all layers up to the one where disparity appears, unless --layers says otherwise. The means that
+    they need come from 64 other sequences; with --prompt, --tokens says of what kind. The control replaces each
+    intervention: a mask by its opposite, amplification by a shift of the mean that leaves the variance, neurons by
+    random ones that match them.
 
     Example: sinkscope intervene gpt2 --mask-to-self 10 --clamp-dimension 447@10
     """

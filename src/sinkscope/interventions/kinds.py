@@ -290,13 +290,15 @@ KINDS: dict[str, Kind] = {
         does=" whose variance is brought down to that of later ones", make=_aggregation("equalise_variance"), **_PLACED
     ),
     "match_variance": Kind(
-        does=" whose variance is brought to its level in the untouched model", make=_match("variance"), **_PLACED
+        does=" whose variance is brought to its level in the baseline", make=_match("variance"), **_PLACED
     ),
     "match_energy": Kind(
-        does=" whose energy is brought to its level in the untouched model", make=_match("energy"), **_PLACED
+        does=" whose energy is brought to its level in the baseline", make=_match("energy"), **_PLACED
     ),
     "match_moments": Kind(
-        does=" whose variance and energy are both brought to their levels", make=_match("variance", "energy"), **_PLACED
+        does=" whose variance and energy are brought to their baseline levels",
+        make=_match("variance", "energy"),
+        **_PLACED,
     ),
     "ablate": Kind(does=", set to zero", **_UNITS, **_by_matched(_ablate("zero"))),
     "ablate_mean": Kind(does=", set to its mean", **_UNITS, **_by_matched(_ablate("mean"))),
@@ -331,7 +333,7 @@ KINDS: dict[str, Kind] = {
     "clamp_neuron": Kind(
         form="LAYER:NEURON@POSITION",
         example="2:90@10",
-        does=" held at its untouched values",
+        does=" held at its baseline values",
         read=_placed(unit_of_text, num_places=1),
         make=_clamp("neurons"),
         acts_at=_last,
@@ -339,7 +341,7 @@ KINDS: dict[str, Kind] = {
     "clamp_dimension": Kind(
         form="DIMENSION@POSITION",
         example="447@10",
-        does=" held at its untouched values",
+        does=" held at its baseline values",
         read=_placed(int, num_places=1),
         make=_clamp("dimensions"),
         acts_at=_last,
