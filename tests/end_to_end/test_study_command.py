@@ -18,7 +18,7 @@ from tiny_models import tiny_model
 from sinkscope.results import saved
 from sinkscope.results.tables import read_table
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import Conditions
+from sinkscope.studies.condition_runner import ConditionRunner
 from sinkscope.studies.schemas import STUDY_TABLES
 
 KILLS = 2
@@ -74,19 +74,19 @@ def sinkless_folder(tmp_path_factory):
 @pytest.fixture
 def ran(monkeypatch):
     """Names of the conditions that run."""
-    names, run = [], Conditions.run
+    names, run = [], ConditionRunner.run
 
     def counted(self, condition, **options):
         names.append(condition.part)
         return run(self, condition, **options)
 
-    monkeypatch.setattr(Conditions, "run", counted)
+    monkeypatch.setattr(ConditionRunner, "run", counted)
     return names
 
 
 def interrupt_after(monkeypatch, count: int) -> None:
     """Sends Ctrl-C when `count` conditions are done."""
-    run, done = Conditions.run, []
+    run, done = ConditionRunner.run, []
 
     def interrupted(self, condition, **options):
         done.append(condition)
@@ -94,7 +94,7 @@ def interrupt_after(monkeypatch, count: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return run(self, condition, **options)
 
-    monkeypatch.setattr(Conditions, "run", interrupted)
+    monkeypatch.setattr(ConditionRunner, "run", interrupted)
 
 
 def visible(folder) -> set[str]:

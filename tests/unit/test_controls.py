@@ -9,18 +9,19 @@ from planted_models import planted_chain
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
-from sinkscope.interventions.plan import MAX_UNITS, Plan
+from sinkscope.interventions.plan import Plan
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import _beside, _mediated
+from sinkscope.studies.conditions import MAX_UNITS
 from sinkscope.studies.controls import (
-    EMPTY,
     Activity,
     direction_writers,
     draw_controls,
     few_of_each_layer,
     read_activity,
 )
+from sinkscope.studies.judging import EMPTY_CONTROL
 from sinkscope.studies.study import study
 
 IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -169,7 +170,7 @@ def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
 
 
 def test_an_empty_control_has_no_number_and_is_named():
-    assert _beside(0.9, EMPTY, "units", "a note") == dict(control=0.9, note="a note")
+    assert _beside(0.9, EMPTY_CONTROL, "units", "a note") == dict(control=0.9, note="a note")
     empty = _beside(0.9, 0.004, "units", "a note")
     assert empty["control"] is None
     assert empty["note"] == "a note; an empty control: random units do 0.4% of this at the sink"
@@ -197,4 +198,4 @@ def test_the_planted_chain_has_no_unit_like_its_super_neuron_and_says_so():
         *(mediation[n] for n in ("total", "random", "direct", "share")), strict=True
     ):
         assert share == pytest.approx((random - direct) / total)
-    assert max(found.tables["random_sets"]["write"]) < EMPTY
+    assert max(found.tables["random_sets"]["write"]) < EMPTY_CONTROL

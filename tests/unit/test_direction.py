@@ -13,7 +13,8 @@ from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, d
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.studies.causal_claims import what_it_is
 from sinkscope.studies.controls import read_activity
-from sinkscope.studies.evidence import gone, read_evidence
+from sinkscope.studies.evidence import read_evidence
+from sinkscope.studies.judging import gone
 from sinkscope.tracing.trace import trace
 
 IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
-from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
+from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, SINK_HEAD_RATE
 from sinkscope.models.anatomy import Layer, Unit, as_unit
 from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.movers import SuperNeuron
@@ -16,8 +16,6 @@ from sinkscope.tracing.movers import SuperNeuron
 SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
 level at other positions."""
-SINK_HEAD_RATE = 0.5
-"""A head has the sink where so many sequences count it."""
 LATER_SHARE = 0.1
 """After the birth only units with this share of their layer's write count."""
 FIRST_TARGET = 10
@@ -25,8 +23,6 @@ FIRST_TARGET = 10
 NUM_TARGETS = 3
 MAX_DIMENSIONS = 8
 """Massive dimensions that are followed."""
-MAX_UNITS = 64
-"""Units that are searched for those that carry the sink."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +46,8 @@ class Plan:
     """Every unit that moves a massive dimension at the sink or, where there is none, the strongest along the direction
     of its states; strongest write first: for the minimal set."""
     writers: tuple[Unit, ...] = ()
-    """Where no minimal set was found: the MAX_UNITS before the first head with the sink that write most along the
-    direction of its states, however many of a layer, strongest first."""
+    """Where no minimal set was found: those before the first head with the sink that write most along the direction of
+    its states, as many as are searched, however many of a layer, strongest first."""
 
     sink_heads: tuple[tuple[int, int], ...] = ()
     """(layer, head) of those that have the sink."""

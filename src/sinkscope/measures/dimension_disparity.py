@@ -18,8 +18,6 @@ MASSIVE_RATIO = 10.0
 MASSIVE_CONTRAST = 3.0
 """... and this many times the same dimension's magnitude at the other positions: a dimension that is large everywhere
 marks no token."""
-DOM_RATIO = 3.0
-"""DomRatio at the sink, over that elsewhere: from here on there is a disparity."""
 MASSIVE_ACTIVATION = 100.0
 MASSIVE_ACTIVATION_RATIO = 1000.0
 """A massive activation exceeds the first and the second times the median magnitude (Sun et al.); not scale-free, so

@@ -7,9 +7,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-COSINE = 0.9
-"""A position whose states have this mean cosine across sequences is one direction."""
-
 
 def cosine_across_sequences(state_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, " T"]:
     """Mean cosine over all pairs of different sequences, by position; NaN for a single sequence."""

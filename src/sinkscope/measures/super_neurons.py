@@ -11,11 +11,6 @@ from torch import Tensor
 
 from sinkscope.measures.dimension_disparity import kurtosis, participation_ratio, top_energy_share
 
-LEVEL_ELSEWHERE = 10.0
-"""A super neuron's write at the sink over its level at other positions."""
-TOP_SHARE = 0.25
-"""An output vector with at least this share of its energy in one dimension is channel-sparse."""
-
 
 def write_share(mean_square_U: Float[Tensor, " U"], output_MU: Float[Tensor, "M U"]) -> Float[Tensor, " U"]:
     """Each unit's share of the squared write into the massive dimensions, from E[n^2] and the output vectors' entries

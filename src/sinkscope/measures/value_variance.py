@@ -7,9 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-VARIANCE_RATIO = 2.0
-"""Position 0's variance over that of later positions: from here on there is a discrepancy."""
-
 
 def value_variance(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, " T"]:
     """Variance across sequences (unbiased) of each channel, averaged over channels; NaN for a single sequence."""

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinkscope.measures.dimension_disparity import DOM_RATIO
-from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE, TOP_SHARE
-from sinkscope.measures.value_variance import VARIANCE_RATIO
+from sinkscope.measures.thresholds import COSINE, DOM_RATIO, LEVEL_ELSEWHERE, TOP_SHARE, VARIANCE_RATIO
 
 Probe = Mapping[str, Any]
 """A row of probes.jsonl."""

@@ -4,27 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkscope.interventions.plan import MAX_UNITS
-from sinkscope.measures.super_neurons import TOP_SHARE
-from sinkscope.models.anatomy import Unit
+from sinkscope.measures.thresholds import TOP_SHARE
 from sinkscope.pages.text import percent
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
+    MAX_UNITS,
     NUM_DRAWS,
+    NUM_RANDOM_SETS,
     RANDOM_OF,
     SUPER_NEURONS,
     TURNED_BASIS,
     Condition,
     draws,
 )
-from sinkscope.studies.controls import EMPTY, NUM_RANDOM_SETS
 from sinkscope.studies.judging import (
     CAUSAL,
+    EMPTY_CONTROL,
     QUARTER,
     RISE,
     SPARED,
@@ -44,6 +44,9 @@ from sinkscope.studies.judging import (
 from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
 
+if TYPE_CHECKING:
+    from sinkscope.models.anatomy import Unit
+
 NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
 NO_WRITERS = "no layer with units comes before the first head with the sink"
 NO_DIMENSION = "there is no massive dimension"
@@ -51,7 +54,7 @@ NO_DIMENSION = "there is no massive dimension"
 
 def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, Any]:
     """A random set's number and the claim's note; where the set is empty it has no number, and the note says so."""
-    empty = [f"an empty control: random {what} do {level:.1%} of this at the sink"] if level < EMPTY else []
+    empty = [f"an empty control: random {what} do {level:.1%} of this at the sink"] if level < EMPTY_CONTROL else []
     return dict(control=None if empty else control, note="; ".join([*notes, *empty]))
 
 

@@ -14,16 +14,20 @@ and no check.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from sinkscope.interventions.matching import TOLERANCE, UNTOUCHED
-from sinkscope.interventions.plan import Plan
 from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
 from sinkscope.studies import conditions as run
 from sinkscope.studies.judging import Empty
 
+if TYPE_CHECKING:
+    from sinkscope.interventions.plan import Plan
+    from sinkscope.studies.outcome import Outcome
+
+TOLERANCE = 0.1
+"""Farther off than this is a miss."""
 CONFIDENCE = 0.99
 """Of the interval in a single layer: there are several layers, and most conditions do what they say."""
 OPENED = 0.5
@@ -61,9 +65,9 @@ class Ran(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def untouched(self) -> run.Outcome: ...
+    def untouched(self) -> Outcome: ...
     @property
-    def outcomes(self) -> dict[run.Condition, run.Outcome]: ...
+    def outcomes(self) -> dict[run.Condition, Outcome]: ...
 
 
 class Asked(NamedTuple):
@@ -92,7 +96,7 @@ def asked(study: Ran, condition: run.Condition) -> Iterator[Asked]:
     if condition.levelled:
         for row, moment in enumerate(("variance", "energy")):
             if (mixing := getattr(condition, moment)) is not None:
-                level = study.untouched if mixing == UNTOUCHED else study.outcomes[run.Condition(mixing, target)]
+                level = study.untouched if mixing == run.UNTOUCHED else study.outcomes[run.Condition(mixing, target)]
                 wanted_BL = level.squares(target, side)[row]
                 yield Asked(moment, "equal", outcome.squares(target, side)[row], wanted_BL)
         return

@@ -1,31 +1,35 @@
 """The claims of a study, the same for every model. Each is one entry: its statement, its bars, where its
 numbers come from, and what its control is. `judging` says how they are judged.
 
-These are the links in the untouched model; cause and effect follow in `causal_claims`.
+These are the links in the untouched model; cause and effect follow in `causal_claims`. torch is imported inside the
+functions: the page of a saved study reads the entries without it.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from sinkscope.interventions.plan import SINK_HEAD_RATE
-from sinkscope.measures.dimension_disparity import DOM_RATIO
-from sinkscope.measures.directional_collapse import COSINE
 from sinkscope.measures.sink_score import SINK_RATE
-from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE, TOP_SHARE
-from sinkscope.measures.value_variance import VARIANCE_RATIO, log_r_squared, variance_ratio
+from sinkscope.measures.thresholds import (
+    COSINE,
+    DOM_RATIO,
+    LEVEL_ELSEWHERE,
+    SINK_HEAD_RATE,
+    TOP_SHARE,
+    VARIANCE_RATIO,
+)
 from sinkscope.pages.text import percent
 from sinkscope.statistics import seen_mean
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.conditions import TURNED_BASIS, Condition
-from sinkscope.studies.evidence import LOCKED, gone
 from sinkscope.studies.judging import (
+    LOCKED,
     Bar,
     Claim,
     Empty,
     Found,
     Numbers,
+    gone,
     second_over_first,
     some_of,
 )
@@ -39,6 +43,10 @@ def _sink(study: Measured) -> Found:
 def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
     """Position 0 over the later half in the last layer, of variances [..., L, S, T], on the side of a norm on the
     aggregation where it is most."""
+    import torch
+
+    from sinkscope.measures.value_variance import variance_ratio
+
     return variance_ratio(torch.from_numpy(means[..., -1, :, :])).numpy().max(-1)
 
 
@@ -60,6 +68,10 @@ def _variance_discrepancy(study: Measured) -> Found:
 
 def _mean_ratios(variance: np.ndarray) -> str:
     """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, S, T]; by side."""
+    import torch
+
+    from sinkscope.measures.value_variance import variance_ratio
+
     ratio_S = variance_ratio(torch.from_numpy(variance)).log().flatten(0, -2).mean(0).exp().tolist()
     after, *before = (f"{ratio:.3g}" for ratio in ratio_S)
     return after if not before else f"{after} after the norm and {before[0]} before it"
@@ -68,6 +80,10 @@ def _mean_ratios(variance: np.ndarray) -> str:
 def _mean_r_squared(means: np.ndarray) -> np.ndarray:
     """log R^2 of the law, mean over layers, of the law and the variances it is to predict [..., L, 1 + S, T], on the
     side of a norm on the aggregation where it is most: the law is about averages, which a norm changes."""
+    import torch
+
+    from sinkscope.measures.value_variance import log_r_squared
+
     law, variance = torch.from_numpy(means[..., :1, :]), torch.from_numpy(means[..., 1:, :])
     return log_r_squared(variance, law.expand_as(variance)).mean(-2).numpy().max(-1)
 

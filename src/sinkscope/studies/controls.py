@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from sinkscope.interventions.neurons import matched_units, nearest
-from sinkscope.interventions.plan import MAX_UNITS, Plan, most_super_neurons
+from sinkscope.interventions.plan import Plan, most_super_neurons
 from sinkscope.models.anatomy import Anatomy, Group, Unit
+from sinkscope.studies.conditions import MAX_UNITS, NUM_RANDOM_SETS
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.merges import Mean
 from sinkscope.tracing.observables import Observable, Tap
 from sinkscope.tracing.recorder import Recorder
-
-NUM_RANDOM_SETS = 20
-EMPTY = 0.1
-"""A control is empty if it does less than this share of what its counterpart does at the sink."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from sinkscope.interventions.plan import Plan
 from sinkscope.measures.dimension_disparity import direction_share
 from sinkscope.models.anatomy import Anatomy
+from sinkscope.studies.judging import LOCKED, gone
 from sinkscope.tracing.attention_rule import sampled_queries
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.lock import later_queries, making_keys
@@ -58,16 +59,6 @@ class Evidence:
         """What heads read at the sink: the coordinate where that alone holds half of q . k, else the direction."""
         share = self.gone_with_coordinate
         return None if share is None else "coordinate" if share >= LOCKED else "direction"
-
-
-LOCKED = 0.5
-"""Heads lock on to what takes this share of q . k with it."""
-
-
-def gone(means: np.ndarray) -> np.ndarray:
-    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
-    whole, rest = means[..., 0, :], means[..., 1, :]
-    return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
 
 
 def read_evidence(

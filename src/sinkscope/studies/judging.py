@@ -44,6 +44,10 @@ QUARTER = 0.25
 """A sink counts as removed if less than this share of it is left."""
 SPARED = 0.8
 """A matched random set must leave at least this share of the sink."""
+LOCKED = 0.5
+"""Heads lock on to what takes this share of q . k with it."""
+EMPTY_CONTROL = 0.1
+"""A control is empty if it does less than this share of what its counterpart does at the sink."""
 ALSO_CONTROL = "its control clears the threshold too"
 
 
@@ -73,6 +77,12 @@ def most_left(means: np.ndarray) -> np.ndarray:
 def most(means: np.ndarray) -> np.ndarray:
     """[..., S] on the side where it is most."""
     return means.max(-1)
+
+
+def gone(means: np.ndarray) -> np.ndarray:
+    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
+    whole, rest = means[..., 0, :], means[..., 1, :]
+    return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
 
 
 def side_of(statistic: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> int:

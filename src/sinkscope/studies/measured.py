@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkscope.interventions.plan import Plan
-from sinkscope.measures.dimension_disparity import top_energy_share
-from sinkscope.measures.super_neurons import LEVEL_ELSEWHERE
-from sinkscope.models.anatomy import Anatomy, Unit
+from sinkscope.measures.thresholds import LEVEL_ELSEWHERE
 from sinkscope.studies.checks import ROUNDING, MarkedError, control_unless_marked, missed
 from sinkscope.studies.conditions import Condition, sides_of_norm
-from sinkscope.studies.controls import Controls
-from sinkscope.studies.evidence import Evidence
-from sinkscope.studies.outcome import Outcome
-from sinkscope.tracing.replay import ConditionReading
+
+if TYPE_CHECKING:
+    from sinkscope.interventions.plan import Plan
+    from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.studies.controls import Controls
+    from sinkscope.studies.evidence import Evidence
+    from sinkscope.studies.outcome import Outcome
+    from sinkscope.tracing.replay import ConditionReading
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 NO_TARGET = "no position is free of a sink and has enough later queries"
@@ -142,6 +143,8 @@ class Measured:
     def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
         """(top energy share of the units' output vectors, that of the median unit of their layers), means over
         units."""
+        from sinkscope.measures.dimension_disparity import top_energy_share
+
         shares, medians = [], []
         for unit in units:
             layer = self.anatomy.layers[unit.layer]

@@ -20,11 +20,12 @@ import numpy as np
 from sinkscope import processes
 from sinkscope.interventions.base import together
 from sinkscope.interventions.neurons import ablate_neurons
-from sinkscope.interventions.plan import MAX_UNITS, Plan, candidate_units
+from sinkscope.interventions.plan import Plan, candidate_units
 from sinkscope.models.anatomy import DENSE, Unit, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.results.parts import Parts
+from sinkscope.studies.conditions import MAX_UNITS
 from sinkscope.studies.judging import QUARTER
 from sinkscope.tracing.replay import ConditionReading, Replay
 from sinkscope.tracing.trace import trace

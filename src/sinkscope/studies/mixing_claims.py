@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
     DOSE,
@@ -24,6 +23,7 @@ from sinkscope.studies.conditions import (
     SEE_PREVIOUS,
     SEE_SELF,
     SEE_TWO,
+    UNTOUCHED,
     Condition,
 )
 from sinkscope.studies.judging import (

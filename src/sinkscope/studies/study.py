@@ -17,7 +17,7 @@ from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import MIN_CALIBRATION
-from sinkscope.interventions.plan import MAX_UNITS, Plan, make_plan
+from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -33,7 +33,8 @@ from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.conditions import TURNED_BASIS, Condition, Conditions
+from sinkscope.studies.condition_runner import ConditionRunner
+from sinkscope.studies.conditions import MAX_UNITS, TURNED_BASIS, Condition
 from sinkscope.studies.controls import (
     Activity,
     direction_writers,
@@ -297,7 +298,7 @@ class _Run:
         )
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
-        conditions = Conditions(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
+        conditions = ConditionRunner(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
         outcomes = self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {}
         not_turned = self._turn_basis(plan, outcomes) if minimal else "there is no minimal set"
         return Measured(
@@ -342,7 +343,7 @@ class _Run:
         outcomes[condition] = Outcome.of_tensors(kept)
         return ""
 
-    def _outcomes(self, conditions: Conditions, *, sink_varies: bool) -> dict[Condition, Outcome]:
+    def _outcomes(self, conditions: ConditionRunner, *, sink_varies: bool) -> dict[Condition, Outcome]:
         """Under torchrun each process runs its share of the conditions."""
         found = []
         every = conditions.all(sink_varies=sink_varies)

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkscope.interventions.matching import UNTOUCHED
 from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
-from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, SUPER_NEURONS, Condition
+from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, SUPER_NEURONS, UNTOUCHED, Condition
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
