@@ -10,8 +10,8 @@ from training_folders import curved_loss, write_training_folder
 from sinkscope.compare.page import write_comparison_page
 from sinkscope.pages.text import token_text, visible
 from sinkscope.results.saved import write_page_of_run
-from sinkscope.studies import page as study
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.judging import Step
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; .ci/run installs it")
 PAGES = ("study", "bos", "without_sink", "trace", "compared", "trained")
@@ -104,7 +104,7 @@ def test_a_verdict_leads_to_its_figure(pages, browser):
     targets = browser.evaluate(f"{rows}.map(e => e.querySelector('a')?.getAttribute('href') ?? '')")
     assert len(targets) == len(CLAIMS)
     assert all(browser.evaluate(f"document.querySelector({target!r}) !== null") for target in targets if target)
-    unled = [claim.id for claim, target in zip(CLAIMS, targets, strict=True) if not target]
+    unled = [claim for claim, target in zip(CLAIMS, targets, strict=True) if not target]
     assert unled == [], "a claim without evidence on the page"
     assert "the interval is moved" in browser.evaluate("document.querySelector('#variance').textContent")
     browser.open(pages["compared"])
@@ -128,7 +128,7 @@ def test_the_chain_runs_from_left_to_right_with_evidence(pages, browser):
         "[...document.querySelectorAll('.panel')].map(e => e.querySelector('.evidence').innerText)"
     )
     assert "4.60 (4.28 to 4.92); control 0.230 (the largest of any other position)" in evidence[3]
-    assert browser.evaluate("document.querySelectorAll('.arrow').length") == len(study.ARROWS)
+    assert browser.evaluate("document.querySelectorAll('.arrow').length") == len(Step)
     browser.resize(400)
     tops = browser.evaluate("[...document.querySelectorAll('.panel')].map(e => e.getBoundingClientRect().top)")
     assert tops == sorted(set(tops))

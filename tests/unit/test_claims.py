@@ -21,7 +21,7 @@ N = 32
 def found(*bars_and_values, name="sink"):
     """A claim of some bars, with its numbers."""
     bars, by_bar = zip(*bars_and_values, strict=True)
-    claim = Claim(id=name, link="sink", statement="", bars=bars, numbers=lambda study: numbers)
+    claim = Claim(id=name, link="sink", statement="", bars=bars, numbers=lambda study: numbers, figures=())
     numbers = Numbers(by_bar=[v if isinstance(v, Empty) else np.asarray(v, float) for v in by_bar])
     return claim, claim.numbers(None)
 

@@ -14,9 +14,11 @@ from training_folders import write_training_folder
 
 from sinkscope.compare.page import compare, write_comparison_page
 from sinkscope.errors import InputError
+from sinkscope.pages.text import isolated
 from sinkscope.results.run import read_run
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.saved import write_page_of_run
+from sinkscope.studies.claims import CLAIMS
 
 
 @pytest.fixture
@@ -103,6 +105,21 @@ for number, folder in enumerate(sys.argv[1:]):
     assert (tmp_path / "page-0.html").is_file(), done.stderr
     assert "torch" in done.stderr
     assert not (tmp_path / "page-1.html").exists()
+
+
+def test_a_saved_claim_that_is_known_no_more_is_shown_without_a_figure(study, tmp_path):
+    """The control: under its own name it leads to its figure."""
+    statement = isolated(CLAIMS["mean_suffices"].statement)
+    write_page_of_run(study, tmp_path / "before.html")
+    before = (tmp_path / "before.html").read_text(encoding="utf-8")
+    assert f'<td title="mean_suffices"><a href="#remaining">{statement}</a>' in before
+    path = study / "claims.parquet"
+    table = pyarrow.parquet.read_table(path)
+    names = [{"mean_suffices": "of_before"}.get(name, name) for name in table["id"].to_pylist()]
+    column = table.schema.get_field_index("id")
+    pyarrow.parquet.write_table(table.set_column(column, table.schema.field(column), [names]), path)
+    write_page_of_run(study, tmp_path / "after.html")
+    assert f'<td title="of_before">{statement}</td>' in (tmp_path / "after.html").read_text(encoding="utf-8")
 
 
 def test_refused_comparisons(study, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, some_of
 from sinkscope.studies.measured import Measured
 
@@ -56,11 +57,7 @@ def cause(verdicts: Verdicts) -> str:
         if others_fail:
             return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
         return "Amplified variance makes a token a sink; whether a smaller rise of the variance is enough is undecided."
-    needs = {
-        "opening_removes_sink": "to see itself alone",
-        "equalising_removes_sink": "its variance (or the energy in it)",  # equalising lowers both
-    }
-    needed = " and ".join(words for claim, words in needs.items() if verdicts.hold(claim))
+    needed = " and ".join(claim.needs for claim in CAUSAL_CLAIMS if claim.needs and verdicts.hold(claim.id))
     if not others_fail:
         return f"What makes a token a sink is undecided{needed and f'; this one needs {needed}'}."
     neither = "Neither an unmixed value nor more variance makes another token a sink"

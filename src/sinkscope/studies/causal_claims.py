@@ -35,6 +35,7 @@ from sinkscope.studies.judging import (
     Empty,
     Found,
     Numbers,
+    Step,
     least_left,
     most_left,
     second_over_first,
@@ -206,6 +207,8 @@ def _mediation_claim(short: str, possessive: str, cause: str, factor: float | No
         statement=f"At least half of {possessive} effect runs through the {mediator}, beyond what random ones carry",
         bars=(Bar("at least", 0.5, _mediated),),
         numbers=_mediation(cause, factor, held),
+        figures=("mediation-effects",),
+        step=Step.BY_SUPER_NEURONS if held == SUPER_NEURONS else Step.BY_DIMENSIONS,
         control_is="gone with as many matched random ones held",
     )
 
@@ -218,6 +221,9 @@ CAUSAL_CLAIMS = (
         statement="Bringing the sink's variance down to that of later positions leaves under a quarter of the sink",
         bars=(Bar("below", QUARTER, least_left),),
         numbers=_equalising,
+        figures=("remaining", "forest"),
+        step=Step.LESS_VARIANCE,
+        needs="its variance (or the energy in it)",  # equalising lowers both
         control_is="left when another position is equalised",
     ),
     Claim(
@@ -226,6 +232,8 @@ CAUSAL_CLAIMS = (
         statement="With the mean of its aggregation over sequences alone, the sink keeps half of its rate",
         bars=(Bar("at least", 0.5, most_left),),
         numbers=_mean_suffices,
+        figures=("remaining", "forest"),
+        step=Step.LESS_VARIANCE,
         control_is="left with that mean taken out",
     ),
     Claim(
@@ -235,6 +243,8 @@ CAUSAL_CLAIMS = (
         f"{NUM_RANDOM_SETS} matched random sets each leave {percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_necessity,
+        figures=("remaining", "forest"),
+        step=Step.SUPER_NEURONS,
         control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
     ),
     Claim(
@@ -245,6 +255,7 @@ CAUSAL_CLAIMS = (
         f"{percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_writers_necessity,
+        figures=("remaining", "forest"),
         control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
     ),
     Claim(
@@ -258,6 +269,8 @@ CAUSAL_CLAIMS = (
             Bar("at least", QUARTER, _least_over_first),
         ),
         numbers=_sparsity_necessity,
+        figures=("remaining", "forest"),
+        step=Step.SPARSITY,
         control_is="left when they and all that reads them are turned",
     ),
     Claim(
@@ -266,6 +279,8 @@ CAUSAL_CLAIMS = (
         statement="The super neurons' activations make another token a sink: up by 5 points",
         bars=(UP,),
         numbers=_sufficiency,
+        figures=("forest",),
+        step=Step.SUPER_NEURONS,
         control_is="rise by as many matched random units",
     ),
     Claim(
@@ -274,6 +289,8 @@ CAUSAL_CLAIMS = (
         statement="The sink's massive dimensions make another token a sink: up by 5 points",
         bars=(UP,),
         numbers=_dimensions_suffice,
+        figures=("forest",),
+        step=Step.DIMENSIONS,
         control_is="rise by as many matched random dimensions",
     ),
     _mediation_claim("mask", "the mask's", "mask_to_self", None, SUPER_NEURONS),

@@ -173,6 +173,11 @@ def _directional_collapse(study: Measured) -> Found:
     return Numbers(by_bar=[at_sink_B, at_sink_B - others_B], control=float(seen_mean(others_B)))
 
 
+LAW_INTERVAL = (
+    "the interval is moved so that the effect is its median. A resample repeats sequences, so its variances scatter "
+    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
+    "than it should be, never easier."
+)
 LINK_CLAIMS = (
     Claim(
         id="sink",
@@ -180,6 +185,7 @@ LINK_CLAIMS = (
         statement=f"The strongest position is a sink: at least {percent(SINK_RATE)} of heads, layers and sequences",
         bars=(Bar("at least", SINK_RATE),),
         numbers=_sink,
+        figures=("received",),
     ),
     Claim(
         id="variance_discrepancy",
@@ -188,6 +194,7 @@ LINK_CLAIMS = (
         "variance of later positions",
         bars=(Bar("at least", VARIANCE_RATIO, _ratio_at_birth),),
         numbers=_variance_discrepancy,
+        figures=("variance",),
         control_is="the same architecture at initialisation, three seeds",
     ),
     Claim(
@@ -197,6 +204,8 @@ LINK_CLAIMS = (
         # A resample repeats sequences, so that its variances scatter more and log R^2 falls in nearly every one.
         bars=(Bar("at least", 0.8, _mean_r_squared, centred=True),),
         numbers=_averaging_law,
+        figures=("variance",),
+        interval_note=LAW_INTERVAL,
         control_is="the law moved by half the length",
     ),
     Claim(
@@ -210,6 +219,7 @@ LINK_CLAIMS = (
             Bar("below", 1 / LEVEL_ELSEWHERE, lambda means: np.sqrt(second_over_first(means))),
         ),
         numbers=_super_neurons,
+        figures=("writes",),
         control_is="their level elsewhere",
     ),
     Claim(
@@ -218,6 +228,7 @@ LINK_CLAIMS = (
         statement="One dimension holds a quarter of the super neurons' output vectors, 5x the median unit's",
         bars=(Bar("at least", TOP_SHARE), Bar("at least", 5.0)),
         numbers=_channel_sparsity,
+        figures=("output-vectors",),
         control_is="the median unit's",
     ),
     Claim(
@@ -226,6 +237,7 @@ LINK_CLAIMS = (
         statement="DomRatio at the sink is at least 3x that elsewhere",
         bars=(Bar("at least", DOM_RATIO, second_over_first),),
         numbers=_dimension_disparity,
+        figures=("dom-ratio",),
         control_is="the largest of any other position",
     ),
     Claim(
@@ -235,6 +247,7 @@ LINK_CLAIMS = (
         "positions",
         bars=(Bar("at least", COSINE), Bar("at least", 0.2)),
         numbers=_directional_collapse,
+        figures=("dom-ratio",),
         control_is="cosine at other positions",
     ),
     Claim(
@@ -243,8 +256,9 @@ LINK_CLAIMS = (
         statement="Without the one direction of the sink's state at least half of q . k on it is gone",
         bars=(Bar("at least", LOCKED, gone),),
         numbers=_lock,
+        figures=("heads-lock-share", "received"),
         control_is="gone at another position without that direction",
     ),
 )
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in (*LINK_CLAIMS, *CAUSAL_CLAIMS)}
-"""By id, in the order in which they are shown."""
+"""By id, in the order in which they are shown. A saved study may have claims that are no longer here."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
@@ -134,6 +135,23 @@ class Numbers:
 Found = Numbers | Empty
 
 
+class Step(Enum):
+    """A causal step, in the order of the page: the first and the last panel of the chain that it spans, and its name.
+    A claim names the step that it tests."""
+
+    ONE_KEY = (1, 5, "An unmixed token becomes a sink")
+    MOMENTS = (1, 5, "Variance or energy makes a sink")
+    LESS_VARIANCE = (1, 5, "Less variance removes it, or its mean is enough")
+    BY_SUPER_NEURONS = (1, 2, "The super neurons carry it")
+    SPARSITY = (3, 5, "The sink needs their sparse output vectors")
+    DIMENSIONS = (4, 5, "The massive dimensions make a sink")
+    BY_DIMENSIONS = (1, 4, "The massive dimensions carry it")
+    SUPER_NEURONS = (2, 5, "Super neurons make the sink, and it needs them")
+
+    def __init__(self, first_panel: int, last_panel: int, label: str) -> None:
+        self.first_panel, self.last_panel, self.label = first_panel, last_panel, label
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One claim, the same for every model."""
@@ -145,7 +163,14 @@ class Claim:
     bars: tuple[Bar, ...]
     numbers: Callable[[Any], Numbers | Empty]
     """From what a study measured."""
+    figures: tuple[str, ...]
+    """Where its evidence is drawn: the first of these that is on the page."""
     control_is: str | None = None
+    step: Step | None = None
+    needs: str = ""
+    """Of a claim that takes the sink away: what the answer says that the sink needs where it holds."""
+    interval_note: str = ""
+    """How its interval is to be read, where it is no plain one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from sinkscope.studies.judging import (
     Empty,
     Found,
     Numbers,
+    Step,
     least_left,
     most,
     side_of,
@@ -205,6 +206,8 @@ MIXING_CLAIMS = (
         statement="A token that sees only itself up to the birth becomes a sink: rate up by 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_rise(SEE_SELF, control=("mask_but_self",)),
+        figures=("created", "forest"),
+        step=Step.ONE_KEY,
         control_is="rise when it sees all but itself",
     ),
     Claim(
@@ -214,6 +217,8 @@ MIXING_CLAIMS = (
         "points in both cases",
         bars=(UP, UP),
         numbers=_single_key,
+        figures=("factorial", "forest"),
+        step=Step.ONE_KEY,
         control_is="rise when it sees itself and the one before",
     ),
     Claim(
@@ -222,6 +227,8 @@ MIXING_CLAIMS = (
         statement="With the variance and the energy of a mixed token, one that sees only itself keeps half of its rise",
         bars=(Bar("at least", 0.5, least_left),),
         numbers=_share_left(_BOTH_BACK, control=_TWO_KEYS),
+        figures=("factorial", "forest"),
+        step=Step.ONE_KEY,
         control_is="share when it sees itself and the one before",
     ),
     Claim(
@@ -231,6 +238,8 @@ MIXING_CLAIMS = (
         "keeps under half of its rise",
         bars=(_UNDER_HALF, _UNDER_HALF),
         numbers=_share_left(_VARIANCE_BACK, _VARIANCE_BACK_ENERGY_KEPT, control=_ENERGY_BACK),
+        figures=("factorial", "forest"),
+        step=Step.MOMENTS,
         control_is="share with the energy of a mixed token",
     ),
     Claim(
@@ -240,6 +249,8 @@ MIXING_CLAIMS = (
         "more than with its energy",
         bars=(UP_ON_A_SIDE, Bar("above", 0.0, most)),
         numbers=_variance_suffices,
+        figures=("factorial", "forest"),
+        step=Step.MOMENTS,
         control_is="rise with its energy",
     ),
     Claim(
@@ -249,6 +260,8 @@ MIXING_CLAIMS = (
         "of its rise",
         bars=(_UNDER_HALF,),
         numbers=_share_left(_ENERGY_BACK, control=_VARIANCE_BACK),
+        figures=("factorial", "forest"),
+        step=Step.MOMENTS,
         control_is="share with the variance of a mixed token",
     ),
     Claim(
@@ -257,6 +270,8 @@ MIXING_CLAIMS = (
         statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE),
+        figures=("factorial", "forest"),
+        step=Step.MOMENTS,
         control_is="rise with its variance",
     ),
     Claim(
@@ -265,6 +280,9 @@ MIXING_CLAIMS = (
         statement="With position 0 opened to later keys up to the birth under a quarter of the sink is left",
         bars=(TAKEN_AWAY,),
         numbers=_opening,
+        figures=("remaining", "forest"),
+        step=Step.ONE_KEY,
+        needs="to see itself alone",
         control_is="left when another position is hidden from itself",
     ),
     Claim(
@@ -273,6 +291,8 @@ MIXING_CLAIMS = (
         statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_rise("amplify_variance", DOSE, control=("shift_mean", DOSE), sides=True),
+        figures=("dose", "forest"),
+        step=Step.MOMENTS,
         control_is="rise when the mean is shifted as far and the variance stays",
     ),
     Claim(
@@ -281,6 +301,8 @@ MIXING_CLAIMS = (
         statement="The more variance, the more of a sink (trend over factors 1 to 8)",
         bars=(Bar("above", 0.0, most),),
         numbers=_dose_response,
+        figures=("dose", "forest"),
+        step=Step.MOMENTS,
         control_is="no trend",
     ),
 )

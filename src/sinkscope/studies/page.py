@@ -14,7 +14,9 @@ from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number
 from sinkscope.results.page_parts import method
 from sinkscope.results.run import Run
+from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.figures import study_figures
+from sinkscope.studies.judging import Step
 from sinkscope.tracing import page as trace_page
 from sinkscope.tracing.figures import chain_panels, unit_name
 from sinkscope.tracing.maps import layer_curves, maps
@@ -26,39 +28,6 @@ PANEL_LINKS = (
     ("channel_sparsity",),
     ("dimension_disparity", "directional_collapse"),
     ("sink",),
-)
-# A causal step: its first and last panel, its name, and the claims that test it.
-ARROWS = (
-    (
-        1,
-        5,
-        "An unmixed token becomes a sink",
-        ("unmixing_creates_sink", "any_single_key_creates_sink", "unmixed_value_matters", "opening_removes_sink"),
-    ),
-    (
-        1,
-        5,
-        "Variance or energy makes a sink",
-        (
-            "variance_is_what_matters",
-            "variance_suffices",
-            "energy_is_what_matters",
-            "energy_suffices",
-            "amplification_creates_sink",
-            "dose_response",
-        ),
-    ),
-    (1, 5, "Less variance removes it, or its mean is enough", ("equalising_removes_sink", "mean_suffices")),
-    (1, 2, "The super neurons carry it", ("mediation_mask_super_neurons", "mediation_amplification_super_neurons")),
-    (3, 5, "The sink needs their sparse output vectors", ("channel_sparsity_necessary",)),
-    (4, 5, "The massive dimensions make a sink", ("dimensions_suffice",)),
-    (1, 4, "The massive dimensions carry it", ("mediation_mask_dimensions", "mediation_amplification_dimensions")),
-    (
-        2,
-        5,
-        "Super neurons make the sink, and it needs them",
-        ("super_neurons_necessary", "super_neurons_sufficient"),
-    ),
 )
 SECTIONS = {
     "creation": ("What makes a sink", "Each intervention changes one position of an ordinary sequence."),
@@ -96,7 +65,7 @@ def write_page(run: Run, destination: Path) -> None:
         verdict_table(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])]),
         f'<p id="counts" class="caption">{isolated(counts)}</p>' if counts else "",
         trace_page.navigation([(name, SECTIONS[name][0]) for name, drawn in studied.items() if drawn]),
-        trace_page.chain(panels, lambda number, panel: _evidence(run, number, panel), _arrows(run)),
+        trace_page.chain(panels, lambda number, panel: _evidence(run, number), _arrows(run)),
     ]
     extras = {"necessity": carriers, "creation": factorial, "confounds": referee}
     for name, drawn in studied.items():
@@ -115,26 +84,31 @@ def figures(run: Run) -> list[Figure]:
     return [*chain_panels(run), *drawn, *maps(run), *layer_curves(run)]
 
 
-def _evidence(run: Run, number: int, panel: Figure) -> str:
+def _evidence(run: Run, number: int) -> str:
     """The claims about a link, below its panel."""
-    claims = [html.evidence(claim) for claim in run.claims.values() if claim["link"] in PANEL_LINKS[number - 1]]
+    saved = {id: claim for id, claim in run.claims.items() if claim["link"] in PANEL_LINKS[number - 1]}
+    claims = [html.evidence(claim) for claim in saved.values()]
     if not claims:
         return ""
-    law = ""
-    if panel.id == "variance" and (run.claims.get("averaging_law") or {}).get("low") is not None:
-        law = f'<p class="caption">The averaging law: {escaped(LAW_INTERVAL)}</p>'
-    return f'<ul class="evidence">{"".join(claims)}</ul>{law}'
+    notes = [
+        f'<p class="caption">The {id.replace("_", " ")}: {escaped(CLAIMS[id].interval_note)}</p>'
+        for id, claim in saved.items()
+        if claim["low"] is not None and id in CLAIMS and CLAIMS[id].interval_note
+    ]
+    return f'<ul class="evidence">{"".join(claims)}</ul>{"".join(notes)}'
 
 
 def _arrows(run: Run) -> str:
     """The causal steps below the panels that they span."""
     cards = []
-    for first, last, label, ids in ARROWS:
-        claims = [html.evidence(run.claims[id]) for id in ids if id in run.claims]
+    for step in Step:
+        first, last = step.first_panel, step.last_panel
+        tested_by = [id for id, claim in CLAIMS.items() if claim.step is step and id in run.claims]
+        claims = [html.evidence(run.claims[id]) for id in tested_by]
         if claims:
             cards.append(
                 f'<section class="arrow" style="grid-column:{first}/{last + 1}">'
-                f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {label}</h3><ul>{''.join(claims)}</ul></section>"
+                f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {step.label}</h3><ul>{''.join(claims)}</ul></section>"
             )
     return "".join(cards)
 
@@ -246,45 +220,6 @@ def carriers(run: Run) -> str:
     return f"<p>The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {escaped(names)}.</p>"
 
 
-MEDIATORS = ("super_neurons", "dimensions")
-# Where each claim's evidence is drawn: the first of these that is on the page.
-EVIDENCE = {
-    "variance_discrepancy": ("variance",),
-    "averaging_law": ("variance",),
-    "super_neurons": ("writes",),
-    "channel_sparsity": ("output-vectors",),
-    "dimension_disparity": ("dom-ratio",),
-    "directional_collapse": ("dom-ratio",),
-    "lock": ("heads-lock-share", "received"),
-    "sink": ("received",),
-    "amplification_creates_sink": ("dose", "forest"),
-    "dose_response": ("dose", "forest"),
-    "unmixing_creates_sink": ("created", "forest"),
-    **dict.fromkeys(
-        (
-            *("any_single_key_creates_sink", "unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
-            *("energy_is_what_matters", "energy_suffices"),
-        ),
-        ("factorial", "forest"),
-    ),
-    **dict.fromkeys(
-        (
-            *("opening_removes_sink", "equalising_removes_sink", "mean_suffices", "super_neurons_necessary"),
-            *("writers_necessary", "channel_sparsity_necessary"),
-        ),
-        ("remaining", "forest"),
-    ),
-    "super_neurons_sufficient": ("forest",),
-    "dimensions_suffice": ("forest",),
-    **{f"mediation_{by}_{held}": ("mediation-effects",) for by in ("mask", "amplification") for held in MEDIATORS},
-}
-LAW_INTERVAL = (
-    "the interval is moved so that the effect is its median. A resample repeats sequences, so its variances scatter "
-    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
-    "than it should be, never easier."
-)
-
-
 def verdict_table(run: Run, drawn: Sequence[str]) -> str:
     """The table of verdicts; a claim leads to the first of `drawn` that shows its evidence."""
     claims = list(run.claims.values())
@@ -317,13 +252,18 @@ def verdict_table(run: Run, drawn: Sequence[str]) -> str:
 
 def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
     """The figure that shows a claim's evidence; doses have one for each position."""
-    wanted = EVIDENCE.get(claim, ())
-    found = (id for name in wanted for id in drawn if id == name or (name == "dose" and id.startswith("dose-")))
-    return next((f"#{id}" for id in found), None)
+    if claim not in CLAIMS:  # of a study saved before that claim went
+        return None
+    for name in CLAIMS[claim].figures:
+        for id in drawn:
+            if id == name or (name == "dose" and id.startswith("dose-")):
+                return f"#{id}"
+    return None
 
 
 def _verdict_row(claim: dict[str, Any], drawn: Sequence[str]) -> str:
-    note = f' title="{escaped(LAW_INTERVAL)}"' if claim["id"] == "averaging_law" else ""
+    interval_note = CLAIMS[claim["id"]].interval_note if claim["id"] in CLAIMS else ""
+    note = f' title="{escaped(interval_note)}"' if interval_note else ""
     cells = (
         ("Effect", number(claim["effect"]), True),
         ("Interval", interval(claim["low"], claim["high"]), True),
