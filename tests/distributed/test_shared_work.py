@@ -149,7 +149,7 @@ def test_the_first_process_of_torchrun_writes_and_speaks(tmp_path):
     assert (tmp_path / "run" / "summary.json").is_file()
     again = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert again.returncode != 0
-    assert "sinkscope: expected no folder at" in again.stderr
+    assert "sinkscope: There is already a folder" in again.stderr
 
 
 def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):

@@ -103,7 +103,7 @@ def test_families_that_cannot_honour_a_control_go_on_with_the_others(sinkscope, 
         tiny_model(family).save_pretrained(tmp_path / family)
         result = sinkscope("bias", tmp_path / family, *FEW, "--out", f"run-{family}")
         assert result.code == 0, result.err
-        assert f"{control}: expected" in " ".join(result.out.split())
+        assert f"{control}: The " in " ".join(result.out.split())
         summary = json.loads((tmp_path / f"run-{family}" / "summary.json").read_text())
         assert [name for name, entry in summary["controls"].items() if "refused" in entry] == [control]
 
@@ -154,9 +154,9 @@ def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):
         (("tiny", "--length", 500), "context of 128 tokens"),
         (("tiny", "--controls", "no_such"), "--controls cannot be 'no_such'. Choose one of tanh_activation"),
         (("no-such/folder/at/all",), "found no "),
-        (("init:nowhere",), "a training run in nowhere"),
-        (("MODEL", "--seeds", 3), "--seeds beside a configuration only"),
-        (("MODEL", "--along", "OTHER"), "checkpoints of one model"),
+        (("init:nowhere",), "There is no folder nowhere"),
+        (("MODEL", "--seeds", 3), "--seeds is for a configuration"),
+        (("MODEL", "--along", "OTHER"), "Give checkpoints of the same training run"),
         (("NAN",), "finite weights; found NaN in"),
     ],
 )

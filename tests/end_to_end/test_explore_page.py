@@ -171,7 +171,7 @@ def test_units_and_dimensions_are_taken_out_and_transplanted(page):
 
 def test_what_is_refused_is_told_and_taken_back(page):
     act(page, "document.querySelector('.prompt').value = 'a'; document.querySelector('.read').click()")
-    assert "Expected a text of at least 2 tokens; found 1" in text(page, ".message")
+    assert "at least 2 tokens" in text(page, ".message")
     click(page, "[data-kind=mask_to_self]")
     assert text(page, ".message") == ""
     assert "The cat sat" in text(page, ".python")

@@ -71,11 +71,11 @@ def test_the_published_method(run, sinkscope):
     ("arguments", "message"),
     [
         (("{run}", "--length", 129), "the context of"),
-        (("{run}", "--vocabulary", 100_000), "ids, those of the sequences"),
-        (("nothing/here.safetensors",), "in nothing/here.safetensors; found no such file"),
-        (("{run}/model/model.safetensors",), "found no signature of a model"),
-        (("init:nothing",), "a training run in nothing"),
-        (("tiny",), "a preset of pretrain, which has none"),
+        (("{run}", "--vocabulary", 100_000), "ids, and the sequences have 100000"),
+        (("nothing/here.safetensors",), "Cannot use nothing/here.safetensors: there is no such file"),
+        (("{run}/model/model.safetensors",), "it is not the signature of a model"),
+        (("init:nothing",), "There is no folder nothing"),
+        (("tiny",), "tiny is a preset of pretrain, and has no weights"),
     ],
 )
 def test_what_is_refused(run, sinkscope, tmp_path, arguments, message):
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_refused(run, sinkscope, tmp_path, content):
     weights.write_bytes(weights.read_bytes()[:-5] + content)
     result = sinkscope("fingerprint", run, checkpoint, "--num-sequences", 64)
     assert result.code == 2
-    assert "a whole checkpoint" in result.err
+    assert "is damaged: training.safetensors has other bytes. Give another checkpoint" in result.err
     assert "Traceback" not in result.err
 
 
@@ -123,6 +123,6 @@ def test_other_vocabularies_are_refused_unless_ids_are_shared(run, sinkscope, tm
     model.resize_token_embeddings(num_ids + 2)
     model.save_pretrained(tmp_path / "more")
     arguments = ("fingerprint", run, tmp_path / "more", "--num-sequences", 64, "--length", 16, "--fresh", 0)
-    assert_refused(sinkscope(*arguments), "one vocabulary", tmp_path)
+    assert_refused(sinkscope(*arguments), "give their number as --vocabulary", tmp_path)
     result = sinkscope(*arguments, "--vocabulary", num_ids, "--json")
     assert json.loads(result.out)["pairs"][0]["verdict"] == "same origin"

@@ -132,7 +132,7 @@ def test_runs_are_compared(sinkscope, tokens, tmp_path):
     assert sinkscope("pretrain", "--data", tokens, *SHORT, "--batch-size", 4, "--out", "smaller").code == 0
     refused = sinkscope("compare", "softmax-0", "smaller", "--out", "other.html")
     assert refused.code == 2
-    assert "batch_size 4 in smaller" in refused.err
+    assert "batch_size is 4 in smaller" in refused.err
     (tmp_path / "smaller" / "summary.json").unlink()
     refused = sinkscope("compare", "softmax-0", "smaller", "--out", "other.html")
     assert refused.code == 2
@@ -144,35 +144,35 @@ def test_runs_are_compared(sinkscope, tokens, tmp_path):
 BAD = {
     "empty text": (["--data", "empty.txt"], "empty"),
     "binary text": (["--data", "binary.txt"], "a zero byte"),
-    "no such file": (["--data", "nowhere.txt"], "no 'nowhere.txt'"),
-    "vocabulary": (["--data", "TOKENS", "--config", "vocabulary.yaml"], "a vocabulary of at least 300"),
-    "long sequence": (["--data", "TOKENS", "--sequence-length", "1000000"], "in the longest"),
-    "heads": (["--data", "TOKENS", "--config", "heads.yaml"], "heads"),
+    "no such file": (["--data", "nowhere.txt"], "no file or folder 'nowhere.txt'"),
+    "vocabulary": (["--data", "TOKENS", "--config", "vocabulary.yaml"], "and the data have 300 tokens"),
+    "long sequence": (["--data", "TOKENS", "--sequence-length", "1000000"], "a train shard of at least 1000001"),
+    "heads": (["--data", "TOKENS", "--config", "heads.yaml"], "3 heads do not divide hidden_size 64"),
     "variant": (["--data", "TOKENS", "--variant", "softmaxx"], "--variant cannot be 'softmaxx'. Choose one of softmax"),
-    "config": (["--data", "TOKENS", "--config", "13b"], "a preset: tiny"),
+    "config": (["--data", "TOKENS", "--config", "13b"], "no preset '13b'. Choose one of tiny"),
     "model key": (["--data", "TOKENS", "--config", "model_key.yaml"], "num_layers"),
     "training key": (["--data", "TOKENS", "--config", "training_key.yaml"], "Write learning_rate"),
-    "top key": (["--data", "TOKENS", "--config", "top_key.yaml"], "the keys preset, model and training"),
-    "type": (["--data", "TOKENS", "--config", "type.yaml"], "true or false for tie_word_embeddings; found 1"),
-    "option": (["--data", "TOKENS", "--config", "option.yaml"], "options of the variant head_norm: per_head (bool)"),
+    "top key": (["--data", "TOKENS", "--config", "top_key.yaml"], "the keys preset, model and training, not trainig"),
+    "type": (["--data", "TOKENS", "--config", "type.yaml"], "tie_word_embeddings must be true or false, not 1"),
+    "option": (["--data", "TOKENS", "--config", "option.yaml"], "Its options are per_head (bool)"),
     "bomb": (["--data", "TOKENS", "--config", "bomb.yaml"], "an alias or a tag"),
-    "date": (["--data", "TOKENS", "--config", "date.yaml"], "steps like 200"),
-    "wide": (["--data", "TOKENS", "--config", "wide.yaml"], "from 1 to 16777216 for hidden_size"),
-    "many steps": (["--data", "TOKENS", "--steps", "1" + "0" * 30], "steps of at most"),
-    "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "in broken.yaml"),
+    "date": (["--data", "TOKENS", "--config", "date.yaml"], "--steps must be a value like 200"),
+    "wide": (["--data", "TOKENS", "--config", "wide.yaml"], "hidden_size must be a whole number from 1 to 16777216"),
+    "many steps": (["--data", "TOKENS", "--steps", "1" + "0" * 30], "--steps must be at most 2147483648, not 1000"),
+    "yaml": (["--data", "TOKENS", "--config", "broken.yaml"], "Cannot use broken.yaml"),
     "no yaml": (["--data", "TOKENS", "--config", "nowhere.yaml"], "nowhere.yaml"),
-    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "a finite number for --learning-rate"),
-    "infinity": (["--data", "TOKENS", "--config", "infinity.yaml"], "found inf, not a number"),
-    "beta": (["--data", "TOKENS", "--config", "beta.yaml"], "beta2 from 0 to below 1"),
-    "seed": (["--data", "TOKENS", "--config", "seed.yaml"], "a whole number for seed"),
-    "large seed": (["--data", "TOKENS", "--seed", str(2**63)], "seed below 2^63"),
+    "no number": (["--data", "TOKENS", "--learning-rate", "nan"], "--learning-rate must be a finite number, not nan"),
+    "infinity": (["--data", "TOKENS", "--config", "infinity.yaml"], "infinity.yaml: it holds inf, not a number"),
+    "beta": (["--data", "TOKENS", "--config", "beta.yaml"], "beta2 must be from 0 to below 1"),
+    "seed": (["--data", "TOKENS", "--config", "seed.yaml"], "seed must be a whole number"),
+    "large seed": (["--data", "TOKENS", "--seed", str(2**63)], "seed must be below 2^63"),
     "torchrun": (["--data", "TOKENS", "--parallel", "ddp"], "torchrun"),
     "mode": (["--data", "TOKENS", "--parallel", "tensor"], "auto, single, ddp, fsdp"),
     "keep": (["--data", "TOKENS", "--keep", "0,ten"], "--keep 0,100,1000"),
     "tracker": (["--data", "TOKENS", "--track", "paper"], "trackio, wandb, tensorboard"),
     "device": (["--data", "TOKENS", "--device", "abacus"], "--device cannot be 'abacus'. Use auto, cpu"),
     "datasets": (["--data", "hf:some/name"], "pip install"),
-    "shards and text": (["--data", "TOKENS", "--data", "empty.txt"], "one folder of token shards"),
+    "shards and text": (["--data", "TOKENS", "--data", "empty.txt"], "Give the folder alone as --data"),
 }
 
 
@@ -208,7 +208,7 @@ def test_bad_input_is_refused_and_nothing_is_written(sinkscope, tokens, tmp_path
 def test_tokenize_refuses_a_tokenizer_that_is_not_there(sinkscope, text, tmp_path):
     result = sinkscope("tokenize", "--data", text, "--out", "tokens", "--tokenizer", "./nowhere")
     assert result.code == 2, result.err
-    assert "no folder './nowhere', and it is not a Hugging Face name" in result.err
+    assert "no folder './nowhere', and it is not a Hugging Face name. Give another as --tokenizer" in result.err
     assert not (tmp_path / "tokens").exists()
 
 

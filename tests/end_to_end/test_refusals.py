@@ -117,7 +117,7 @@ WITHOUT_TORCH = {
     ("tokenize", "--data", "text.txt", "--out", "tokens", "--validation-share", "1.5"): "--validation-share 0.01",
     ("tokenize", "--data", "text.txt", "--out", "tokens", "--max-tokens", "0"): "--max-tokens must be at least 1",
     ("pretrain", "--data", "nowhere.txt", "--out", "run"): "nowhere.txt",
-    ("pretrain", "--data", "text.txt", "--out", "run", "--steps", "0"): "steps of at least 1",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--steps", "0"): "--steps must be at least 1, not 0",
     ("pretrain", "--data", "text.txt", "--out", "run", "--steps", MANY): "steps",
     ("pretrain", "--data", "text.txt", "--out", "run", "--optimiser", "sgd"): "adamw, muon",
     ("pretrain", "--data", "text.txt", "--out", "run", "--device", "gpu"): "cuda:N",
@@ -127,11 +127,11 @@ WITHOUT_TORCH = {
     ("pretrain", "--data", "text.txt", "--out", "run", "--parallel", "many"): "'many'. Choose one of auto, single",
     ("pretrain", "--data", "text.txt", "--out", "run", "--parallel", "ddp"): "Start with torchrun",
     ("pretrain", "--data", "text.txt", "--out", "run", "--track", "paper"): "--track cannot be 'paper'",
-    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "huge"): "a preset: tiny, 30m, 152m, 1b",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "huge"): "Choose one of tiny, 30m, 152m, 1b",
     ("pretrain", "--data", "text.txt", "--out", "run", "--config", "nowhere.yaml"): "nowhere.yaml",
-    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "odd.yaml"): "a key of the training configuration",
-    ("compare", "nowhere"): "2 to 26 runs",
-    ("compare", "taken", "./taken"): "different runs to compare; found ./taken twice",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--config", "odd.yaml"): "The training configuration has no key",
+    ("compare", "nowhere"): "needs two runs or more, not 1",
+    ("compare", "taken", "./taken"): "./taken was given twice",
 }
 PROCESS = """
 import contextlib, io, json, os, sys, traceback

@@ -205,7 +205,7 @@ def test_empty_batch_and_no_keys(device: torch.device) -> None:
         (lambda q, k, lse: (q.double(), k.double(), lse), "float64"),
         (lambda q, k, lse: (q[:, :, :-1], k, lse), "self attention"),
         (lambda q, k, lse: (q, k[:, :0], lse), "K dividing H"),
-        (lambda q, k, lse: (q, k.half(), lse), "one dtype"),
+        (lambda q, k, lse: (q, k.half(), lse), "must have one dtype"),
         (lambda q, k, lse: (q, k, lse.double()), "float32 log-sum-exp"),
         (lambda q, k, lse: (q.mT.contiguous().mT, k, lse), "contiguous"),
         (lambda q, k, lse: (q.repeat(1, 1, 1, 32), k.repeat(1, 1, 1, 32), lse), "head size"),

@@ -154,7 +154,7 @@ def test_a_damaged_file_of_one_model_costs_only_its_row(models, tmp_path, capsys
         for content in ("{", "{}", whole.replace('"measured"', '"lost"').replace('"verdict"', '"lost"')):
             summary.write_text(content)
             assert atlas.main([str(models), "--out", str(out)], planted([])) == 1
-            assert f"with-a-sink: expected a file that sinkscope can use in {summary}" in capsys.readouterr().err
+            assert f"with-a-sink: Cannot use {summary}" in capsys.readouterr().err
             assert read_table(out / "atlas", atlas.ATLAS)["model"] == ["reference-softmax"]
         summary.write_text(whole)
     assert atlas.main([str(models), "--out", str(out)], planted([])) == 0, "control: whole again"

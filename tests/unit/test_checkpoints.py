@@ -269,7 +269,7 @@ def test_damage_is_seen_and_named(whole, tmp_path, case):
     assert checkpoints.damage(checkpoint, expected) is None
     spoil(checkpoint)
     assert re.search(message, checkpoints.damage(checkpoint, expected))
-    with pytest.raises(InputError, match=f"damaged ones only; step-00000008: .*{message}"):
+    with pytest.raises(InputError, match=f"Every checkpoint in .* is damaged; step-00000008: .*{message}"):
         checkpoints.newest_checkpoint(tmp_path, expected, lambda text: None)
 
 
@@ -302,24 +302,24 @@ def with_value(name, number, key, value):
 
 
 SPOILED_LOGS = {
-    "empty": (lambda run: (run / "metrics.jsonl").write_text(""), "0 rows, none of step 1"),
-    "none": (lambda run: (run / "metrics.jsonl").unlink(), "no such file"),
+    "empty": (lambda run: (run / "metrics.jsonl").write_text(""), "it has 0 rows and lacks step 1"),
+    "none": (lambda run: (run / "metrics.jsonl").unlink(), "there is no such file"),
     "zeros": (spoil_line("metrics.jsonl", 3, "\0\0\0\n"), "line 3: Expecting value"),
-    "deep": (spoil_line("metrics.jsonl", 3, "[" * 100_000 + "\n"), "line 3: nested"),
-    "text step": (with_value("metrics.jsonl", 3, "step", "3"), r"'3' for line 3\.step"),
-    "infinite": (with_value("metrics.jsonl", 2, "loss", float("inf")), "line 2: Infinity, which is no number"),
+    "deep": (spoil_line("metrics.jsonl", 3, "[" * 100_000 + "\n"), "line 3: it is nested"),
+    "text step": (with_value("metrics.jsonl", 3, "step", "3"), r"line 3\.step is '3', not a whole number"),
+    "infinite": (with_value("metrics.jsonl", 2, "loss", float("inf")), "line 2: Infinity is not a number"),
     "huge": (with_value("metrics.jsonl", 2, "tokens", 10**30), "line 2 holds a number of more than 64 bits"),
-    "a row is missing": (spoil_line("metrics.jsonl", 3, ""), "step 4, on line 3, in the place of step 3"),
-    "cut": (spoil_line("metrics.jsonl", 8, '{"step": 8'), "7 rows, none of step 8"),
+    "a row is missing": (spoil_line("metrics.jsonl", 3, ""), "line 3 is of step 4, not of step 3"),
+    "cut": (spoil_line("metrics.jsonl", 8, '{"step": 8'), "it has 7 rows and lacks step 8"),
     "a probe is missing": (
         spoil_line("probes.jsonl", 1, ""),
-        "step 0, text, on line 1, in the place of step 0, random",
+        "line 1 is of step 0, text, not of step 0, random",
     ),
     "layers": (
         with_value("probes.jsonl", 2, "layers", {"cosine": [1.0], "top_share": []}),
-        "observables of different",
+        "its observables have different",
     ),
-    "whole": (with_value("probes.jsonl", 2, "whole", None), r"None for line 2\.whole"),
+    "whole": (with_value("probes.jsonl", 2, "whole", None), r"line 2\.whole is None"),
 }
 
 
@@ -333,7 +333,8 @@ def test_a_damaged_log_is_refused_and_named(train, whole, tmp_path, case, comple
         (run / "summary.json").unlink()
     spoil, message = SPOILED_LOGS[case]
     spoil(run)
-    with pytest.raises(InputError, match=rf"run/(metrics|probes)\.jsonl; found {message}"):
+    refused = rf"Cannot use .*run/(metrics|probes)\.jsonl: {message}.*Put back a copy of the file.*`overwrite=True`"
+    with pytest.raises(InputError, match=refused):
         train()
 
 
@@ -390,11 +391,11 @@ def test_another_configuration_is_refused_and_named(train, whole, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
-        (lambda text: text + "foo: 1\n", "an unknown key 'foo'"),
-        (lambda text: text.replace("vocab_size: 280\n", ""), "no key 'vocab_size'"),
-        (lambda text: "", "None, not an object"),
+        (lambda text: text + "foo: 1\n", "it has an unknown key 'foo'"),
+        (lambda text: text.replace("vocab_size: 280\n", ""), "it has no key 'vocab_size'"),
+        (lambda text: "", "it is None, not an object"),
         (lambda text: "][", "did not find expected"),
-        (lambda text: None, "none"),
+        (lambda text: None, "there is no such file"),
     ],
 )
 def test_a_spoiled_configuration_is_named_while_the_checkpoints_are_whole(train, stopped, whole, spoil, found):
@@ -403,9 +404,7 @@ def test_a_spoiled_configuration_is_named_while_the_checkpoints_are_whole(train,
     config.unlink()
     if (spoiled := spoil(text)) is not None:
         config.write_text(spoiled)
-    with pytest.raises(
-        InputError, match=f"the config.yaml that the run in .* began with; found .*{found}.*Put it back"
-    ):
+    with pytest.raises(InputError, match=f"config.yaml is not the one that the run began with: .*{found}.*Put it back"):
         train()
     config.write_text(text)
     train()
@@ -415,7 +414,7 @@ def test_a_spoiled_configuration_is_named_while_the_checkpoints_are_whole(train,
 def test_a_run_of_another_command_is_not_gone_on_with(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("command: sinkscope trace\n")
-    with pytest.raises(InputError, match=r"no \.sinkscope in it"):
+    with pytest.raises(InputError, match=r"no \.sinkscope file"):
         train()
 
 
@@ -468,7 +467,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(trai
 
 def test_a_rate_that_blows_the_weights_up_is_refused_and_no_such_weights_are_kept(train, tmp_path):
     """Loss and gradient of the first step are finite: what they do to the weights is not."""
-    with pytest.raises(InputError, match=r"found weights that are not finite after step 1\. .*no checkpoint yet"):
+    with pytest.raises(
+        InputError, match=r"weights that are not finite after step 1\. .*no checkpoint yet.*`learning_rate`"
+    ):
         train(learning_rate=1e38, evaluate_every=8, probe_every=0, checkpoint_every=1, snapshots=())
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 

@@ -289,19 +289,19 @@ def test_says_which_paths_run():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"hidden_sizes": 4}, "found 'hidden_sizes'. Write hidden_size"),
-        ({"hidden_size": 0}, "a whole number from 1 to 16777216 for hidden_size; found 0"),
-        ({"hidden_size": "64"}, "found '64'"),
-        ({"num_hidden_layers": True}, "found True"),
-        ({"head_dim": 0}, "head_dim; found 0"),
-        ({"num_attention_heads": 5, "head_dim": None}, "a width that 5 heads divide"),
-        ({"num_key_value_heads": 3}, "divides num_attention_heads 4; found 3"),
-        ({"head_dim": 15}, "an even head_dim"),
-        ({"rope_theta": "1e4"}, "a number above 0 for rope_theta; found '1e4'"),
-        ({"initializer_range": float("nan")}, "initializer_range; found nan"),
-        ({"variant_options": ["per_head"]}, "variant_options as names"),
-        ({"attention_variant": "headnorm"}, "found 'headnorm'"),
-        ({"feed_forward_variant": "relu"}, "swiglu, bounded_swiglu; found 'relu'"),
+        ({"hidden_sizes": 4}, r"has no key 'hidden_sizes'\. Write hidden_size\."),
+        ({"hidden_size": 0}, "hidden_size must be a whole number from 1 to 16777216, not 0"),
+        ({"hidden_size": "64"}, "not '64'"),
+        ({"num_hidden_layers": True}, "not True"),
+        ({"head_dim": 0}, "head_dim must be .*, not 0"),
+        ({"num_attention_heads": 5, "head_dim": None}, r"5 heads do not divide hidden_size \d+"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads 4, not 3"),
+        ({"head_dim": 15}, "head_dim must be even .*, not 15"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, not '1e4'"),
+        ({"initializer_range": float("nan")}, "initializer_range must be .*, not nan"),
+        ({"variant_options": ["per_head"]}, "variant_options must be names with values"),
+        ({"attention_variant": "headnorm"}, "cannot be 'headnorm'"),
+        ({"feed_forward_variant": "relu"}, "no feed-forward variant 'relu'.*one of swiglu, bounded_swiglu"),
     ],
 )
 def test_refusals(fields, match):
@@ -310,7 +310,7 @@ def test_refusals(fields, match):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(InputError, match="a preset: tiny, 30m, 152m, 1b; found '7b'"):
+    with pytest.raises(InputError, match=r"no preset '7b'\. Choose one of tiny, 30m, 152m, 1b as `config`"):
         preset("7b")
 
 

@@ -210,10 +210,10 @@ def test_signatures_are_saved_and_refused(tmp_path):
     )
     assert again.receipt is None
     assert list(tmp_path.iterdir()) == [tmp_path / "one.safetensors"]
-    with pytest.raises(InputError, match="a signature made with 256 sequences"):
+    with pytest.raises(InputError, match="not with 256 sequences"):
         fingerprint([tmp_path / "one.safetensors", draw(SHAPE, 2)], num_sequences=256)
     save_file({"states": found.states}, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match="no signature of a model"):
+    with pytest.raises(InputError, match="it is not the signature of a model"):
         load_signature(tmp_path / "weights.safetensors")
 
 
@@ -221,7 +221,7 @@ def test_a_signature_of_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(signature_module, "VERSION", 2)
     sign(draw(SHAPE, 1), INPUTS).save(tmp_path / "later.safetensors")
     monkeypatch.undo()
-    with pytest.raises(InputError, match="version 2"):
+    with pytest.raises(InputError, match="has version 2, and this sinkscope reads version 1"):
         load_signature(tmp_path / "later.safetensors")
 
 
@@ -252,7 +252,7 @@ def test_a_signature_with_other_contents_is_refused(tmp_path, damage):
     damage(record, tensors)
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(kept, path, metadata={signature_module.METADATA: json.dumps(record)})
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=f"{path}.* (Run|Make)"):
         load_signature(path)
 
 
@@ -290,10 +290,10 @@ def test_models_that_cannot_be_compared_are_refused():
     wider = dataclasses.replace(SHAPE, config=LlamaConfig(**{**SHAPE.config.to_diff_dict(), "hidden_size": 64}))
     longer = dataclasses.replace(SHAPE, config=LlamaConfig(**{**SHAPE.config.to_diff_dict(), "vocab_size": 101}))
     few = dict(fresh=0, num_sequences=64, length=8)
-    with pytest.raises(InputError, match="has 48 hidden dimensions; found 64"):
+    with pytest.raises(InputError, match=r"has 48 hidden dimensions, and .* has 64"):
         fingerprint([draw(SHAPE, 1), draw(wider, 1)], **few)
     for pair in ([draw(SHAPE, 1), draw(longer, 1)], [draw(longer, 1), draw(SHAPE, 1)]):
-        with pytest.raises(InputError, match="one vocabulary"):
+        with pytest.raises(InputError, match=r"has a vocabulary of .*give their number as `vocabulary`"):
             fingerprint(pair, **few)
         assert fingerprint(pair, vocabulary=97, **few).pairs[0].verdict != "same origin"
     with pytest.raises(InputError, match="`num_sequences` must be at least 64, not 63"):

@@ -73,9 +73,8 @@ def test_a_checkpoint_that_left_its_run_is_refused_in_plain_words(run, tmp_path)
     shutil.copytree(run / "checkpoints" / "step-00000004", alone)
     with pytest.raises(InputError) as refused:
         load(alone)
-    assert refused.value.expected.startswith("a checkpoint inside its training run's folder")
-    assert refused.value.found == f"{alone} without its run"
-    assert refused.value.next_step.endswith("copy the whole folder of the run and name COPY/checkpoints/step-00000004")
+    assert str(refused.value).startswith(f"{alone} is not inside the folder of its training run")
+    assert str(refused.value).endswith("copy the whole folder of the run and name COPY/checkpoints/step-00000004.")
     # Control: what it says to do is taken.
     shutil.copytree(run, tmp_path / "COPY")
     expected = load(run / "checkpoints" / "step-00000004").weight_hash
@@ -128,10 +127,13 @@ def test_a_drawn_model_follows_its_dtype_and_its_configuration_is_not_changed():
 
 def test_what_is_no_run_is_refused(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    for name, found in ((tmp_path / "empty", "no config.yaml of one"), (tmp_path / "none", "no such folder")):
+    for name, found in (
+        (tmp_path / "empty", "no config.yaml of a training run"),
+        (tmp_path / "none", "There is no folder"),
+    ):
         with pytest.raises(InputError, match=found):
             load(f"init:{name}")
-    with pytest.raises(InputError, match="one that another version of sinkscope wrote"):
+    with pytest.raises(InputError, match="Another version of sinkscope wrote the training run in"):
         load(f"init:{write_training_folder(tmp_path / 'older')}")
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run, unfinished, ignore=shutil.ignore_patterns("model"))

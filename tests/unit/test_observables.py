@@ -216,7 +216,7 @@ def test_a_trace_without_an_observable_shows_the_rest_and_has_no_page(left_out, 
     assert found.summary
     assert ("distances" in found.tables) == (left_out != "by_distance")
     for drawn in (lambda: found.report(tmp_path / "page.html"), found.plot):
-        with pytest.raises(sinkscope.InputError, match=f"one without {left_out}"):
+        with pytest.raises(sinkscope.InputError, match=f"this one lacks {left_out}.*Leave `observables` out"):
             drawn()
     assert list(tmp_path.iterdir()) == []
     assert sinkscope.trace(tiny_model("llama"), batch, effective_rank=False).report(tmp_path / "page.html").is_file()

@@ -183,7 +183,7 @@ def test_weights_that_are_not_numbers_and_too_few_sequences_are_refused():
     loaded = planted()
     with pytest.raises(InputError, match="`num_sequences` must be at least 16"):
         bias(loaded, num_sequences=8, length=LENGTH)
-    with pytest.raises(InputError, match="`seeds` beside a configuration only"):
+    with pytest.raises(InputError, match="`seeds` is for a configuration"):
         bias(loaded, seeds=4)
     loaded.model.transformer.h[0].mlp.c_fc.weight.data[0, 0] = math.nan
     with pytest.raises(InputError, match="NaN in"):

@@ -132,10 +132,10 @@ def test_no_rate_is_told_where_no_key_can_be_judged(model, batch):
 
 
 def test_a_sink_probe_takes_no_sequences_in_which_nothing_can_be_judged(batch):
-    with pytest.raises(InputError, match=r"more than 16 tokens to probe; found 16\. Raise `length`"):
+    with pytest.raises(InputError, match=r"more than 16 tokens in a sequence, not 16\. Raise `length`"):
         SinkProbe(print, length=16)
     short = replace(batch, ids=batch.ids[:, :16])
-    with pytest.raises(InputError, match=r"found 16\. Give longer sequences as `batch`"):
+    with pytest.raises(InputError, match=r"not 16\. Give longer sequences as `batch`"):
         SinkProbe(print, batch=short)
     SinkProbe(print, length=17)
     SinkProbe(print, batch=batch)

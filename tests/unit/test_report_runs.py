@@ -71,7 +71,7 @@ def broken_config(folder):
 
 REFUSED = {
     other_version: "version 99",
-    missing_column: "without low",
+    missing_column: "lacks low",
     missing_table: "layers",
     cut_table: "positions",
     broken_summary: "summary.json",
@@ -129,18 +129,18 @@ def test_refused_comparisons(study, tmp_path):
     small.intervened_chain().save(tmp_path / "edited")
     for names, message in (
         ([study, tmp_path / "edited"], "a run of sinkscope intervene, not a study or a trace"),
-        ([study], "2 to 26 runs"),
-        ([study] * 27, "found 27"),
-        ([study, other, tmp_path / "empty" / ".." / "study"], "different runs to compare; found .*study twice"),
-        (["gpt2", "gpt2"], "found gpt2 twice"),
+        ([study], "needs two runs or more, not 1"),
+        ([study] * 27, "27 runs are too many: at most 26"),
+        ([study, other, tmp_path / "empty" / ".." / "study"], "study was given twice"),
+        (["gpt2", "gpt2"], "gpt2 was given twice"),
         ([study, tmp_path / "nowhere"], "There is no folder"),
         ([study, tmp_path / "empty"], r"has no summary\.json"),
     ):
         with pytest.raises(InputError, match=message):
             compare(list(map(str, names)), page, run_of=Path)
     page.write_text("mine")
-    for overwrite, found in ((False, "one that exists"), (True, "another file")):
-        with pytest.raises(InputError, match=found):
+    for overwrite, reason in ((False, "There is already a file"), (True, "is not a page that sinkscope wrote")):
+        with pytest.raises(InputError, match=reason):
             compare([str(study), str(other)], page, overwrite=overwrite, run_of=Path)
     assert page.read_text() == "mine"
     with pytest.raises(InputError, match="a folder"):

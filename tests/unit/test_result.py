@@ -167,7 +167,7 @@ def test_a_table_is_one_of_arrow_and_of_pandas(traced):
     assert heads.num_rows == len(traced.tables["heads"]["head"])
     assert heads.schema.field("sink_rate").metadata[b"meaning"].startswith(b"Share of sequences")
     assert Small().table("found").column("value").null_count == 1
-    with pytest.raises(sinkscope.InputError, match="a table: sinks, positions"):
+    with pytest.raises(sinkscope.InputError, match=r"no table 'no such table'\. Choose one of these: sinks, positions"):
         traced.table("no such table")
 
 

@@ -88,21 +88,21 @@ def test_parquet_carries_the_declaration(tmp_path):
         ({"extra": [1, 2, 3, 4]}, r"undeclared columns \['extra'\]"),
         ({"token": None}, r"missing columns \['token'\]"),
         ({"layer": [0, 1, 2]}, "different lengths .*'layer': 3"),
-        ({"layer": [0, 1, 2, None]}, "heads.layer is not nullable: found 1 empty values of 4"),
-        ({"is_sink": [True, False, None, None]}, "heads.is_sink is not nullable: found 2"),
+        ({"layer": [0, 1, 2, None]}, "heads.layer is not nullable, but 1 of its 4 values are empty"),
+        ({"is_sink": [True, False, None, None]}, "heads.is_sink is not nullable, but 2 of its"),
         ({"token": ["a", "b", None, "d"]}, "heads.token is not nullable"),
         ({"layer": np.ma.masked_array([0, 1, 2, 3], [0, 0, 0, 1])}, "heads.layer is not nullable"),
-        ({"layer": [0, 1, 2, 3.0]}, r"heads.layer: expected int, found \['float'\]"),
-        ({"layer": [0, 1, 2, True]}, r"heads.layer: expected int, found \['bool'\]"),
-        ({"layer": [0, 1, 2, "3"]}, r"heads.layer: expected int, found \['str'\]"),
-        ({"rate": [0.1, "x", 0.2, 0.3]}, r"heads.rate: expected float, found \['str'\]"),
-        ({"rate": [0.1, False, 0.2, 0.3]}, r"heads.rate: expected float, found \['bool'\]"),
-        ({"is_sink": [1, 0, 1, 0]}, r"heads.is_sink: expected bool, found \['int'\]"),
-        ({"token": ["a", "b", "c", 4]}, r"heads.token: expected str, found \['int'\]"),
-        ({"token": [b"a", "b", "c", "d"]}, r"heads.token: expected str, found \['bytes'\]"),
-        ({"layer": np.arange(4.0)}, "heads.layer: expected int, found an array of float64"),
-        ({"layer": np.ones(4, bool)}, "heads.layer: expected int, found an array of bool"),
-        ({"rate": np.ones((4, 2))}, r"heads.rate: expected one axis, found shape \(4, 2\)"),
+        ({"layer": [0, 1, 2, 3.0]}, "heads.layer holds values of type float, not int"),
+        ({"layer": [0, 1, 2, True]}, "heads.layer holds values of type bool, not int"),
+        ({"layer": [0, 1, 2, "3"]}, "heads.layer holds values of type str, not int"),
+        ({"rate": [0.1, "x", 0.2, 0.3]}, "heads.rate holds values of type str, not float"),
+        ({"rate": [0.1, False, 0.2, 0.3]}, "heads.rate holds values of type bool, not float"),
+        ({"is_sink": [1, 0, 1, 0]}, "heads.is_sink holds values of type int, not bool"),
+        ({"token": ["a", "b", "c", 4]}, "heads.token holds values of type int, not str"),
+        ({"token": [b"a", "b", "c", "d"]}, "heads.token holds values of type bytes, not str"),
+        ({"layer": np.arange(4.0)}, "heads.layer is an array of float64, not of int"),
+        ({"layer": np.ones(4, bool)}, "heads.layer is an array of bool, not of int"),
+        ({"rate": np.ones((4, 2))}, r"heads.rate has the shape \(4, 2\), not one axis"),
         ({"layer": [0, 1, 2, 2**63]}, "heads.layer: a value does not fit"),
         ({"layer": np.full(4, 2**63, np.uint64)}, "heads.layer: .* does not fit"),
     ],
@@ -116,7 +116,7 @@ def test_refuses_what_was_not_declared(tmp_path, change, message):
 
 @pytest.mark.parametrize("values", [[1.0, None], [1.0, float("nan")], np.array([1.0, np.nan])])
 def test_a_column_of_numbers_has_no_holes_unless_declared(tmp_path, values):
-    with pytest.raises(ValueError, match=r"t\.x is not nullable: found 1 empty"):
+    with pytest.raises(ValueError, match=r"t\.x is not nullable, but 1 of its"):
         write_table(ONE_FLOAT, {"x": values}, tmp_path / "t")
     # Control: the same values where null is declared.
     nullable = Schema("t", (Column("x", "float", "a number", nullable=True),))
@@ -140,11 +140,11 @@ def test_bad_declarations():
 
 
 def test_reading_what_is_not_there_or_not_whole(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match=r"There is no table .*heads\.parquet"):
         read_table(tmp_path / "heads")
     path = write_table(SCHEMA, DATA, tmp_path / "heads")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"heads\.parquet; found"):
+    with pytest.raises(InputError, match=r"Cannot use .*heads\.parquet: .*Run the command that wrote it again"):
         read_table(path)
 
 
@@ -179,7 +179,7 @@ def test_a_table_of_another_version_or_without_a_column_is_refused(tmp_path):
     newer = Schema("heads", SCHEMA.columns, version=2)
     wider = Schema("heads", (*SCHEMA.columns, Column("entropy", "float", "of the head")))
     assert read_table(path, SCHEMA) == EXPECTED
-    with pytest.raises(InputError, match=r"expected version 2 .*found version 1"):
+    with pytest.raises(InputError, match=r"heads\.parquet has version 1; this sinkscope reads version 2"):
         read_table(path, newer)
-    with pytest.raises(InputError, match="without entropy"):
+    with pytest.raises(InputError, match="version 1 and lacks entropy"):
         read_table(path, wider)

@@ -186,7 +186,7 @@ def test_a_folder_without_our_mark_is_never_replaced(tmp_path, make, linked):
     check_output(out, overwrite=True)  # the control: an empty folder holds nothing to lose
     make(folder)
     before = {file: file.is_dir() or file.read_bytes() for file in folder.rglob("*")}
-    with pytest.raises(InputError, match=r"no \.sinkscope in it"), run_folder(out, overwrite=True):
+    with pytest.raises(InputError, match=r"no \.sinkscope file, so sinkscope did not"), run_folder(out, overwrite=True):
         pytest.fail("the block must not run")
     assert {file: file.is_dir() or file.read_bytes() for file in folder.rglob("*")} == before
     assert names(tmp_path) == {"folder", *(["link"] if linked else [])}
@@ -214,7 +214,7 @@ def test_a_file_of_the_users_in_a_run_is_named_and_kept(tmp_path, name):
         mine.symlink_to(tmp_path / "elsewhere")
     else:
         mine.write_text("mine")
-    with pytest.raises(InputError, match=f"found {name}, which that run did not write"):
+    with pytest.raises(InputError, match=f"because {name} in it was not written by that run"):
         write_run(path, overwrite=True)
     assert mine.is_symlink() or mine.read_text() == "mine"
     mine.unlink()
@@ -224,10 +224,10 @@ def test_a_file_of_the_users_in_a_run_is_named_and_kept(tmp_path, name):
 
 def test_runs_in_a_folder_or_in_a_run_are_not_its_own(tmp_path):
     write_run(tmp_path / "runs" / "a")
-    with pytest.raises(InputError, match=r"no \.sinkscope in it"):
+    with pytest.raises(InputError, match=r"runs has no \.sinkscope file, so sinkscope did not write it"):
         write_run(tmp_path / "runs", overwrite=True)
     write_run(tmp_path / "runs" / "a" / "study")
-    with pytest.raises(InputError, match=r"found study/\.sinkscope"):
+    with pytest.raises(InputError, match=r"because study/\.sinkscope in it was not written by that run"):
         write_run(tmp_path / "runs" / "a", overwrite=True)
     assert text_of(tmp_path / "runs" / "a" / "study") == "first"
 
@@ -261,7 +261,7 @@ def test_overwriting_is_offered_only_where_it_would_be_done(tmp_path):
     for path, offered in ((mine, False), (mixed, False), (run, True)):
         with pytest.raises(InputError) as refused:
             check_output(path)
-        assert ("overwrite=True" in refused.value.next_step) == offered
+        assert ("overwrite=True" in str(refused.value)) == offered
     check_output(run, overwrite=True)
 
 
@@ -269,12 +269,12 @@ def test_only_pages_of_ours_are_replaced(tmp_path):
     page = tmp_path / "index.html"
     check_page(page)
     page.write_text("<!doctype html><title>my own page</title>")
-    for overwrite, found in ((False, "one that exists"), (True, "another file")):
-        with pytest.raises(InputError, match=found):
+    for overwrite, reason in ((False, "There is already a file"), (True, "is not a page that sinkscope wrote")):
+        with pytest.raises(InputError, match=reason):
             check_page(page, overwrite)
     page.write_text(f"<!doctype html>\n{module.PAGE_MARK}")
     check_page(page, overwrite=True)  # the control
-    with pytest.raises(InputError, match="a folder"):
+    with pytest.raises(InputError, match="is a folder, not a page"):
         check_page(tmp_path, overwrite=True)
 
 
@@ -300,7 +300,7 @@ def test_a_failed_swap_puts_the_old_folder_back(tmp_path, monkeypatch):
 
 def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
     path = tmp_path / "run"
-    with pytest.raises(InputError, match=r"no \.sinkscope in it"), run_folder(path) as folder:
+    with pytest.raises(InputError, match=r"no \.sinkscope file, so sinkscope did not"), run_folder(path) as folder:
         folder.write_json("summary.json", {"text": "late"})
         path.mkdir()
         (path / "summary.json").write_text('{"text": "early"}')

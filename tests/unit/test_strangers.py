@@ -30,7 +30,7 @@ from sinkscope.results import tables
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.saved import write_page_of_run
 from sinkscope.results.tables import Column, Schema, read_table, write_table
-from sinkscope.results.validated import check_safetensors, read_json, read_yaml
+from sinkscope.results.validated import UnusableFileError, check_safetensors, read_json, read_yaml
 
 LINK = '<a href="http://example.org">name</a>\x1b[31m'
 HOSTILE = (
@@ -337,14 +337,14 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "an alias or a tag in line 2"),
+        (BOMB, "line 2 has an alias or a tag"),
         ("a: !!python/object/apply:os.system [ls]", "an alias or a tag"),
-        ("a: 1\nb: {c: 1, d: 2, c: 3}", "c twice, from line 2 on"),
+        ("a: 1\nb: {c: 1, d: 2, c: 3}", "c stands twice, from line 2 on"),
         ("[" * 100_000, "nested more than 32 deep"),
         ("a: " + "9" * 6_000, "4300 digits"),
         ("a: 0x" + "f" * 1_000, "more than 64 bits"),
         ("a: .inf", "a number of at most"),
-        ("1: 2", "names that are text"),
+        ("1: 2", "a name in it is 1, not text"),
         ("a: " + "x" * 70_000, "65,536 characters"),
         ("x" * (1 << 18), "65,536 characters"),
         ("- x\n" * 70_000, "more than 262,144 bytes"),
@@ -355,7 +355,7 @@ def test_yaml_within_bounds(tmp_path, text, message):
     path.write_text("when: 2001-01-01\nat: 10:20\n")
     assert read_yaml(path) == {"when": "2001-01-01", "at": 620}
     path.write_text(text)
-    with pytest.raises(InputError, match=f"{path}; found .*{message}"):
+    with pytest.raises(InputError, match=f"Cannot use {path}: .*{message}"):
         read_yaml(path)
 
 
@@ -365,7 +365,7 @@ def test_what_is_no_plain_file(tmp_path):
     (tmp_path / "endless").symlink_to("/dev/zero")
     for path in (*(tmp_path / name for name in ("pipe", "loop", "endless", "none", "x" * 300, "a\0b")), tmp_path):
         for read in (read_json, read_yaml, check_safetensors):
-            with pytest.raises(InputError, match="found"):
+            with pytest.raises(UnusableFileError, match="Cannot use"):
                 read(path)
 
 
@@ -382,8 +382,8 @@ def test_a_table_with_more_values_than_can_be_read(tmp_path, monkeypatch):
     path = write_table(schema, {"head": [0, 7, 7]}, tmp_path / "heads")
     assert read_table(path, schema, {"head": (0, 7)}) == {"head": [0, 7, 7]}
     for least, most in ((1, 7), (0, 6)):
-        with pytest.raises(InputError, match=f"{path}; found 0 to 7 in column head"):
+        with pytest.raises(InputError, match=f"{path}: column head .* 0 to 7, .*only {least} to {most}"):
             read_table(path, schema, {"head": (least, most)})
     monkeypatch.setattr(tables, "MOST_CELLS", 2)
-    with pytest.raises(InputError, match="3 values, of at most 2"):
+    with pytest.raises(InputError, match="3 values, and at most 2 are read"):
         read_table(path, schema)

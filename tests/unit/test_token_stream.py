@@ -82,12 +82,12 @@ ZIPPED = gzip.compress(np.random.default_rng(0).bytes(200).hex().encode(), mtime
         ("empty.txt", b"", "empty"),
         ("blank.txt", b" \n\n<|endoftext|>\n", "empty"),
         ("zeros.txt", b"text\0text", "a zero byte"),
-        ("latin.txt", b"caf\xe9", "no UTF-8"),
+        ("latin.txt", b"caf\xe9", "not UTF-8"),
         ("rows.jsonl", b'{"title": "x"}\n', "line 1"),
         (
             "half.jsonl",
             b'{"text": "fine"}\n{"text": "half of a pair: \\ud800"}\n',
-            "line 2, whose text holds a lone surrogate",
+            "the text of line 2 holds a lone surrogate",
         ),
         ("deep.jsonl", b"[" * 100_000, "line 1"),
         ("cut.txt.gz", gzip.compress(b"text" * 1000, mtime=0)[:20], "end-of-stream"),
@@ -101,11 +101,11 @@ def test_a_file_without_text_is_refused(tmp_path, name, content, found):
 
 
 def test_missing_sources_are_refused_before_any_reading(tmp_path):
-    with pytest.raises(InputError, match="no source"):
+    with pytest.raises(InputError, match="No text was given"):
         check_sources([])
-    with pytest.raises(InputError, match=r"no '.*nowhere\.txt'"):
+    with pytest.raises(InputError, match=r"no file or folder '.*nowhere\.txt'"):
         check_sources([str(tmp_path / "nowhere.txt")])
-    with pytest.raises(InputError, match="none in the folder"):
+    with pytest.raises(InputError, match=r"folder .* has no files that end in \.txt"):
         check_sources([str(tmp_path)])
 
 
@@ -138,7 +138,7 @@ def test_a_dataset_that_breaks_while_it_streams_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     read = documents(["hf:some/name"])
     assert next(read) == "one"
-    with pytest.raises(InputError, match=r"a dataset at hf:some/name; found no Parquet\. Give"):
+    with pytest.raises(InputError, match=r"Cannot read the dataset hf:some/name: no Parquet\. Give"):
         next(read)
 
 
@@ -310,7 +310,7 @@ def test_wide_tokens_for_a_large_vocabulary(tmp_path):
         with run_folder(tmp_path / str(vocab_size)) as folder:
             writer = ShardWriter(folder, vocab_size, 1000)
             writer.add("train", [0, vocab_size - 1])
-            with pytest.raises(InputError, match="token ids below"):
+            with pytest.raises(InputError, match=r"Token ids from .* do not fit a vocabulary of"):
                 writer.add("train", [vocab_size])
             writer.finish()
         (tokens,) = open_shards(tmp_path / str(vocab_size)).tokens("train")
@@ -323,7 +323,7 @@ def test_damaged_shards_are_named(shards):
     content = file.read_bytes()
     file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     open_shards(shards.path)  # the size is right: only the hash can tell
-    with pytest.raises(InputError, match=f"other bytes in {file.name}"):
+    with pytest.raises(InputError, match=f"{file.name} has other bytes"):
         shards.verify()
     file.write_bytes(content[:-1])
     with pytest.raises(InputError, match="cut short"):
@@ -336,17 +336,17 @@ def test_damaged_shards_are_named(shards):
 @pytest.mark.parametrize(
     ("changes", "shard", "found"),
     [
-        ({"dtype": ">f8"}, {}, "dtype >f8, none of <u2, <u4"),
-        ({"dtype": ["<u2"]}, {}, "for dtype"),
-        ({"vocab_size": 10**12}, {}, "1000000000000 for vocab_size"),
-        ({"vocab_size": "many"}, {}, "many' for vocab_size"),
+        ({"dtype": ">f8"}, {}, "dtype is >f8, none of <u2, <u4"),
+        ({"dtype": ["<u2"]}, {}, "dtype is a list of 1, not text"),
+        ({"vocab_size": 10**12}, {}, "vocab_size is 1000000000000, not"),
+        ({"vocab_size": "many"}, {}, "vocab_size is 'many', not"),
         ({"version": 2}, {}, "version 2"),
-        ({"shards": {"file": 1}}, {}, "for shards"),
-        ({}, {"file": "../../etc/passwd"}, "in place of a file's name"),
-        ({}, {"file": 3}, r"3 for shards\[0\]\.file"),
+        ({"shards": {"file": 1}}, {}, "shards is a dict of 1, not a list"),
+        ({}, {"file": "../../etc/passwd"}, "passwd' cannot be a file's name"),
+        ({}, {"file": 3}, r"shards\[0\]\.file is 3, not text"),
         ({}, {"split": "test"}, "none of train, validation"),
-        ({}, {"num_tokens": -4}, "-4 for shards"),
-        ({}, {"num_tokens": 10**12}, "cut short or grown"),
+        ({}, {"num_tokens": -4}, r"shards\[0\]\.num_tokens is -4, not"),
+        ({}, {"num_tokens": 10**12}, "was cut short, or has grown"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_refused(shards, changes, shard, found):
@@ -362,7 +362,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(shards):
     largest = max(int(tokens.max()) for tokens in shards.tokens("train"))
     open_shards(shards.path).verify()
     (shards.path / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": largest}))
-    with pytest.raises(InputError, match=f"token {largest} in .*, beyond a vocabulary of {largest}"):
+    with pytest.raises(InputError, match=f"has a token {largest}, beyond a vocabulary of {largest}"):
         open_shards(shards.path).verify()
 
 
@@ -412,7 +412,7 @@ def test_batches_depend_on_seed_and_step_alone(shards):
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(shards):
-    with pytest.raises(InputError, match="a train shard of at least 301 tokens"):
+    with pytest.raises(InputError, match="Sequences of 300 tokens need a train shard of at least 301"):
         TokenStream(shards, "train", length=300, batch_size=1, seed=0)
     TokenStream(shards, "train", length=299, batch_size=1, seed=0)
 
@@ -437,5 +437,5 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
         split: sum(x.num_documents for x in shards.shards if x.split == split) for split in ("train", "validation")
     }
     assert documents == {"train": 30, "validation": 10}
-    with pytest.raises(InputError, match="at least one train document"):
+    with pytest.raises(InputError, match="There is no train document"):
         tokenize(replace(config, data=config.validation), tmp_path / "none", progress=silent)

@@ -225,11 +225,11 @@ def test_the_middle_seed():
 
 
 REFUSED = {
-    "batch": ({"training": {"batch_size": 16}}, "batch_size 16 in"),
-    "length": ({"training": {"sequence_length": 64}}, "sequence_length 64 in"),
-    "held-out windows": ({"training": {"evaluation_sequences": 8}}, "evaluation_sequences 8 in"),
-    "data": ({"data": "other tokens"}, "data other tokens"),
-    "twin": ({"variant": "softmax"}, "one run of softmax with seed 0; found two"),
+    "batch": ({"training": {"batch_size": 16}}, "batch_size is 16 in"),
+    "length": ({"training": {"sequence_length": 64}}, "sequence_length is 64 in"),
+    "held-out windows": ({"training": {"evaluation_sequences": 8}}, "evaluation_sequences is 8 in"),
+    "data": ({"data": "other tokens"}, "data is other tokens in"),
+    "twin": ({"variant": "softmax"}, "are both runs of softmax with seed 0"),
 }
 
 
@@ -255,14 +255,14 @@ DAMAGED = {
     "not complete": (remove("summary.json"), f"step {STEPS} of {STEPS}.*same sinkscope pretrain command"),
     "no config": (remove("config.yaml"), "no config.yaml"),
     "no environment": (remove("environment.json"), "no environment.json"),
-    "metrics": (spoil("metrics.jsonl"), r"metrics\.jsonl; found None for line 1\.tokens"),
-    "probes": (spoil("probes.jsonl"), r"probes\.jsonl; found None for line 1\."),
-    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), r"config\.yaml; found None for model"),
+    "metrics": (spoil("metrics.jsonl"), r"metrics\.jsonl: line 1\.tokens is None"),
+    "probes": (spoil("probes.jsonl"), r"probes\.jsonl: line 1\..* is None"),
+    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), r"config\.yaml: model is None"),
     "other rows": (
         lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'),
-        r"probes\.jsonl; found None for line 1\.",
+        r"probes\.jsonl: line 1\..* is None",
     ),
-    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"0 rows that do not go on to step {STEPS}"),
+    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"its 0 rows do not go on to step {STEPS}"),
 }
 
 
@@ -295,20 +295,20 @@ def test_one_run_has_a_story_a_page_and_figures(write, tmp_path):
 
 
 def test_other_refusals(write, tmp_path):
-    with pytest.raises(InputError, match="a training run or several"):
+    with pytest.raises(InputError, match="No training run was given"):
         compare_training([])
-    with pytest.raises(InputError, match="a second training run to compare"):
+    with pytest.raises(InputError, match="gpt2 is not, so they cannot be compared"):
         compare([str(write()), "gpt2"], tmp_path / "page.html", run_of=lambda name: pytest.fail("studied first"))
-    with pytest.raises(InputError, match="no such folder"):
+    with pytest.raises(InputError, match="There is no folder"):
         compare_training([write(), tmp_path / "nowhere"])
-    with pytest.raises(InputError, match=r"whose validation loss falls.*found 5.2000 at step 100 and 7.0000"):
+    with pytest.raises(InputError, match=r"does not fall: 5.2000 at step 100 and 7.0000"):
         compare_training([write(speed=-1.0), write("gate")])
     # Runs of before have no hash of their tokens: the names of the sources decide.
     old = [write(data=None), write("gate")]
     assert compare_training(old).variants == ("softmax", "gate")
     config = (old[0] / "config.yaml").read_text()
     (old[0] / "config.yaml").write_text(config.replace("- tokens", "- others"))
-    with pytest.raises(InputError, match=r"data \[\['tokens'\], \[\]\] in"):
+    with pytest.raises(InputError, match=r"data is \[\['tokens'\], \[\]\] in"):
         compare_training(old)
 
 
@@ -367,5 +367,5 @@ def test_a_run_whose_summary_has_no_hash_of_its_tokens_is_compared_by_their_name
         if data is None:
             assert compare_training(runs)
         else:
-            with pytest.raises(InputError, match="data other tokens"):  # control
+            with pytest.raises(InputError, match="data is other tokens"):  # control
                 compare_training(runs)

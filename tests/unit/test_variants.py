@@ -203,11 +203,11 @@ def test_lambda_is_shared_across_heads_by_default():
     ("name", "options", "match"),
     [
         ("headnorm", {}, "`variant` cannot be 'headnorm'. Choose one of softmax, head_norm, "),
-        ("softmax", {"per_head": True}, "it has none; found per_head = True"),
+        ("softmax", {"per_head": True}, r"softmax cannot have per_head = True\. It has no options"),
         ("head_norm", {"perhead": True}, "per_head \\(bool\\), offset \\(bool\\), initial_lambda \\(float\\)"),
-        ("head_norm", {"per_head": "yes"}, "found per_head = 'yes'"),
-        ("head_norm_gate", {"initial_lambda": "1"}, "found initial_lambda = '1'"),
-        ("head_norm", {"offset": 1}, "found offset = 1"),
+        ("head_norm", {"per_head": "yes"}, "cannot have per_head = 'yes'"),
+        ("head_norm_gate", {"initial_lambda": "1"}, "cannot have initial_lambda = '1'"),
+        ("head_norm", {"offset": 1}, "cannot have offset = 1"),
     ],
 )
 def test_refusals(name, options, match):

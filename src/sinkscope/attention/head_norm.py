@@ -40,9 +40,7 @@ class HeadRMSNorm(nn.Module):
         check_count("head_size", head_size, 1)
         if not math.isfinite(initial_lambda):
             raise InputError(
-                expected="`initial_lambda` as a finite number",
-                found=f"`initial_lambda={initial_lambda}`",
-                next_step="Give 0.25, or 1 as in other norms",
+                f"`initial_lambda` must be a finite number, not {initial_lambda}. Give 0.25, or 1 as in other norms."
             )
         self.num_heads, self.head_size = num_heads, head_size
         self.initial_lambda, self.eps = initial_lambda, eps
@@ -55,9 +53,8 @@ class HeadRMSNorm(nn.Module):
         """[..., H * D] from heads [..., H, D]."""
         if x.shape[-2:] != (self.num_heads, self.head_size):
             raise InputError(
-                expected=f"heads [..., {self.num_heads}, {self.head_size}]",
-                found=f"{list(x.shape)}",
-                next_step="Split the last axis into heads with .unflatten(-1, (num_heads, head_size))",
+                f"The input must have the shape [..., {self.num_heads}, {self.head_size}], not {list(x.shape)}. "
+                "Split its last axis into heads with .unflatten(-1, (num_heads, head_size))."
             )
         x_BTHD = x if x.dim() == 4 else x.reshape(1, -1, *x.shape[-2:])
         y_BTC = head_rms_norm(x_BTHD, self.weight, self.offset, eps=self.eps, path=self.path)

@@ -317,10 +317,9 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
         fits = isinstance(value, bool) if isinstance(default, bool) else isinstance(value, int | float)
         if default is None or not fits:
             known = ", ".join(f"{name} ({type(value).__name__})" for name, value in defaults.items())
+            options_it_has = f"Its options are {known}" if known else "It has no options"
             raise InputError(
-                expected=f"options of the variant {name}: {known or 'it has none'}",
-                found=f"{option} = {value!r}",
-                next_step="Change `variant_options`",
+                f"The variant {name} cannot have {option} = {value!r}. {options_it_has}. Change `variant_options`."
             )
     return VARIANTS[name](shape, **options)
 

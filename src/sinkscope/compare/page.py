@@ -50,33 +50,26 @@ def _check(runs: Sequence[str], out: Path, overwrite: bool) -> None:
     """Refuses what cannot be compared or written before a model is studied, which takes minutes."""
     training = [name for name in runs if is_training_run(user_path(name))]
     lettered = [name for name in runs if name not in training]
-    if len(runs) < 2 or len(lettered) > MOST_RUNS:
+    if len(runs) < 2:
+        raise InputError(f"A comparison needs two runs or more, not {len(runs)}. Give folders of runs, or models.")
+    if len(lettered) > MOST_RUNS:
         raise InputError(
-            expected=f"2 to {MOST_RUNS} runs to compare, or more of training",
-            found=f"{len(runs)}",
-            next_step="Give at least two folders of runs, or models" if len(runs) < 2 else "Leave some out",
+            f"{len(lettered)} runs are too many: at most {MOST_RUNS} can be compared that are not of training. "
+            "Leave some out."
         )
     places = [run_path(name).resolve() for name in runs]
     if again := [name for index, name in enumerate(runs) if places[index] in places[:index]]:
-        raise InputError(
-            expected="different runs to compare",
-            found=f"{again[0]} twice",
-            next_step="Leave one of them out, or give another",
-        )
+        raise InputError(f"{again[0]} was given twice. Leave one of them out, or give another run.")
     trained = [*(name for name in runs if is_reference(name)), *training]
     if len(trained) == 1:
+        others = ", ".join(name for name in runs if name not in trained)
         raise InputError(
-            expected=f"a second training run to compare {trained[0]} with",
-            found=f"{', '.join(name for name in runs if name not in trained)}, which is no training run",
-            next_step="Give a second folder that sinkscope pretrain wrote, or leave this one out",
+            f"{trained[0]} is a training run, and {others} is not, so they cannot be compared. "
+            f"Give a second folder that sinkscope pretrain wrote, or leave {trained[0]} out."
         )
     check_page(out, overwrite)
     if out.suffix != ".html":  # the folder of the tables has the page's name without its suffix
-        raise InputError(
-            expected="a page whose name ends in .html",
-            found=str(out),
-            next_step=f"Give `out='{out.with_suffix('.html')}'`",
-        )
+        raise InputError(f"The name of the page, {out}, must end in .html. Give `out='{out.with_suffix('.html')}'`.")
     if trained:
         check_output(tables_path(out), overwrite)
 

@@ -40,9 +40,8 @@ class ExploreOptions:
         check_count("port", self.port, 0, 65535)
         if len(self.prompt or ()) > 2:
             raise InputError(
-                expected="one `prompt`, or two side by side",
-                found=str(len(self.prompt or ())),
-                next_step="Give the others on the page",
+                f"The page shows one `prompt`, or two side by side, and {len(self.prompt or ())} were given. "
+                "Give the others on the page."
             )
 
 
@@ -56,9 +55,7 @@ def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
     """
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise InputError(
-            expected="starlette and uvicorn, to serve the page",
-            found=f"no {' and no '.join(missing)}",
-            next_step='Run: pip install "sinkscope[explore]"',
+            f'The page needs {" and ".join(missing)}, not installed here. Run: pip install "sinkscope[explore]".'
         )
     import webbrowser
 
@@ -76,9 +73,7 @@ def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
             sources.append(_opened(replace(source, model=asked.beside), asked.bos))
         if asked.prompt and not any(each.is_live for each in sources):
             raise InputError(
-                expected="a model, to read `prompt`",
-                found="a finished trace, which has its own text",
-                next_step="Leave `prompt` out, or name a model",
+                "A finished trace has its own text and cannot read `prompt`. Leave `prompt` out, or name a model."
             )
         try:
             serve(sources, prompts=asked.prompt or [FIRST_PROMPT], at=at, opened=opened)
@@ -99,9 +94,8 @@ def _opened(source: ModelOptions, bos: bool | None) -> Source:
     loaded = source.load()
     if loaded.tokenizer is None:
         raise InputError(
-            expected="a model with a tokenizer, to read what is typed",
-            found=f"{loaded.name} without one",
-            next_step="Save its tokenizer beside it, or write a trace and open that: sinkscope explore RUN",
+            f"{loaded.name} has no tokenizer to read what is typed. "
+            "Save its tokenizer beside it, or write a trace and open that: sinkscope explore RUN."
         )
     options = "".join(f", {name}={value!r}" for name, value in asdict(source).items() if name in given)
     return LiveModel(loaded, f"sinkscope.load({source.model or loaded.name!r}{options})", bos=bos)

@@ -129,7 +129,7 @@ def of_run(folder: Path) -> Reading:
     tokens = run.tables.get("tokens") if run.summary["tokens"]["count"] == 1 else None
     positions = list(range(run.summary["tokens"]["length"]))
     if tokens is not None and tokens["position"][: len(positions)] != positions:
-        raise refused(folder / "tokens.parquet", "rows that are not those of one sequence, in its order")
+        raise refused(folder / "tokens.parquet", "its rows are not those of one sequence, in its order")
     return Reading(
         story=run.answer,
         strongest=run.strongest,

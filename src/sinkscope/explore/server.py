@@ -57,15 +57,9 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-BUSY = InputError(
-    expected=f"at most {MOST_WAITING} requests at a time",
-    found="more",
-    next_step="Wait a moment; the page asks again by itself",
-)
-NO_MEMORY = InputError(
-    expected="memory for this prompt", found="the device full", next_step="Give a shorter prompt, or a smaller model"
-)
-ENDED = InputError(expected="a page that runs", found="that it was ended", next_step="Start `sinkscope explore` again")
+BUSY = InputError(f"{MOST_WAITING} requests are waiting already. Wait a moment; the page asks again by itself.")
+NO_MEMORY = InputError("The device has no memory left for this prompt. Give a shorter prompt, or a smaller model.")
+ENDED = InputError("This page was ended in its terminal. Start `sinkscope explore` again.")
 REDIRECT = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>sinkscope explore</title><meta name="referrer" content="no-referrer">
 <meta http-equiv="refresh" content="0; url={address}"></head>
@@ -172,29 +166,26 @@ async def _json_of(request: Request) -> Any:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise InputError(expected=f"at most {MOST_BYTES:,} bytes", found="more", next_step="Give a shorter prompt")
+            raise InputError(f"The request has more than {MOST_BYTES:,} bytes. Give a shorter prompt.")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InputError(expected="JSON", found=str(error)[:80], next_step="Reload the page") from error
+        raise InputError(f"The request is not JSON: {str(error)[:80]}. Reload the page.") from error
 
 
 def _told(error: InputError, status: int) -> Response:
-    told = {"expected": error.expected, "found": error.found, "next": error.next_step}
-    return JSONResponse(told, status)
+    return JSONResponse({"message": str(error)}, status)
 
 
 def listening(port: int) -> socket.socket:
     """A socket on the loopback alone, on this port or, for 0, on a free one; a port in use is refused."""
     try:
-        found = socket.create_server(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port))
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise InputError(
-            expected=f"a free port, at 127.0.0.1:{port}",
-            found=os.strerror(error.errno or 0),
-            next_step="Give another `port`, or leave it out",
+            f"Cannot listen at 127.0.0.1:{port}: {reason}. Give another `port`, or leave it out."
         ) from error
-    return found
 
 
 def serve(

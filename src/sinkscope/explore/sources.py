@@ -45,20 +45,20 @@ class Asked:
     def of(cls, value: Any, num_sources: int) -> Asked:
         """From parsed JSON; refuses what is no state."""
         if not isinstance(value, dict):
-            raise _refused("an object", value)
+            raise _refused("The request", "an object", value)
         names = ("source", "prompt", "edits", "position", "start", "quantity")
         source, prompt, edits, position, start, quantity = (cast(Any, value.get(name)) for name in names)
         if not _is_index(source) or source >= num_sources:
-            raise _refused(f"`source` from 0 to {num_sources - 1}", source)
+            raise _refused("`source`", f"a whole number from 0 to {num_sources - 1}", source)
         if not isinstance(prompt, str) or len(prompt) > MOST_CHARACTERS:
-            raise _refused(f"`prompt`, a text of at most {MOST_CHARACTERS:,} characters", prompt)
+            raise _refused("`prompt`", f"a text of at most {MOST_CHARACTERS:,} characters", prompt)
         if not isinstance(edits, list) or len(edits) > MOST_EDITS or not all(map(_is_edit, edits)):
-            raise _refused(f"`edits`, at most {MOST_EDITS} pairs such as ['mask_to_self', '10']", edits)
+            raise _refused("`edits`", f"a list of at most {MOST_EDITS} pairs such as ['mask_to_self', '10']", edits)
         for name, index in (("position", 0 if position is None else position), ("start", start)):
             if not _is_index(index):
-                raise _refused(f"`{name}`, a whole number from 0 on", index)
+                raise _refused(f"`{name}`", "a whole number from 0 on", index)
         if not isinstance(quantity, str):
-            raise _refused("`quantity`, a text", quantity)
+            raise _refused("`quantity`", "a text", quantity)
         check_choice("quantity", quantity, QUANTITIES)
         pairs = tuple((kind, text) for kind, text in edits)
         return cls(source=source, prompt=prompt, edits=pairs, position=position, start=start, quantity=quantity)
@@ -72,8 +72,8 @@ def _is_edit(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) and len(x) <= 200 for x in value)
 
 
-def _refused(expected: str, found: Any) -> InputError:
-    return InputError(expected=expected, found=repr(found)[:80], next_step="Reload the page")
+def _refused(name: str, allowed: str, value: Any) -> InputError:
+    return InputError(f"{name} must be {allowed}, and is {repr(value)[:80]}. Reload the page.")
 
 
 class LiveModel:
@@ -113,9 +113,8 @@ class LiveModel:
         given = read_prompt(self.loaded, prompt, bos=self._bos, observables=OBSERVABLES)
         if given.batch.length > MOST_TOKENS:
             raise InputError(
-                expected=f"a prompt of at most {MOST_TOKENS:,} tokens",
-                found=f"{given.batch.length:,}",
-                next_step="Give a shorter one, or trace it and open the run: sinkscope explore RUN",
+                f"The prompt has {given.batch.length:,} tokens, and at most {MOST_TOKENS:,} are read here. "
+                "Give a shorter one, or trace it and open the run: sinkscope explore RUN."
             )
         return given
 
@@ -137,9 +136,7 @@ class FinishedTrace:
     def view(self, asked: Asked) -> dict[str, Any]:
         """What the page draws."""
         if asked.edits:
-            raise InputError(
-                expected="a model, to intervene on", found="a finished trace", next_step="Explore the model itself"
-            )
+            raise InputError("A finished trace cannot be intervened on. Explore the model itself.")
         return {**window(self._reading, None, asked.start, asked.position, asked.quantity), "python": None}
 
 

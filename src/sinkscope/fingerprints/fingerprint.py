@@ -181,9 +181,8 @@ def fingerprint(
         has = opened.vocabulary if isinstance(opened, Signature) else num_embeddings(opened.model)
         if vocabulary is None and has != inputs.vocabulary:
             raise InputError(
-                expected=f"models with one vocabulary, of {inputs.vocabulary} ids",
-                found=f"{has} in {opened.name}",
-                next_step="If the first ids mean the same tokens in all models, give their number as `vocabulary`",
+                f"{opened.name} has a vocabulary of {has} ids, and the other models have {inputs.vocabulary}. "
+                "If the first ids mean the same tokens in all models, give their number as `vocabulary`."
             )
         if isinstance(opened, Signature):
             check_made_with(opened, inputs)
@@ -284,15 +283,13 @@ def _check_widths(signatures: list[Signature]) -> None:
         if (other.embeddings is None) != (first.embeddings is None):
             without = first if first.embeddings is None else other
             raise InputError(
-                expected="embeddings as wide as the layers in every model, or in none",
-                found=f"none in {without.name}",
-                next_step="Leave it out: signatures with and without embeddings cannot be compared",
+                f"{without.name} has no embeddings as wide as its layers, and other models have. Leave it out: "
+                "signatures with and without embeddings cannot be compared."
             )
         if other.width != first.width:
             raise InputError(
-                expected=f"models of one width: {first.name} has {first.width} hidden dimensions",
-                found=f"{other.width} in {other.name}",
-                next_step="Leave it out: without dimensions to match, nothing of an initialisation can be compared",
+                f"{first.name} has {first.width} hidden dimensions, and {other.name} has {other.width}. Leave it out: "
+                "without dimensions to match, nothing of an initialisation can be compared."
             )
 
 

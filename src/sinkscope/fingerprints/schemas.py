@@ -56,9 +56,9 @@ def check_pairs(run: Run) -> None:
     """Refuses models without a name, and pairs of others than those that the summary lists."""
     models, method = run.summary["models"], run.summary["method"]
     if not 0 < len(models) <= MOST_MODELS:
-        raise refused(run.path / "summary.json", f"{len(models)} models, not 1 to {MOST_MODELS}")
+        raise refused(run.path / "summary.json", f"it lists {len(models)} models, not 1 to {MOST_MODELS}")
     if method not in METHOD:
-        raise refused(run.path / "summary.json", f"{method!r} for method, not one of {', '.join(METHOD)}")
+        raise refused(run.path / "summary.json", f"method is {method!r}, not one of {', '.join(METHOD)}")
     for column in ("base", "suspect"):
         check_known(run.path / "pairs.parquet", column, run.tables["pairs"], {model["name"] for model in models})
 

@@ -117,18 +117,17 @@ class Signature:
 
         if self.config is None:
             raise InputError(
-                expected=f"a configuration that models like {self.name} can be drawn from",
-                found="none",
-                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
+                f"The signature of {self.name} has no configuration to draw models from. "
+                "Give `fresh=0`, and models known to be unrelated as `unrelated`."
             )
         others = {key: value for key, value in self.config.items() if key != "model_type"}
         try:
             return Configuration(name=self.name, config=AutoConfig.for_model(self.config["model_type"], **others))
         except Exception as error:  # transformers raises many kinds of exceptions here
+            reason = first_line(error).rstrip(".")
             raise InputError(
-                expected=f"a configuration in the signature of {self.name} that models can be drawn from",
-                found=first_line(error),
-                next_step="Give `fresh=0`, and models known to be unrelated as `unrelated`",
+                f"No model can be drawn from the configuration in the signature of {self.name}: {reason}. "
+                "Give `fresh=0`, and models known to be unrelated as `unrelated`."
             ) from error
 
     def save(self, path: Path) -> None:
@@ -149,16 +148,15 @@ def load_signature(path: Path) -> Signature:
         with safe_open(path, framework="pt") as file:
             written = (file.metadata() or {}).get(METADATA)
             if written is None:
-                raise refused(path, "no signature of a model")
+                raise refused(path, "it is not the signature of a model")
             record = parse_json(written, path, RECORD)
             if (version := record.pop("version")) != VERSION:
                 raise InputError(
-                    expected=f"a signature of version {VERSION} in {path}",
-                    found=f"version {version}",
-                    next_step="Make it again from the model with this version of sinkscope",
+                    f"The signature {path} has version {version}, and this sinkscope reads version {VERSION}. "
+                    "Make it again from the model."
                 )
             if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
-                raise refused(path, "other entries than those of a signature")
+                raise refused(path, "its entries are not those of a signature")
             rows, slices = record["inputs"]["num_sequences"], {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {name: each.get_shape() for name, each in slices.items()}
             width = shapes.get("states", [0])[-1]
@@ -166,12 +164,12 @@ def load_signature(path: Path) -> Signature:
             if not whole or any(
                 shape != [rows, width] or slices[name].get_dtype() != "F32" for name, shape in shapes.items()
             ):
-                raise refused(path, f"tensors of the shapes {shapes}, not states of {rows} sequences in float32")
+                raise refused(path, f"its tensors {shapes} are not states of {rows} sequences in float32")
             tensors = {name: file.get_tensor(name) for name in shapes}
     except SafetensorError as error:
         raise refused(path, str(error)) from error
     if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-        raise refused(path, "NaN or infinity in its states")
+        raise refused(path, "its states hold NaN or infinity")
     return Signature(
         states=tensors["states"],
         embeddings=tensors.get("embeddings"),
@@ -239,16 +237,14 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
 def _check(loaded: LoadedModel, inputs: Inputs) -> None:
     if inputs.vocabulary > (rows := num_embeddings(loaded.model)):
         raise InputError(
-            expected=f"a model with at least {inputs.vocabulary} ids, those of the sequences",
-            found=f"{rows} in {loaded.name}",
-            next_step=f"If the first ids mean the same tokens in all models, give `vocabulary={rows}`",
+            f"{loaded.name} has {rows} ids, and the sequences have {inputs.vocabulary}. "
+            f"If the first ids mean the same tokens in all models, give `vocabulary={rows}`."
         )
     context = context_length(loaded.model)
     if context is not None and inputs.length > context:
         raise InputError(
-            expected=f"at most {context} tokens, the context of {loaded.name}",
-            found=f"`length={inputs.length}`",
-            next_step=f"Give `length={context}` or less",
+            f"`length={inputs.length}` is more than the context of {loaded.name}, {context} tokens. "
+            f"Give `length={context}` or less."
         )
 
 
@@ -267,9 +263,8 @@ def check_made_with(signature: Signature, inputs: Inputs) -> None:
     """Refuses a signature that was made with other sequences."""
     if (signature.inputs, signature.inputs_hash) != (inputs, inputs.hash):
         raise InputError(
-            expected=f"a signature made with {_described(inputs)}",
-            found=f"{signature.name}, made with {_described(signature.inputs)}",
-            next_step="Ask for these numbers, or give the model in place of its signature",
+            f"The signature of {signature.name} was made with {_described(signature.inputs)}, "
+            f"not with {_described(inputs)}. Ask for these numbers, or give the model in place of its signature."
         )
 
 

@@ -161,9 +161,8 @@ def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, 
     if found is None:
         if seeds is not None:
             raise InputError(
-                expected="`seeds` beside a configuration only",
-                found="a model that has its weights",
-                next_step="Leave `seeds` out, or name the model's config.json to draw others of its kind",
+                "`seeds` is for a configuration, and this model has its weights. "
+                "Leave `seeds` out, or name the model's config.json to draw others of its kind."
             )
         return (None,)
     count = NUM_SEEDS if seeds is None else seeds
@@ -211,9 +210,7 @@ def _check_shape(loaded: LoadedModel, first: LoadedModel) -> None:
     )
     if found != expected:
         raise InputError(
-            expected=f"checkpoints of one model, with {expected}",
-            found=f"{found} in {loaded.name}",
-            next_step="Give checkpoints of the same training run",
+            f"{loaded.name} has {found}, and the first model has {expected}. Give checkpoints of the same training run."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
-from sinkscope.models.anatomy import Anatomy, AnyModule, Layer, anatomy_of, input_device
+from sinkscope.models.anatomy import AnyModule, Layer, anatomy_of, input_device
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.sole_reader import evaluation_mode
@@ -44,7 +44,10 @@ def _tanh_activation(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitS
     anatomy = anatomy_of(loaded.model)
     for layer in anatomy.layers:
         if not layer.activations:
-            raise _refused(anatomy, "an activation function that can be swapped", "one inside the code of its experts")
+            raise _refused(
+                f"The activation function in {anatomy.family.name} is inside the code of its experts, "
+                "where it cannot be swapped."
+            )
     for layer in anatomy.layers:
         for activation in layer.activations:
             stack.callback(activation.register_forward_hook(lambda module, args, output: args[0].tanh()).remove)
@@ -54,7 +57,9 @@ def _odd_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Exit
     anatomy = anatomy_of(loaded.model)
     for layer in anatomy.layers:
         if layer.feed_forward is None:
-            raise _refused(anatomy, "a feed-forward that can be run by itself", "one written out inside the block")
+            raise _refused(
+                f"The feed-forward in {anatomy.family.name} is written out inside the block and cannot run by itself."
+            )
 
     def hook(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         others, named = besides(args, kwargs)
@@ -112,7 +117,9 @@ def _calibrated_variance(loaded: LoadedModel, calibration: TokenBatch, stack: co
             values_BTC = args[0].reshape(-1, calibration.length, args[0].shape[-1])
             variance_T = value_variance(values_BTC.double())
             if not (variance_T > 0).all():
-                raise _refused(anatomy, "values that differ between sequences", f"some in layer {layer} that don't")
+                raise _refused(
+                    f"Some values in layer {layer} in {anatomy.family.name} do not differ between sequences."
+                )
             factors[layer] = (variance_T[0] / variance_T).sqrt()
             return scaled(args, factors[layer])
 
@@ -138,12 +145,8 @@ def _with_first(output: Any, first: Tensor) -> Any:
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
-def _refused(anatomy: Anatomy, expected: str, found: str) -> InputError:
-    return InputError(
-        expected=f"{expected} in {anatomy.family.name}",
-        found=found,
-        next_step="Leave the control out; the others say what they can",
-    )
+def _refused(reason: str) -> InputError:
+    return InputError(f"{reason} Leave the control out; the others say what they can.")
 
 
 CONTROLS: Mapping[str, Control] = {

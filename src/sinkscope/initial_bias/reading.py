@@ -131,11 +131,7 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
     if not torch.isfinite(probability_NV).all():
         raise overflow(loaded.model, "in the logits at the last position")
     if not np.isfinite(contracted.top_share_S).all():
-        raise InputError(
-            expected="states with a direction",
-            found=f"states of zeros in {loaded.name}",
-            next_step="Look at its weights: they may all be 0",
-        )
+        raise InputError(f"The states of {loaded.name} are zeros without a direction. Its weights may all be 0.")
     predicted_N = probability_NV.argmax(-1)
     values = _preference(probability_NV, predicted_N) | {
         "inter_cosine": contracted.inter_SN[-1],
@@ -162,9 +158,9 @@ def _check_size(batch: TokenBatch, vocabulary: int) -> None:
     most = MOST_PROBABILITIES // vocabulary
     if not BIAS_SEQUENCES <= batch.num_sequences <= most:
         raise InputError(
-            expected=f"{BIAS_SEQUENCES} to {most} sequences for a vocabulary of {vocabulary} tokens",
-            found=f"`num_sequences={batch.num_sequences}`",
-            next_step=f"Give `num_sequences={min(most, max(BIAS_SEQUENCES, batch.num_sequences))}`",
+            f"`num_sequences={batch.num_sequences}` must be from {BIAS_SEQUENCES} to {most} "
+            f"for a vocabulary of {vocabulary} tokens. "
+            f"Give `num_sequences={min(most, max(BIAS_SEQUENCES, batch.num_sequences))}`."
         )
 
 

@@ -64,9 +64,8 @@ def attention_received(
     batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, window)
     if key_weights_BHS is not None and key_weights_BHS.shape != (batch, num_heads, length):
         raise InputError(
-            expected=f"key weights [{batch}, {num_heads}, {length}] (expand is free)",
-            found=f"shape {list(key_weights_BHS.shape)}",
-            next_step="Expand the weights to batch and heads",
+            f"Key weights must have the shape [{batch}, {num_heads}, {length}], not {list(key_weights_BHS.shape)}. "
+            "Expand them to batch and heads, which is free."
         )
     received_BHS = query_BHTD.new_empty(batch, num_heads, length, dtype=torch.float32)
     num_rows = 2 if key_weights_BHS is None else 3
@@ -109,9 +108,9 @@ def received_by_keys(
     batch, num_heads, length, head_size = _check(query_BHTD, key_BKSD, log_sum_exp_BHT, window)
     if positions_P.dtype != torch.int64 or positions_P.dim() != 1 or positions_P.device != query_BHTD.device:
         raise InputError(
-            expected=f"positions as a one-dimensional int64 tensor on {query_BHTD.device}",
-            found=f"{positions_P.dtype} with {positions_P.dim()} dimensions on {positions_P.device}",
-            next_step="Pass torch.tensor([...], device=query.device)",
+            f"Positions must be a one-dimensional int64 tensor on {query_BHTD.device}, "
+            f"not {positions_P.dtype} with {positions_P.dim()} dimensions on {positions_P.device}. "
+            "Pass torch.tensor([...], device=query.device)."
         )
     num_keys = positions_P.numel()
     num_strips = -(-length // QUERIES_PER_STRIP)
@@ -170,9 +169,7 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, window: int | None) -> torch
     """The shape of the query, after every property that the kernels rely on was found to hold."""
     reason = reason_not_to_run(query)
     if reason is not None:
-        raise InputError(
-            expected="a tensor that the Triton kernels can read", found=reason, next_step="Use the tiled torch path"
-        )
+        raise InputError(f"The Triton kernels cannot read this tensor: {reason}. Use the tiled torch path.")
     grouped = query.dim() == key.dim() == 4 and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
     if (
         not grouped
@@ -181,30 +178,29 @@ def _check(query: Tensor, key: Tensor, lse: Tensor, window: int | None) -> torch
         or lse.shape != query.shape[:3]
     ):
         raise InputError(
-            expected="self attention: query [B, H, T, D], key [B, K, T, D] with K dividing H, log-sum-exp [B, H, T]",
-            found=f"query {list(query.shape)}, key {list(key.shape)}, log-sum-exp {list(lse.shape)}",
-            next_step="Pass the whole sequence, without a cache and with keys not repeated",
+            "The kernels read self attention: query [B, H, T, D], key [B, K, T, D] with K dividing H, "
+            f"log-sum-exp [B, H, T]. Here are query {list(query.shape)}, key {list(key.shape)}, "
+            f"log-sum-exp {list(lse.shape)}. Pass the whole sequence, without a cache and with keys not repeated."
         )
     if query.dtype != key.dtype or lse.dtype != torch.float32 or not query.device == key.device == lse.device:
         raise InputError(
-            expected="query and key of one dtype, a float32 log-sum-exp, and one device",
-            found=f"{query.dtype} on {query.device}, {key.dtype} on {key.device}, {lse.dtype} on {lse.device}",
-            next_step="Convert them first",
+            "Query and key must have one dtype, and the float32 log-sum-exp their device. Here they are "
+            f"{query.dtype} on {query.device}, {key.dtype} on {key.device} and {lse.dtype} on {lse.device}. "
+            "Convert them first."
         )
     # Within a tile the kernels count elements in 32 bits, and the widest tile has 128 rows.
     if query.stride(3) != 1 or key.stride(3) != 1 or query.stride(2) >= 2**24:
         raise InputError(
-            expected="query and key contiguous along D, and query rows less than 2^24 elements apart",
-            found=f"query strides {query.stride()}, key strides {key.stride()}",
-            next_step="Call .contiguous() on them",
+            "Query and key must be contiguous along D, and query rows less than 2^24 elements apart. "
+            f"Their strides are {query.stride()} and {key.stride()}. Call .contiguous() on them."
         )
     max_head_size = 1024 // query.element_size()  # what shared memory holds
-    if query.shape[3] > max_head_size or (window is not None and window < 1):
+    if query.shape[3] > max_head_size:
         raise InputError(
-            expected=f"a head size of at most {max_head_size}, and a window of at least 1 or None",
-            found=f"head size {query.shape[3]}, window={window}",
-            next_step="Pass None where the model has no window, and a wider head to the tiled torch path",
+            f"The kernels read a head size of at most {max_head_size}, not {query.shape[3]}. Use the tiled torch path."
         )
+    if window is not None and window < 1:
+        raise InputError(f"`window` must be at least 1, not {window}. Pass None where the model has no window.")
     return query.shape
 
 

@@ -46,10 +46,11 @@ def head_rms_norm(
     """
     shapes = (x_BTHD.shape[-1:], x_BTHD.shape[-2:])
     if x_BTHD.dim() != 4 or weight.shape not in shapes or (offset is not None and offset.shape != weight.shape):
+        offset_shape = None if offset is None else list(offset.shape)
         raise InputError(
-            expected="heads [B, T, H, D], and a weight and offset of one shape, [D] or [H, D]",
-            found=f"{list(x_BTHD.shape)}, {list(weight.shape)}, {None if offset is None else list(offset.shape)}",
-            next_step="Split the last axis into heads with .unflatten(-1, (num_heads, head_size))",
+            "The input must be heads [B, T, H, D], and weight and offset of one shape, [D] or [H, D]. "
+            f"Theirs are {list(x_BTHD.shape)}, {list(weight.shape)} and {offset_shape}. "
+            "Split the last axis into heads with .unflatten(-1, (num_heads, head_size))."
         )
     if head_rms_norm_path(x_BTHD, path) == "torch":
         return head_rms_norm_plain(_GradientInLayout.apply(x_BTHD), weight, offset, eps=eps)
@@ -63,10 +64,9 @@ def head_rms_norm_path(x_BTHD: Tensor, path: Path = "auto") -> Literal["triton",
         return "triton" if fits and x_BTHD.is_cuda else "torch"
     if path == "triton" and not (fits and (x_BTHD.is_cuda or INTERPRETED)):
         raise InputError(
-            expected=f"Triton, and heads of at most 32 bits and {LARGEST_HEAD} channels on a CUDA device",
-            found=f"triton {'present' if HAS_TRITON else 'missing'}, {x_BTHD.dtype} {list(x_BTHD.shape)} on "
-            f"{x_BTHD.device.type}",
-            next_step='Pass path="torch"',
+            f"The kernel needs Triton, and heads of at most 32 bits and {LARGEST_HEAD} channels on a CUDA device. "
+            f"Triton is {'present' if HAS_TRITON else 'missing'}, and the heads are {x_BTHD.dtype} "
+            f'{list(x_BTHD.shape)} on {x_BTHD.device.type}. Pass path="torch".'
         )
     return path
 

@@ -48,9 +48,7 @@ def can_draw() -> bool:
 def drawing_class() -> type[Drawing]:
     """matplotlib's figure, which a notebook shows also where no backend of matplotlib was chosen."""
     if not can_draw():
-        raise InputError(
-            expected="matplotlib, to draw", found="no such package", next_step='Run: pip install "sinkscope[report]"'
-        )
+        raise InputError('Drawing needs matplotlib, which is not installed. Run: pip install "sinkscope[report]".')
     from matplotlib.figure import Figure
 
     class InNotebooks(Figure):

@@ -229,11 +229,7 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
 def _plotly() -> str:
     """The script that the plotly package carries; the package itself is not imported."""
     if not can_write_pages():
-        raise InputError(
-            expected="plotly, to draw the report",
-            found="no such package",
-            next_step='Run: pip install "sinkscope[report]"',
-        )
+        raise InputError('The report needs plotly, which is not installed. Run: pip install "sinkscope[report]".')
     path = importlib.resources.files("plotly") / "package_data" / "plotly.min.js"
     # A browser turns every line end into one character before it compares the hash.
     return path.read_text(encoding="utf-8").replace("\r\n", "\n").replace("\r", "\n")

@@ -35,7 +35,7 @@ from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
 from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.progress import Say
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
-from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, read_json, refused
+from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, UnusableFileError, read_json, refused
 
 FOLDER = "checkpoints"
 RECORD = "checkpoint.json"
@@ -110,9 +110,8 @@ def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Say) -> Pa
         say(f"checkpoint {path.name} is damaged ({reason}); looking at the one before")
     if found:
         raise InputError(
-            expected=f"a whole checkpoint in {run / FOLDER}",
-            found=f"damaged ones only; {found[0].name}: {damage(found[0], expected)}",
-            next_step="Start the run again with `overwrite=True`, or choose another `out`",
+            f"Every checkpoint in {run / FOLDER} is damaged; {found[0].name}: {damage(found[0], expected)}. "
+            "Start the run again with `overwrite=True`, or choose another `out`."
         )
     return None
 
@@ -173,8 +172,8 @@ def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
     """What is wrong with a checkpoint: its record, a file's hash, or a missing tensor; None if nothing is."""
     try:
         record = _record(path)
-    except InputError as error:
-        return f"{RECORD}: {error.found}"
+    except UnusableFileError as error:
+        return f"{RECORD}: {error.reason}"
     found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {RECORD, MARK}
     if missing := sorted(record["files"].keys() - found):
         return f"{missing[0][:100]} is missing"
@@ -202,7 +201,7 @@ def _record(path: Path) -> dict[str, Any]:
     """checkpoint.json, checked."""
     record = read_json(path / RECORD, RECORD_SHAPE)
     if path.name != f"step-{record['step']:08d}":
-        raise refused(path / RECORD, f"step {record['step']}")
+        raise refused(path / RECORD, f"it is of step {record['step']}")
     return record
 
 

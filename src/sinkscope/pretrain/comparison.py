@@ -117,7 +117,7 @@ def compare_training(runs: Path | str | Sequence[Path | str]) -> TrainingCompari
     """
     named = [runs] if isinstance(runs, str | Path) else runs
     if not named:
-        raise InputError(expected="a training run or several", found="none", next_step="Give run folders")
+        raise InputError("No training run was given. Give the folder of one, or of several.")
     finished = [read_finished_run(run_path(str(run))) for run in named]
     check_comparable(finished)
     groups = replicas(finished)
@@ -194,9 +194,9 @@ def _own_reach(run: FinishedRun, *, alone: bool) -> Reach:
     if found.bound and not alone:
         first = run.evaluations[0]
         raise InputError(
-            expected=f"a baseline whose validation loss falls, in {run.path}",
-            found=f"{first['validation_loss']:.4f} at step {first['step']} and {run.validation_loss:.4f} at the end",
-            next_step="Train it longer or with a lower learning rate, or put another run first",
+            f"The validation loss of the baseline {run.path} does not fall: "
+            f"{first['validation_loss']:.4f} at step {first['step']} and {run.validation_loss:.4f} at the end. "
+            "Train it longer or with a lower learning rate, or put another run first."
         )
     return found
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, TypedDict
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
-from sinkscope.results.validated import LARGEST_FLOAT, read_yaml
+from sinkscope.results.validated import LARGEST_FLOAT, UnusableFileError, read_yaml
 
 LARGEST_COUNT = 1 << 31
 OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant")
-WHERE_TO_CORRECT = "Correct it in `config`, or where it was given"
+WHERE_TO_CORRECT = "Correct it in `config`, or where it was given."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +71,33 @@ class TrainingConfig:
             _check_count(self, name, 0)
         for name in ("seed", "weight_decay"):
             if getattr(self, name) < 0:
-                raise _wrong(f"`{name}` of at least 0", getattr(self, name))
+                raise _wrong(name, "at least 0", getattr(self, name))
         if self.skipped_targets >= self.sequence_length:
-            raise _wrong(f"`skipped_targets` below `sequence_length={self.sequence_length}`", self.skipped_targets)
+            raise _wrong("skipped_targets", f"below `sequence_length={self.sequence_length}`", self.skipped_targets)
         if self.seed >= 2**63:
-            raise _wrong("`seed` below 2^63", self.seed)
+            raise _wrong("seed", "below 2^63", self.seed)
         for name, value in asdict(self).items():
             if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-                raise _wrong(f"a finite number for `{name}`", value)
+                raise _wrong(name, "a finite number", value)
         for name in ("learning_rate", "clip", "epsilon"):
             if getattr(self, name) <= 0:
-                raise _wrong(f"`{name}` above 0", getattr(self, name))
+                raise _wrong(name, "above 0", getattr(self, name))
         for name in ("decay_share", "final_learning_rate_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise _wrong(f"`{name}` between 0 and 1", getattr(self, name))
+                raise _wrong(name, "between 0 and 1", getattr(self, name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise _wrong(f"`{name}` from 0 to below 1", getattr(self, name))
+                raise _wrong(name, "from 0 to below 1", getattr(self, name))
         for name, choices in (("optimiser", OPTIMISERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
-                raise _wrong(f"`{name}` as one of {', '.join(choices)}", repr(getattr(self, name)))
+                raise _wrong(name, f"one of {', '.join(choices)}", repr(getattr(self, name)))
         if self.micro_batch_size is not None:
             _check_count(self, "micro_batch_size", 1)
         if self.probe_every:
             length = min(self.probe_length, self.sequence_length)
-            check_probe_length(length, next_step=f"{WHERE_TO_CORRECT}, or give `probe_every=0`")
+            check_probe_length(length, "Raise `probe_length` and `sequence_length`, or give `probe_every=0`.")
         if outside := [step for step in self.snapshots if not 0 <= step <= self.steps]:
-            raise _wrong(f"`snapshots` at steps from 0 to {self.steps}", outside[0])
+            raise _wrong("snapshots", f"steps from 0 to {self.steps}", outside[0])
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether a task of every `interval` steps, and of the last one, is due after `step`; 0 means never."""
@@ -106,11 +106,11 @@ class TrainingConfig:
     def rows(self, rank: int, num_processes: int) -> list[slice]:
         """The rows of each batch that a process works on, one slice for each of its forward passes."""
         if self.batch_size % num_processes:
-            raise _wrong(f"`batch_size` divisible by the number of processes, {num_processes}", self.batch_size)
+            raise _wrong("batch_size", f"divisible by the {num_processes} processes", self.batch_size)
         share = self.batch_size // num_processes
         micro = min(self.micro_batch_size or share, share)
         if share % micro:
-            raise _wrong(f"`micro_batch_size` that divides the {share} sequences of a process", micro)
+            raise _wrong("micro_batch_size", f"a divisor of the {share} sequences of a process", micro)
         return [slice(start, start + micro) for start in range(rank * share, (rank + 1) * share, micro)]
 
 
@@ -173,31 +173,30 @@ def is_begun(run: Path, *, overwrite: bool) -> bool:
     """
     try:
         found = read_yaml(run / "config.yaml", {"model": {}, "training": {}})
-        wrong = [f"an unknown key {reprlib.repr(key)}" for key in found if key not in KEYS_OF_A_RUN]
-        wrong += [f"no key {key!r}" for key in sorted(KEYS_OF_A_RUN - found.keys())]
-    except InputError as error:
-        wrong = [error.found if (run / "config.yaml").exists() else "none"]
+        wrong = [f"it has an unknown key {reprlib.repr(key)}" for key in found if key not in KEYS_OF_A_RUN]
+        wrong += [f"it has no key {key!r}" for key in sorted(KEYS_OF_A_RUN - found.keys())]
+    except UnusableFileError as error:
+        wrong = [error.reason]
     if wrong and not overwrite and any((run / "checkpoints").glob("step-*")):
         raise InputError(
-            expected=f"the config.yaml that the run in {run} began with",
-            found=wrong[0],
-            next_step="Put it back: the checkpoints are whole",
+            f"The checkpoints in {run} are whole, but its config.yaml is not the one that the run began with: "
+            f"{wrong[0]}. Put it back."
         )
     return not wrong
 
 
-def check_probe_length(length: int, *, next_step: str) -> None:
+def check_probe_length(length: int, advice: str) -> None:
     """Refuses sequences in which no key has the later queries that it takes to be judged."""
     if length <= LATER_QUERIES:
-        raise InputError(expected=f"more than {LATER_QUERIES} tokens to probe", found=str(length), next_step=next_step)
+        raise InputError(f"A probe needs more than {LATER_QUERIES} tokens in a sequence, not {length}. {advice}")
 
 
 def _check_count(config: TrainingConfig, name: str, least: int) -> None:
     if getattr(config, name) < least:
-        raise _wrong(f"`{name}` of at least {least}", getattr(config, name))
+        raise _wrong(name, f"at least {least}", getattr(config, name))
     if getattr(config, name) > LARGEST_COUNT:
-        raise _wrong(f"`{name}` of at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
+        raise _wrong(name, f"at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
 
 
-def _wrong(expected: str, found: object) -> InputError:
-    return InputError(expected=expected, found=str(found), next_step=WHERE_TO_CORRECT)
+def _wrong(name: str, allowed: str, value: object) -> InputError:
+    return InputError(f"`{name}` must be {allowed}, not {value}. {WHERE_TO_CORRECT}")

@@ -327,8 +327,7 @@ def build_feed_forward(name: str, width: int, num_neurons: int) -> SwiGLU:
     """The feed-forward called `name`."""
     if name not in FEED_FORWARD_VARIANTS:
         raise InputError(
-            expected=f"a feed-forward variant: {', '.join(FEED_FORWARD_VARIANTS)}",
-            found=repr(name),
-            next_step="Change feed_forward_variant in the configuration",
+            f"There is no feed-forward variant {name!r}. "
+            f"Change feed_forward_variant in the configuration to one of {', '.join(FEED_FORWARD_VARIANTS)}."
         )
     return FEED_FORWARD_VARIANTS[name](width, num_neurons)

@@ -60,17 +60,16 @@ class DecoderConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim, rest = divmod(self.hidden_size, self.num_attention_heads)
             if rest:
-                raise _refused(
-                    f"a width that {self.num_attention_heads} heads divide, or a head_dim", f"width {self.hidden_size}"
+                raise InputError(
+                    f"{self.num_attention_heads} heads do not divide hidden_size {self.hidden_size}. "
+                    "Change one of them in the configuration, or give head_dim."
                 )
         shape = self.attention_shape()
         if shape.num_heads % shape.num_key_value_heads:
-            raise _refused(
-                f"a num_key_value_heads that divides num_attention_heads {shape.num_heads}",
-                str(shape.num_key_value_heads),
-            )
+            divided = f"a divisor of num_attention_heads {shape.num_heads}"
+            raise _refused("num_key_value_heads", divided, shape.num_key_value_heads)
         if shape.head_size % 2:
-            raise _refused("an even head_dim, since rotation turns pairs of channels", str(shape.head_size))
+            raise _refused("head_dim", "even (rotation turns pairs of channels)", shape.head_size)
         super().__post_init__(**kwargs)
 
     def _check_fields(self) -> None:
@@ -80,28 +79,28 @@ class DecoderConfig(PreTrainedConfig):
                 continue
             largest = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
             if type(value) is not int or not 1 <= value <= largest:
-                raise _refused(f"a whole number from 1 to {largest} for {name}", reprlib.repr(value))
+                raise _refused(name, f"a whole number from 1 to {largest}", value)
         if type(self.seed) is not int:
-            raise _refused("a whole number for seed", reprlib.repr(self.seed))
+            raise _refused("seed", "a whole number", self.seed)
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 # YAML reads 1e4, without a point, as text.
-                raise _refused(f"a number above 0 for {name}", reprlib.repr(value))
+                raise _refused(name, "a number above 0", value)
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
-                raise _refused(f"true or false for {name}", reprlib.repr(getattr(self, name)))
+                raise _refused(name, "true or false", getattr(self, name))
         for name in ("attention_variant", "feed_forward_variant"):
             if not isinstance(getattr(self, name), str):
-                raise _refused(f"a name for {name}", reprlib.repr(getattr(self, name)))
+                raise _refused(name, "a name", getattr(self, name))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             if value is not None and not all(
                 type(token) is int for token in (value if isinstance(value, list) else [value])
             ):
-                raise _refused(f"a token's number for {name}", reprlib.repr(value))
+                raise _refused(name, "a token's number", value)
         if not isinstance(self.variant_options, dict):
-            raise _refused("variant_options as names with values", reprlib.repr(self.variant_options))
+            raise _refused("variant_options", "names with values", self.variant_options)
 
     def attention_shape(self) -> AttentionShape:
         """The numbers that an attention variant is built from."""
@@ -117,8 +116,8 @@ class DecoderConfig(PreTrainedConfig):
         )
 
 
-def _refused(expected: str, found: str) -> InputError:
-    return InputError(expected=expected, found=found, next_step="Change it in the configuration")
+def _refused(name: str, allowed: str, value: Any) -> InputError:
+    return InputError(f"{name} must be {allowed}, not {reprlib.repr(value)}. Change it in the configuration.")
 
 
 AutoConfig.register(DecoderConfig.model_type, DecoderConfig)

@@ -36,6 +36,7 @@ from sinkscope.results.validated import (
     Int,
     Maybe,
     Real,
+    UnusableFileError,
     parse_json,
     read_json_lines,
     read_text,
@@ -147,25 +148,22 @@ def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
         for number, (key, line) in enumerate(zip(keys, lines, strict=False), 1):
             rows.append(parse_json(line, path, ROWS[path.name], where=f"line {number}"))
             if row_key(rows[-1]) != key:
-                raise refused(path, f"{_named(row_key(rows[-1]))}, on line {number}, in the place of {_named(key)}")
+                raise refused(path, f"line {number} is of {_named(row_key(rows[-1]))}, not of {_named(key)}")
         if len(rows) < len(keys):
-            raise refused(path, f"{len(rows)} rows, none of {_named(keys[len(rows)])}")
+            raise refused(path, f"it has {len(rows)} rows and lacks {_named(keys[len(rows)])}")
         return _checked(path, rows)
-    except InputError as error:
-        raise InputError(
-            expected=f"every row so far in {path}",
-            found=error.found,
-            next_step="Put back a copy of the file, or start the run again with `overwrite=True`",
-        ) from error
+    except UnusableFileError as error:
+        advice = "Put back a copy of the file, or start the run again with `overwrite=True`."
+        raise refused(path, error.reason, advice) from error
 
 
 def _checked(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a log; refuses steps that go back, and observables with different numbers of layers."""
     for name in ("step", "tokens", "elapsed_s"):
         if any(row.get(name, 0) > following.get(name, 0) for row, following in pairwise(rows)):
-            raise refused(path, f"a {name} that is smaller than in the line before it")
+            raise refused(path, f"{name} is smaller in one line than in the line before it")
     if len({len(values) for row in rows for values in row.get("layers", {}).values()}) > 1:
-        raise refused(path, "observables of different numbers of layers")
+        raise refused(path, "its observables have different numbers of layers")
     return rows
 
 
@@ -311,7 +309,5 @@ def _imported(name: str) -> Any:
         return importlib.import_module(TRACKERS[name])
     except ModuleNotFoundError as error:
         raise InputError(
-            expected=f"the package {name}, for `track={name!r}`",
-            found="it is not installed",
-            next_step=f"Run: pip install {name}",
+            f"`track={name!r}` needs the package {name}, which is not installed. Run: pip install {name}."
         ) from error

@@ -33,18 +33,15 @@ def resolve(source: str | Path, *, dtype: str, device: str, device_map: Any, tok
     checkpoint = user_path(source)
     if str(source) in PRESETS and not checkpoint.exists():
         raise InputError(
-            expected="a model with weights",
-            found=f"{source}, a preset of pretrain, which has none",
-            next_step="Train one of this shape with sinkscope pretrain, or see what it prefers with sinkscope bias",
+            f"{source} is a preset of pretrain, and has no weights. "
+            "Train a model of this shape with sinkscope pretrain, or see what it prefers with sinkscope bias."
         )
     is_initial = str(source).startswith(INITIAL)
     if not is_initial and not (checkpoint / RECORD).is_file():
         return None
     if device_map is not None:
         raise InputError(
-            expected="`device_map` only with a model that is loaded as it was saved",
-            found=f"{source}, which is built here",
-            next_step="Leave `device_map` out",
+            f"{source} is built here and not loaded as it was saved, so it takes no `device_map`. Leave it out."
         )
     if is_initial:
         found = _run_configuration(run_path(str(source).removeprefix(INITIAL)))
@@ -62,17 +59,14 @@ def _checkpoint(folder: Path) -> tuple[Configuration, Any]:
     run = folder.resolve().parent.parent
     if not is_training_run(run):
         raise InputError(
-            expected="a checkpoint inside its training run's folder, whose config.yaml describes the model",
-            found=f"{folder} without its run",
-            next_step="Name it where sinkscope pretrain wrote it, or copy the whole folder of the run and name "
-            f"COPY/{FOLDER}/{folder.resolve().name}",
+            f"{folder} is not inside the folder of its training run, whose config.yaml describes the model. "
+            "Name it where sinkscope pretrain wrote it, or copy the whole folder of the run and name "
+            f"COPY/{FOLDER}/{folder.resolve().name}."
         )
     found = _run_configuration(run)
     model = drawn(found, 0)
     if (reason := damage(folder, expected_layouts(dict(model.named_parameters()), []))) is not None:
-        raise InputError(
-            expected=f"a whole checkpoint in {folder}", found=reason, next_step="Give another checkpoint of the run"
-        )
+        raise InputError(f"The checkpoint {folder} is damaged: {reason}. Give another checkpoint of the run.")
     tensors = load_file(folder / TENSORS)
     weights = {name: tensors[f"model.{name}"] for name, _ in model.named_parameters()}
     model.load_state_dict(weights, strict=False)  # tied weights have one name there

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import KEYS_OF_A_RUN, WHERE_TO_CORRECT, PretrainConfig, TrainingConfig
-from sinkscope.results.validated import NAME, Int, Maybe, read_yaml, shortened
+from sinkscope.results.validated import NAME, Int, Maybe, UnusableFileError, read_yaml, refused, shortened
 from sinkscope.user_paths import check_path, user_path
 
 if TYPE_CHECKING:
@@ -149,9 +149,7 @@ def preset(name: str) -> dict[str, Any]:
     """The fields of the preset called `name`."""
     if name not in PRESETS:
         raise InputError(
-            expected=f"a preset: {', '.join(PRESETS)}",
-            found=repr(name),
-            next_step="Choose one as `config`, or give a YAML file",
+            f"There is no preset {name!r}. Choose one of {', '.join(PRESETS)} as `config`, or give a YAML file."
         )
     return dict(PRESETS[name])
 
@@ -162,13 +160,12 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
 
     known = DecoderConfig.__annotations__.keys()
     if unknown := sorted(map(str, fields.keys() - known)):
-        raise _unknown(unknown[0], known, "of the model")
+        raise _unknown(unknown[0], known, "The model")
     try:
         return DecoderConfig(**fields)
     except TypeError as error:
-        raise InputError(
-            expected="values of the right type for the model", found=str(error), next_step="Correct them below model"
-        ) from error
+        reason = str(error).rstrip(".")
+        raise InputError(f"A value of the model has the wrong type: {reason}. Correct it below model.") from error
 
 
 def changed(base: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
@@ -179,12 +176,10 @@ def changed(base: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     optional = {field.name for field in fields(base) if "None" in str(field.type)}
     for key, value in changes.items():
         if key not in known:
-            raise _unknown(key, known, "of the training configuration")
+            raise _unknown(key, known, "The training configuration")
         if not _same_kind(known[key], value) and not (value is None and key in optional):
             raise InputError(
-                expected=f"`{key}` like {known[key]!r}",
-                found=reprlib.repr(value),
-                next_step=WHERE_TO_CORRECT,
+                f"`{key}` must be a value like {known[key]!r}, not {reprlib.repr(value)}. {WHERE_TO_CORRECT}"
             )
     return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
 
@@ -198,23 +193,20 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
     try:
-        found = read_yaml(path, Maybe(RECIPE)) or {}
-    except InputError as error:
-        next_step = "Correct it, or give another `config`"
-        raise InputError(expected=error.expected, found=error.found, next_step=next_step) from error
-    value = {name: entry for name, entry in found.items() if entry is not None}
+        entries = read_yaml(path, Maybe(RECIPE)) or {}
+    except UnusableFileError as error:
+        raise refused(path, error.reason, "Correct it, or give another `config`.") from error
+    value = {name: entry for name, entry in entries.items() if entry is not None}
     if not value:
         raise InputError(
-            expected="the keys preset, model and training, or some of them",
-            found=f"none in {path.name}",
-            next_step="Write what to change there, or give a preset as `config`",
+            f"{path.name} has none of the keys preset, model and training. "
+            "Write what to change there, or give a preset as `config`."
         )
     unknown = sorted(value.keys() - {"preset", "model", "training"})
     if unknown and value.keys() != KEYS_OF_A_RUN:
         raise InputError(
-            expected="the keys preset, model and training",
-            found=f"{shortened(', '.join(unknown))} in {path.name}",
-            next_step="Move it below model or training, or leave it out",
+            f"{path.name} may have the keys preset, model and training, not {shortened(', '.join(unknown))}. "
+            "Move it below model or training, or leave it out."
         )
     return value
 
@@ -233,15 +225,12 @@ def _recipe(config: str | Path) -> tuple[dict[str, Any], int, TrainingConfig]:
     return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training)
 
 
-def _unknown(key: str, known: Iterable[str], where: str) -> InputError:
+def _unknown(key: str, known: Iterable[str], owner: str) -> InputError:
     """The error for a key that is none of those known."""
     # As the option and the parameter are called; by letters alone variant_options is nearer.
     near = ["attention_variant"] if key == "variant" else difflib.get_close_matches(str(key), known, 1)
-    return InputError(
-        expected=f"a key {where}: {', '.join(known)}",
-        found=reprlib.repr(key),
-        next_step=f"Write {near[0]}" if near else "Leave it out",
-    )
+    advice = f"Write {near[0]}" if near else "Leave it out"
+    return InputError(f"{owner} has no key {reprlib.repr(key)}. {advice}. The keys are: {', '.join(known)}.")
 
 
 def _as_float(value: Any) -> Any:

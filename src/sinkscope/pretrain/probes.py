@@ -189,11 +189,11 @@ class SinkProbe(TrainerCallback):
         num_sequences: int = 32,
     ) -> None:
         if every < 1:
-            raise InputError(expected="at least 1 step between probes", found=str(every), next_step="Raise `every`")
+            raise InputError(f"`every` must be at least 1 step, not {every}.")
         if batch is None:
-            check_probe_length(length, next_step="Raise `length`")
+            check_probe_length(length, "Raise `length`.")
         else:
-            check_probe_length(batch.length, next_step="Give longer sequences as `batch`")
+            check_probe_length(batch.length, "Give longer sequences as `batch`.")
         self.log = log
         self.every = every
         self.batch = batch

@@ -108,21 +108,20 @@ def read_finished_run(folder: Path) -> FinishedRun:
     folder = Path(folder)
     for name in ("config.yaml", "metrics.jsonl", "environment.json"):
         if not (folder / name).is_file():
-            found = f"no {name}" if folder.is_dir() else "no such folder"
-            raise _refused(folder, found, "Give a folder that sinkscope pretrain wrote")
+            wrong = f"There is no {name} in {folder}" if folder.is_dir() else f"There is no folder {folder}"
+            raise InputError(f"{wrong}. Give the folder of a complete run that sinkscope pretrain wrote.")
     config = read_yaml(folder / "config.yaml", CONFIG)
     config["training"] = with_defaults(config["training"])
     metrics, steps = read_rows(folder / "metrics.jsonl"), config["training"]["steps"]
     if not (folder / "summary.json").is_file():
         done = metrics[-1]["step"] if metrics else 0
-        raise _refused(
-            folder,
-            f"one that is not complete: step {done} of {steps}",
-            "Wait for it, or finish it: run the same sinkscope pretrain command again",
+        raise InputError(
+            f"The training run in {folder} is not complete: it is at step {done} of {steps}. "
+            "Wait for it, or finish it: run the same sinkscope pretrain command again."
         )
     logged = [row["step"] for row in metrics]  # every step, or only the evaluations where an experiment kept no more
     if logged != sorted(set(logged)) or logged[-1:] != [steps]:
-        raise refused(folder / "metrics.jsonl", f"{len(metrics)} rows that do not go on to step {steps}")
+        raise refused(folder / "metrics.jsonl", f"its {len(metrics)} rows do not go on to step {steps}")
     probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
@@ -134,12 +133,10 @@ def read_finished_run(folder: Path) -> FinishedRun:
         tokens_per_second=median([row["tokens_per_second"] for row in metrics]),
     )
     if not run.evaluations:
-        raise _refused(folder, "no validation loss in metrics.jsonl", "Train it again with `overwrite=True`")
+        raise InputError(
+            f"There is no validation loss in {folder / 'metrics.jsonl'}. Train the run again with `overwrite=True`."
+        )
     return run
-
-
-def _refused(folder: Path, found: str, next_step: str) -> InputError:
-    return InputError(expected=f"a complete training run in {folder}", found=found, next_step=next_step)
 
 
 Groups = dict[str, list[FinishedRun]]
@@ -159,10 +156,9 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
         for name, value in conditions.items():
             if value != first[name]:
                 raise InputError(
-                    expected="training runs on the same data, in batches and held-out windows of the same size; "
-                    f"{name} {first[name]} as in {runs[0].path}",
-                    found=f"{name} {value} in {run.path}",
-                    next_step=f"Leave {run.path} out, or train it again with the same {name}",
+                    "Runs are compared only on the same data, in batches and held-out windows of the same size. "
+                    f"{name} is {value} in {run.path} and {first[name]} in {runs[0].path}. "
+                    f"Leave {run.path} out, or train it again with the same {name}."
                 )
 
 
@@ -175,9 +171,8 @@ def replicas(runs: list[FinishedRun]) -> Groups:
             settings.append((run.settings, [run]))
         elif twin := next((other for other in group if other.seed == run.seed), None):
             raise InputError(
-                expected=f"one run of {run.variant} with seed {run.seed}",
-                found=f"two, {twin.path} and {run.path}",
-                next_step=f"Leave one of them out, or train it with a `seed` other than {run.seed}",
+                f"{twin.path} and {run.path} are both runs of {run.variant} with seed {run.seed}. "
+                f"Leave one of them out, or train it with a `seed` other than {run.seed}."
             )
         else:
             group.append(run)
@@ -240,11 +235,7 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
     """
     saved = saved_configuration(run)
     if not saved:
-        raise InputError(
-            expected=f"a training run in {run}",
-            found=_instead_of_a_run(run),
-            next_step="Give a folder that sinkscope pretrain wrote",
-        )
+        raise InputError(f"{_instead_of_a_run(run)}. Give a folder that sinkscope pretrain wrote.")
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
         if (file := folder / "config.json").is_file():
             token = Maybe(Int())
@@ -268,8 +259,8 @@ def saved_configuration(run: Path) -> dict[str, Any]:
 
 def _instead_of_a_run(folder: Path) -> str:
     if is_training_run(folder):
-        return "one that another version of sinkscope wrote"
-    return "no config.yaml of one" if folder.is_dir() else "no such folder"
+        return f"Another version of sinkscope wrote the training run in {folder}"
+    return f"{folder} has no config.yaml of a training run" if folder.is_dir() else f"There is no folder {folder}"
 
 
 def shards_of_run(config: PretrainConfig, run: Path) -> TokenShards:
@@ -281,9 +272,8 @@ def decoder_config_of_run(config: PretrainConfig, shards: TokenShards) -> Decode
     vocab_size = config.model.get("vocab_size", shards.vocab_size)
     if vocab_size < shards.vocab_size:
         raise InputError(
-            expected=f"a vocabulary of at least {shards.vocab_size} tokens, those of the data",
-            found=f"vocab_size {vocab_size} in the model's configuration",
-            next_step="Leave vocab_size out of the model's configuration, or tokenize the data with a smaller one",
+            f"vocab_size is {vocab_size} in the model's configuration, and the data have {shards.vocab_size} tokens. "
+            "Leave it out of the configuration, or tokenize the data with a smaller one."
         )
     end = load_tokenizer(shards.path).eos_token_id
     return decoder_config(config.model | {"vocab_size": vocab_size, "bos_token_id": end, "eos_token_id": end})

@@ -26,26 +26,26 @@ def _saved(path: Path) -> TrainingComparison:
     tables = {schema.name: read_table(path / schema.name, schema) for schema in COMPARISON_TABLES}
     for schema in COMPARISON_TABLES:
         if _is_too_large(tables[schema.name]):
-            raise refused(path / f"{schema.name}.parquet", f"a number above {LARGEST_FLOAT:g}")
+            raise refused(path / f"{schema.name}.parquet", f"it holds a number above {LARGEST_FLOAT:g}")
         check_table(schema, tables[schema.name], {}, path / f"{schema.name}.parquet")
     variants = tables["variants"]
     labels = tuple(dict.fromkeys(variants["variant"]))
     if labels[:1] != (summary["baseline"],):
-        raise refused(path / "variants.parquet", "variants that do not begin with the baseline")
+        raise refused(path / "variants.parquet", "its variants do not begin with the baseline")
     for name in ("training_runs", "losses"):
         if summary["baseline"] not in tables[name]["variant"]:
-            raise refused(path / f"{name}.parquet", "no rows of the baseline")
+            raise refused(path / f"{name}.parquet", "it has no rows of the baseline")
     for name in ("training_runs", "losses", "observables", "births"):
         check_known(path / f"{name}.parquet", "variant", tables[name], labels)
     columns = (variants[name] for name in ("variant", "quantity", "mean", "low", "high"))
     ends = set()
     for label, quantity, mean, low, high in zip(*columns, strict=True):
         if (low is None) != (high is None) or (mean is None and quantity not in RATIOS):
-            raise refused(path / "variants.parquet", f"no mean, or half an interval, of {quantity}")
+            raise refused(path / "variants.parquet", f"it has no mean, or half an interval, of {quantity}")
         if quantity == "validation_loss":
             ends.add(label)
     if missing := set(labels) - ends:
-        raise refused(path / "variants.parquet", f"no validation loss of {min(missing)}")
+        raise refused(path / "variants.parquet", f"it has no validation loss of {min(missing)}")
     return TrainingComparison(summary["baseline"], labels, (), tables, tuple(summary["notes"]))
 
 

@@ -52,9 +52,8 @@ class TokenizeConfig:
             check_sources(self.validation)
         if not 0 < self.validation_share < 1:
             raise InputError(
-                expected="`validation_share` between 0 and 1",
-                found=str(self.validation_share),
-                next_step="Give for example `validation_share=0.01`",
+                f"`validation_share` must be between 0 and 1, not {self.validation_share}. "
+                "Give, for example, `validation_share=0.01`."
             )
         if self.tokenizer is None:
             check_count("vocab_size", self.vocab_size, SMALLEST_VOCABULARY, LARGEST_VOCABULARY)
@@ -75,13 +74,13 @@ def documents(sources: Sequence[str]) -> Iterator[str]:
                 num_documents += 1
                 yield document
         if not num_documents:
-            raise InputError(expected="text", found=f"{source}, empty", next_step=f"Give {FORMS} as `data`")
+            raise InputError(f"{source} has no text: it is empty. Give {FORMS} as `data`.")
 
 
 def check_sources(sources: Sequence[str]) -> None:
     """Returns if every source exists, else raises InputError; no file is opened."""
     if not sources:
-        raise InputError(expected="text to read", found="no source", next_step=f"Give {FORMS} as `data`")
+        raise InputError(f"No text was given. Give {FORMS} as `data`.")
     for source in sources:
         if source.startswith("hf:"):
             _datasets_package()
@@ -102,13 +101,12 @@ def _files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise InputError(expected=FORMS, found=f"no {source!r}", next_step="Give a path that exists as `data`")
+        raise InputError(f"There is no file or folder {source!r}. Give {FORMS} as `data`.")
     found = sorted(file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
     if not found:
         raise InputError(
-            expected=f"files that end in {', '.join(SUFFIXES)} (or these with .gz, .xz)",
-            found=f"none in the folder {source}",
-            next_step="Give the files themselves as `data`",
+            f"The folder {source} has no files that end in {', '.join(SUFFIXES)} (or these with .gz, .xz). "
+            "Give the files themselves as `data`."
         )
     return found
 
@@ -122,9 +120,9 @@ def _file_documents(path: Path) -> Iterator[str]:
         with _opened(path) as file:
             yield from _json_documents(file, path) if _suffix(path) == ".jsonl" else _separated_documents(file, path)
     except UnicodeDecodeError as error:
-        raise _not_text(path, "bytes that are no UTF-8") from error
+        raise _not_text(path, "its bytes are not UTF-8") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise _not_text(path, str(error) or "a file that cannot be read") from error
+        raise _not_text(path, str(error) or type(error).__name__) from error
 
 
 def _opened(path: Path) -> IO[str]:
@@ -139,7 +137,7 @@ def _separated_documents(file: IO[str], path: Path) -> Iterator[str]:
     tail = ""
     while block := file.read(BLOCK_CHARACTERS):
         if "\0" in block:
-            raise _not_text(path, "a zero byte")
+            raise _not_text(path, "it has a zero byte")
         first, *others = (tail + block).split(SEPARATOR)
         for other in others:
             yield "".join([*pending, first]).strip("\r\n")
@@ -159,9 +157,9 @@ def _json_documents(file: IO[str], path: Path) -> Iterator[str]:
             text = json.loads(line)["text"]
             text.encode()
         except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, UTF-8 cannot
-            raise _not_text(path, f"line {number}, whose text holds a lone surrogate") from error
+            raise _not_text(path, f"the text of line {number} holds a lone surrogate") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise _not_text(path, f"line {number}, which is no object with a 'text'") from None
+            raise _not_text(path, f"line {number} is not an object with a 'text'") from None
         yield text
 
 
@@ -172,9 +170,8 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
     options = {"split": "train", "streaming": True}
     if path.is_file() and path.suffix not in HF_BUILDERS:
         raise InputError(
-            expected=f"a file that ends in {', '.join(HF_BUILDERS)}",
-            found=path.name,
-            next_step="Give it without hf:, or in another format",
+            f"hf: reads files that end in {', '.join(HF_BUILDERS)}, not {path.name}. "
+            "Give it without hf:, or in another format."
         )
     try:
         if path.is_file():
@@ -184,12 +181,13 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
         for row in stream:  # files are first opened here, and a broken one is found
             if not isinstance(row.get("text"), str):
                 raise InputError(
-                    expected=f"a column 'text' in {source}", found=", ".join(row), next_step="Choose another dataset"
+                    f"{source} has no text in a column 'text'; its columns are {', '.join(row)}. "
+                    "Choose another dataset."
                 )
             yield row["text"]
     except (OSError, ValueError) as error:  # among them the package's own "not found"
-        found = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise InputError(expected=f"a dataset at {source}", found=found, next_step=f"Give {FORMS} as `data`") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise InputError(f"Cannot read the dataset {source}: {reason}. Give {FORMS} as `data`.") from error
 
 
 def _datasets_package():
@@ -199,12 +197,10 @@ def _datasets_package():
         if error.name != "datasets":
             raise
         raise InputError(
-            expected="the package datasets, to read hf: sources",
-            found="it is not installed",
-            next_step="Run: pip install 'sinkscope[train]'",
+            "hf: sources need the package datasets, which is not installed. Run: pip install 'sinkscope[train]'."
         ) from error
     return datasets
 
 
-def _not_text(path: Path, found: str) -> InputError:
-    return InputError(expected=f"text in UTF-8 in {path.name}", found=found, next_step=f"Give {FORMS} as `data`")
+def _not_text(path: Path, reason: str) -> InputError:
+    return InputError(f"{path.name} cannot be read as text: {reason}. Give {FORMS} as `data`.")

@@ -55,9 +55,8 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
         end = tokenizer.eos_token_id
         if end is None:
             raise InputError(
-                expected="a tokenizer with an end-of-text token",
-                found=f"none in {config.tokenizer}",
-                next_step="Choose another `tokenizer`, or leave it out to train one",
+                f"The tokenizer {config.tokenizer} has no end-of-text token. "
+                "Choose another `tokenizer`, or leave it out to train one."
             )
         writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
         most = dict.fromkeys(SPLITS, sys.maxsize)
@@ -81,12 +80,8 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
                 break
         for split in SPLITS:
             if not writer.num_tokens[split]:
-                raise InputError(
-                    expected=f"at least one {split} document",
-                    found="none",
-                    next_step=f"{'Give more `data`' if most[split] else 'Raise `max_tokens`'}, "
-                    "or give other text as `validation`",
-                )
+                advice = "Give more `data`" if most[split] else "Raise `max_tokens`"
+                raise InputError(f"There is no {split} document. {advice}, or give other text as `validation`.")
         tokenizer.save_pretrained(folder.path)
         folder.write_yaml("config.yaml", config)
         writer.finish(end_of_text=end)

@@ -87,11 +87,11 @@ class TokenShards:
         every byte."""
         for shard in self.shards:
             if file_sha256(self.path / shard.file) != shard.sha256:
-                raise _damaged(self.path, f"other bytes in {shard.file}")
+                raise _damaged(self.path, f"{shard.file} has other bytes")
             tokens = np.memmap(self.path / shard.file, dtype=np.dtype(self.dtype), mode="r")
             if (largest := int(tokens.max())) >= self.vocab_size:
-                found = f"token {largest} in {shard.file}, beyond a vocabulary of {self.vocab_size}"
-                raise _damaged(self.path, found)
+                reason = f"{shard.file} has a token {largest}, beyond a vocabulary of {self.vocab_size}"
+                raise _damaged(self.path, reason)
 
 
 class ShardWriter:
@@ -112,9 +112,8 @@ class ShardWriter:
         array = np.asarray(tokens, dtype=np.int64)
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.vocab_size:
             raise InputError(
-                expected=f"token ids below the vocabulary's size, {self.vocab_size}",
-                found=str(int(array.max())),
-                next_step="Use the tokenizer that belongs to the vocabulary",
+                f"Token ids from {array.min()} to {array.max()} do not fit a vocabulary of {self.vocab_size}. "
+                "Use the tokenizer that belongs to the vocabulary."
             )
         self._pending[split].append(array.astype(self.dtype))
         self.num_tokens[split] += array.size
@@ -155,9 +154,8 @@ def is_shards(data: Sequence[str]) -> bool:
     folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
     if folders and len(data) > 1:
         raise InputError(
-            expected="one folder of token shards, or texts",
-            found=f"{len(data)} sources, {folders[0]} among them",
-            next_step="Give the folder alone as `data`",
+            f"{folders[0]} is a folder of token shards, and {len(data)} sources were given. "
+            "Give the folder alone as `data`."
         )
     return bool(folders)
 
@@ -166,9 +164,9 @@ def open_shards(path: Path) -> TokenShards:
     """The shards in a folder, their sizes checked against the manifest; no token is read."""
     manifest = read_json(path / MANIFEST, MANIFEST_SHAPE)
     if manifest["version"] != VERSION:
-        raise _damaged(path, f"version {manifest['version']}, this release reads {VERSION}")
+        raise _damaged(path, f"they have version {manifest['version']}, and this release reads {VERSION}")
     if manifest["dtype"] not in DTYPES:
-        raise _damaged(path, f"dtype {shortened(manifest['dtype'])}, none of {', '.join(DTYPES)}")
+        raise _damaged(path, f"their dtype is {shortened(manifest['dtype'])}, none of {', '.join(DTYPES)}")
     shards = tuple(Shard(**{name: entry[name] for name in SHARD_SHAPE}) for entry in manifest["shards"])
     for shard in shards:
         if problem := _problem(path, shard, np.dtype(manifest["dtype"]).itemsize):
@@ -179,13 +177,13 @@ def open_shards(path: Path) -> TokenShards:
 def _problem(path: Path, shard: Shard, width: int) -> str | None:
     """What is wrong with a shard by its entry in the manifest and the size of its file."""
     if shard.file in ("", ".", "..") or {"/", "\\", "\0"} & set(shard.file):
-        return "in place of a file's name"
+        return "cannot be a file's name"
     if shard.split not in SPLITS:
-        return f"of a split that is none of {', '.join(SPLITS)}"
+        return f"is of a split that is none of {', '.join(SPLITS)}"
     file = path / shard.file
     if not file.is_file():
-        return "missing"
-    return None if file.stat().st_size == shard.num_tokens * width else "cut short or grown"
+        return "is missing"
+    return None if file.stat().st_size == shard.num_tokens * width else "was cut short, or has grown"
 
 
 def file_sha256(path: Path) -> str:
@@ -194,11 +192,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damaged(path: Path, found: str) -> InputError:
+def _damaged(path: Path, reason: str) -> InputError:
     return InputError(
-        expected=f"whole token shards in {path}",
-        found=found,
-        next_step="Write them again from the texts with sinkscope tokenize",
+        f"Cannot use the token shards in {path}: {reason}. Write them again from the texts with sinkscope tokenize."
     )
 
 
@@ -216,9 +212,8 @@ class TokenStream:
         if not self.num_windows:
             longest = max((len(array) for array in self._arrays), default=0)
             raise InputError(
-                expected=f"a {split} shard of at least {length + 1} tokens, for sequences of {length}",
-                found=f"{longest} tokens in the longest",
-                next_step="Give more text, or a shorter `sequence_length`",
+                f"Sequences of {length} tokens need a {split} shard of at least {length + 1}, "
+                f"and the longest has {longest}. Give more text, or a shorter `sequence_length`."
             )
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shard
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
 from sinkscope.results.run_folder import RunFolder, run_folder
-from sinkscope.results.validated import SCALAR, Each, read_json
+from sinkscope.results.validated import SCALAR, Each, UnusableFileError, read_json
 from sinkscope.runtime import environment
 from sinkscope.user_paths import check_path, user_path
 
@@ -120,15 +120,14 @@ def _check(config: PretrainConfig, group: Processes) -> None:
     variant = config.model.get("attention_variant", "softmax")
     if VARIANTS[variant].whole_batch and passes != [slice(0, max(2, config.training.batch_size))]:
         raise InputError(
-            expected=f"two sequences or more, and all in one pass of one process: {variant} goes by their variance",
-            found=f"{group.num_processes} x {len(passes)} passes of {passes[0].stop - passes[0].start}",
-            next_step="Leave `micro_batch_size` out, and take one process",
+            f"{variant} goes by the variance of two or more sequences, all in one pass of one process. "
+            f"This run would have {group.num_processes} x {len(passes)} passes of {passes[0].stop - passes[0].start}. "
+            "Leave `micro_batch_size` out, and use one process."
         )
     if config.validation and is_shards(config.data):
         raise InputError(
-            expected="no `validation` beside token shards, which hold their own",
-            found=", ".join(config.validation),
-            next_step="Leave it out, or give it to `sinkscope tokenize`",
+            f"Token shards hold their own held-out text, so {', '.join(config.validation)} cannot be `validation`. "
+            "Leave it out, or give it to `sinkscope tokenize`."
         )
 
 
@@ -140,9 +139,8 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
     if is_begun(out, overwrite=overwrite) and not overwrite:
         if differences := _differences(saved_configuration(out), config.plain()):
             raise InputError(
-                expected=f"the configuration that the run in {out} began with",
-                found="; ".join(differences[:3]),
-                next_step="Choose another `out`, or replace the run with `overwrite=True`",
+                f"The run in {out} began with another configuration: {'; '.join(differences[:3])}. "
+                "Choose another `out`, or replace the run with `overwrite=True`."
             )
         shards_of_run(config, out).verify()
         return
@@ -191,8 +189,8 @@ def _finished_summary(config: PretrainConfig, out: Path, say: Say) -> dict[str, 
         return None
     try:
         summary = read_json(file, {})
-    except InputError as error:
-        say(f"{file} is damaged ({error.found}); the end of the run is written again")
+    except UnusableFileError as error:
+        say(f"{file} is damaged ({error.reason}); the end of the run is written again")
         return None
     for name, keys in log_keys(config.training, config.training.steps).items():
         read_first_rows(out / name, keys)

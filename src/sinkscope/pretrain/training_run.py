@@ -110,9 +110,8 @@ class TrainingRun:
         record = load_checkpoint(path, self.step.parameters, self.step.optimisers, self.group)
         if record["data"] != self.shards.fingerprint:
             raise InputError(
-                expected=f"the data that the run in {self.run} began with",
-                found="other tokens",
-                next_step="Give the first ones as `data`, or start again with `overwrite=True`",
+                f"The run in {self.run} began with other tokens than those of `data`. "
+                "Give the first ones as `data`, or start again with `overwrite=True`."
             )
         self.numbers.elapsed_before = record["elapsed_s"]
         self.seconds = {name: record["seconds"].get(name, 0.0) for name in self.seconds}
@@ -202,11 +201,10 @@ class TrainingRun:
 
     def _diverged(self, what: FloatingPointError) -> InputError:
         names = sorted(path.name for path in (self.run / FOLDER).glob("step-????????"))
+        kept = f"The last good checkpoint is {names[-1]}" if names else "There is no checkpoint yet"
         return InputError(
-            expected="finite losses, gradients and weights",
-            found=str(what),
-            next_step=f"{f'The last good checkpoint is {names[-1]}' if names else 'There is no checkpoint yet'}; "
-            "start anew with a lower `learning_rate`, more `warmup_steps` or a lower `clip`",
+            f"Training diverged: {what}. {kept}. "
+            "Start anew with a lower `learning_rate`, more `warmup_steps` or a lower `clip`."
         )
 
     def _finish(self) -> dict[str, Any]:

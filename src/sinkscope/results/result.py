@@ -63,14 +63,10 @@ class Result:
         """A table for pyarrow; `.to_pandas()` needs pandas. The fields' metadata say what the columns mean."""
         from sinkscope.results.tables import arrow_table
 
-        found = [schema for schema in self.schemas if schema.name == name]
-        if not found:
-            raise InputError(
-                expected=f"a table: {', '.join(schema.name for schema in self.schemas)}",
-                found=repr(name),
-                next_step="Choose one of them",
-            )
-        return arrow_table(found[0], self.tables[name])
+        by_name = {schema.name: schema for schema in self.schemas}
+        if name not in by_name:
+            raise InputError(f"There is no table {name!r}. Choose one of these: {', '.join(by_name)}.")
+        return arrow_table(by_name[name], self.tables[name])
 
     def write(self, folder: RunFolder) -> None:
         """Writes the summary and every table into an open run folder."""
@@ -143,9 +139,8 @@ class Result:
     def _check_whole(self) -> None:
         if self.lacking:
             raise InputError(
-                expected="a trace of all observables, to draw its page",
-                found=f"one without {', '.join(self.lacking)}",
-                next_step="Leave `observables` out, or read its `tables`",
+                f"The page of a trace needs all observables, and this one lacks {', '.join(self.lacking)}. "
+                "Leave `observables` out, or read its `tables`."
             )
 
     def __repr__(self) -> str:

@@ -192,12 +192,12 @@ def check_table(schema: Schema, table: Table, sizes: Mapping[str, int], path: Pa
     num_rows = len(next(iter(table.values())))
     names = {column.name for column in schema.columns if column.type != "float"}
     if schema.is_listed and num_rows > FEW_ROWS:
-        raise refused(path, f"{num_rows:,} rows, of at most {FEW_ROWS:,}")
+        raise refused(path, f"it has {num_rows:,} rows, and a page shows at most {FEW_ROWS:,}")
     for column, most in FEW.items():
         if column in names and not schema.of_texts and len(set(table[column])) > most:
-            raise refused(path, f"more than {most:,} values of {column}")
+            raise refused(path, f"column {column} has more than {most:,} different values")
     if schema.never_empty and not num_rows:
-        raise refused(path, "no rows")
+        raise refused(path, "it has no rows")
     for column in schema.columns:
         if column.choices:
             check_known(path, column.name, table, column.choices)
@@ -208,13 +208,13 @@ def check_table(schema: Schema, table: Table, sizes: Mapping[str, int], path: Pa
         layers = [layer for layer in range(num_layers) for _ in inner]
         repeats = schema.ordered_by == "layer" or table[schema.ordered_by] == inner * num_layers
         if not is_whole.get(schema.ordered_by, inner) or table["layer"] != layers or not repeats:
-            raise refused(path, f"{num_rows} rows that are not those of {num_layers} layers, one after the other")
+            raise refused(path, f"its {num_rows} rows are not those of {num_layers} layers, one after the other")
 
 
 def check_known(path: Path, column: str, table: Mapping[str, Sequence], known: Iterable[str]) -> None:
     """Refuses a table with another name in a column than the known ones."""
     if unknown := set(table[column]) - set(known):
-        raise refused(path, f"{min(unknown)!r} in column {column}")
+        raise refused(path, f"column {column} holds the unknown name {min(unknown)!r}")
 
 
 def births_of(summary: Mapping) -> list[int]:

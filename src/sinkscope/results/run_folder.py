@@ -40,7 +40,7 @@ from sinkscope.user_paths import user_path
 MARK = ".sinkscope"
 PAGE_MARK = '<meta name="generator" content="sinkscope">'
 _FIRST_LINE = "Written by sinkscope, which replaces this folder only while it holds no other files than these:"
-_REPLACE = "Choose another `out`, or replace it with `overwrite=True`"
+_REPLACE = "Choose another `out`, or replace it with `overwrite=True`."
 
 
 class RunFolder:
@@ -117,19 +117,16 @@ def check_page(path: Path, overwrite: bool = False) -> None:
     with explained(path):
         if not path.exists():
             return
-        if path.is_dir() or not overwrite:
-            raise InputError(
-                expected=f"no file at {path} yet",
-                found="a folder" if path.is_dir() else "one that exists",
-                next_step="Choose another `out`" if path.is_dir() else _REPLACE,
-            )
+        if path.is_dir():
+            raise InputError(f"{path} is a folder, not a page. Choose another `out`.")
+        if not overwrite:
+            raise InputError(f"There is already a file {path}. {_REPLACE}")
         with path.open("rb") as file:
             is_ours = PAGE_MARK.encode() in file.read(1 << 10)
     if not is_ours:
         raise InputError(
-            expected=f"a page that sinkscope wrote at {path}, to overwrite",
-            found="another file",
-            next_step="Choose another `out`, or remove it yourself",
+            f"{path} is not a page that sinkscope wrote, so it is not replaced. "
+            "Choose another `out`, or remove it yourself."
         )
 
 
@@ -172,27 +169,24 @@ def _check_existing(path: Path, overwrite: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise InputError(expected=f"a folder at {path}, or nothing", found="a file", next_step="Choose another `out`")
+        raise InputError(f"{path} is a file, and a run is a folder. Choose another `out`.")
     if Path.cwd().is_relative_to(path):
         raise InputError(
-            expected="a run folder that can be moved away",
-            found=f"{path}, which this command was started in",
-            next_step="Change to another folder first, or choose another `out`",
+            f"{path} cannot be replaced, because this command was started in it. "
+            "Change to another folder first, or choose another `out`."
         )
     if any(path.iterdir()) and not _marked(path):
         raise InputError(
-            expected=f"nothing at {path} yet, or a run to overwrite",
-            found=f"a folder with no {MARK} in it that says that sinkscope wrote it",
-            next_step="Choose another `out`, or remove it yourself",
+            f"{path} has no {MARK} file, so sinkscope did not write it and does not replace it. "
+            "Choose another `out`, or remove it yourself."
         )
     if (foreign := next(_foreign(path, path), None)) is not None:
         raise InputError(
-            expected=f"nothing at {path} yet, or nothing but a run to overwrite",
-            found=f"{foreign.relative_to(path)}, which that run did not write",
-            next_step="Choose another `out`, or move it elsewhere",
+            f"{path} is not replaced, because {foreign.relative_to(path)} in it was not written by that run. "
+            "Choose another `out`, or move that file elsewhere."
         )
     if not overwrite:
-        raise InputError(expected=f"no folder at {path} yet", found="one that exists", next_step=_REPLACE)
+        raise InputError(f"There is already a folder {path}. {_REPLACE}")
 
 
 def _foreign(run: Path, folder: Path) -> Iterator[Path]:

@@ -118,16 +118,16 @@ def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RAN
     """
     found = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
     if not found.is_file():
-        raise InputError(expected=f"a table in {found}", found="no such file", next_step="Give the folder of a run")
+        raise InputError(f"There is no table {found}. Give the folder of a run.")
     version, table = _read_parquet(found, schema)
     if schema is None:
         return table
     missing = [column.name for column in schema.columns if column.name not in table]
     if version != schema.version or missing:
+        lacking = f" and lacks {', '.join(missing)}" if missing else ""
         raise InputError(
-            expected=f"version {schema.version} of the table in {found}",
-            found=f"version {version}" + (f" without {', '.join(missing)}" if missing else ""),
-            next_step="Run the command that wrote it again with this version of sinkscope",
+            f"The table {found} has version {version}{lacking}; this sinkscope reads version {schema.version}. "
+            "Run the command that wrote it again with this version."
         )
     table = {column.name: table[column.name] for column in schema.columns}
     try:
@@ -173,9 +173,9 @@ def _checked_column(where: str, column: Column, values: Sequence | np.ndarray) -
     nulls: np.ndarray | None = None
     if isinstance(values, np.ndarray) and values.dtype.kind != "O":
         if values.ndim != 1:
-            raise ValueError(f"column {where}: expected one axis, found shape {values.shape}")
+            raise ValueError(f"column {where} has the shape {values.shape}, not one axis")
         if values.dtype.kind not in kinds:
-            raise ValueError(f"column {where}: expected {column.type}, found an array of {values.dtype}")
+            raise ValueError(f"column {where} is an array of {values.dtype}, not of {column.type}")
         if isinstance(values, np.ma.MaskedArray):
             nulls = np.ma.getmaskarray(values)
             values = values.data
@@ -188,7 +188,8 @@ def _checked_column(where: str, column: Column, values: Sequence | np.ndarray) -
         found = set(map(type, items))
         wrong = [kind for kind in found - {type(None)} if not _fits(kind, python_types)]
         if wrong:
-            raise ValueError(f"column {where}: expected {column.type}, found {sorted(kind.__name__ for kind in wrong)}")
+            names = ", ".join(sorted(kind.__name__ for kind in wrong))
+            raise ValueError(f"column {where} holds values of type {names}, not {column.type}")
         if type(None) in found:
             nulls = np.fromiter((item is None for item in items), bool, len(items))
             items = [dtype() if item is None else item for item in items] if dtype is not object else items
@@ -205,7 +206,7 @@ def _checked_column(where: str, column: Column, values: Sequence | np.ndarray) -
     if nulls is not None and not nulls.any():
         nulls = None
     if nulls is not None and not column.nullable:
-        raise ValueError(f"column {where} is not nullable: found {int(nulls.sum())} empty values of {len(array)}")
+        raise ValueError(f"column {where} is not nullable, but {int(nulls.sum())} of its {len(array)} values are empty")
     return array, nulls
 
 
@@ -216,13 +217,13 @@ def _fits(kind: type, accepted: tuple[type, ...]) -> bool:
 def _check_texts(name: str, values: Sequence[str | None]) -> None:
     longest = max((len(value) for value in set(values) if value is not None), default=0)
     if longest > MOST_CHARACTERS:
-        raise ValueError(f"text of {longest:,} characters in column {name}, not at most {MOST_CHARACTERS:,}")
+        raise ValueError(f"column {name} has a text of {longest:,} characters; at most {MOST_CHARACTERS:,} are read")
 
 
 def _check_range(name: str, values: np.ndarray, least: int, most: int) -> None:
     if len(values) and not (least <= values.min() and values.max() <= most):
-        found = f"{values.min()} to {values.max()}"
-        raise ValueError(f"{found} in column {name}, not whole numbers from {least} to {most}")
+        ends = f"{values.min()} to {values.max()}"
+        raise ValueError(f"column {name} holds numbers from {ends}, and only {least} to {most} are possible")
 
 
 def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[str, list]]:
@@ -238,10 +239,10 @@ def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[s
                 for name in names:
                     found = arrow.field(name).type
                     if (found.value_type if pyarrow.types.is_dictionary(found) else found) != own[name]:
-                        raise ValueError(f"{found} in column {name}, not {own[name]}")
+                        raise ValueError(f"column {name} is of type {found}, not {own[name]}")
             # The footer says how much there is: a column of one value takes a few bytes for any number of rows.
             if (cells := file.metadata.num_rows * len(names)) > MOST_CELLS:
-                raise ValueError(f"{cells:,} values, of at most {MOST_CELLS:,}")
+                raise ValueError(f"it has {cells:,} values, and at most {MOST_CELLS:,} are read")
             table = file.read(columns=names)
             version = (arrow.metadata or {}).get(b"sinkscope.version")
         return None if version is None else int(version), {name: _listed(table.column(name)) for name in names}
@@ -254,9 +255,7 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise InputError(
-            expected="pyarrow, for tables", found="no such package", next_step="Run: pip install pyarrow"
-        ) from error
+        raise InputError("Tables need pyarrow, which is not installed. Run: pip install pyarrow.") from error
     return pyarrow
 
 

@@ -6,7 +6,7 @@ YAML is read without aliases and tags, and a date in it is text. What a kind of 
     {"model": NAME, "tokens": {"length": Int(1), "bos": bool}, "sinks": [{"position": Int(0, "length")}]}
 
 A mapping may hold more than its shape names. A bound given by a name is one of the `sizes` that the caller knows by
-then. Everything else is an InputError that names the file and what is wrong in it.
+then. Everything else is an UnusableFileError that names the file and what is wrong in it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ MOST_CHARACTERS = 1 << 16
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = 1e100
 """Far above any value that is measured, and its square is still finite."""
-TOO_DEEP = f"nested more than {MOST_DEPTH} deep"
+TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 SHOWN = 200
 """Characters of a wrong value that a message quotes."""
+
+
+class UnusableFileError(InputError):
+    """A file that sinkscope cannot use."""
+
+    reason = ""
+    """What is wrong in the file, without its path: for a caller that knows better what to do."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def read_yaml(path: Path, shape: Any = ANYTHING) -> Any:
         # First as a stream: an alias makes much of little, and deep nesting takes the parser quadratic time.
         for event in yaml.parse(text, _loader()):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
-                raise ValueError(f"an alias or a tag in line {event.start_mark.line + 1}; write its value out")
+                raise ValueError(f"line {event.start_mark.line + 1} has an alias or a tag; write its value out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
                 raise ValueError(TOO_DEEP)
@@ -133,7 +140,7 @@ def read_text(path: Path, most: int) -> str:
     """The text of a file of at most `most` bytes; a pipe or a device is refused."""
     content = _first_bytes(path, most + 1)
     if len(content) > most:
-        raise refused(path, f"more than {most:,} bytes")
+        raise refused(path, f"it has more than {most:,} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -144,7 +151,7 @@ def check_safetensors(path: Path) -> None:
     """Returns if the header of a safetensors file is as short as ours are: it is parsed before anything else."""
     length, size = int.from_bytes(_first_bytes(path, 8), "little"), path.stat().st_size
     if not 2 <= length <= min(MOST_JSON, size - 8):
-        raise refused(path, f"{size:,} bytes that do not begin with a header of safetensors")
+        raise refused(path, f"its {size:,} bytes do not begin with a safetensors header")
 
 
 def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None = None, where: str = "") -> Any:
@@ -157,13 +164,14 @@ def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None 
     return value
 
 
-def refused(path: Path, found: str) -> InputError:
-    """The error for a file that sinkscope cannot use."""
-    return InputError(
-        expected=f"a file that sinkscope can use in {shortened(str(path))}",
-        found=shortened(next(iter(found.strip().splitlines()), "nothing").rstrip(".")),
-        next_step="Leave it out, or run the command that wrote it again",
-    )
+def refused(
+    path: Path, reason: str, advice: str = "Run the command that wrote it again, or leave it out."
+) -> UnusableFileError:
+    """The error for a file that sinkscope cannot use; of a reason, which may be another library's, the first line."""
+    first_line = shortened(next(iter(reason.strip().splitlines()), "nothing is known").rstrip("."))
+    error = UnusableFileError(f"Cannot use {shortened(str(path))}: {first_line}. {advice}")
+    error.reason = first_line
+    return error
 
 
 def shortened(text: str, most: int = SHOWN) -> str:
@@ -174,7 +182,7 @@ def shortened(text: str, most: int = SHOWN) -> str:
 def _first_bytes(path: Path, most: int) -> bytes:
     try:
         if not path.is_file():
-            raise refused(path, "no such file" if not path.exists() else "no plain file")
+            raise refused(path, "it is not a plain file" if path.exists() else "there is no such file")
         with path.open("rb") as file:
             return file.read(most)
     except (OSError, ValueError) as error:  # a name may be too long, or hold a NUL
@@ -188,7 +196,7 @@ def _check_bounds(value: Any, where: str) -> None:
         value, depth = left.pop()
         if isinstance(value, dict):
             if wrong := [key for key in value if not isinstance(key, str)]:
-                raise _wrong(where, "names that are text", wrong[0])
+                raise _wrong(f"a name in {where or 'it'}", "text", wrong[0])
             left += ((key, depth) for key in value)
             value = list(value.values())
         if isinstance(value, list):
@@ -197,12 +205,12 @@ def _check_bounds(value: Any, where: str) -> None:
             left += ((item, depth + 1) for item in value)
         elif isinstance(value, str):
             if len(value) > MOST_CHARACTERS:
-                raise _wrong(where, f"at most {MOST_CHARACTERS:,} characters", value)
+                raise ValueError(f"{where or 'it'} has a text of more than {MOST_CHARACTERS:,} characters")
             value.encode()  # a lone surrogate can be written in JSON, and in no file of ours
         elif isinstance(value, int) and abs(value) > LARGEST_INT:
             raise ValueError(f"{where or 'it'} holds a number of more than 64 bits")
         elif isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-            raise _wrong(where, f"a number of at most {LARGEST_FLOAT:g}", value)
+            raise ValueError(f"{where or 'it'} holds {value}, not a number of at most {LARGEST_FLOAT:g}")
 
 
 def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -> None:
@@ -251,10 +259,10 @@ def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
     return True
 
 
-def _wrong(where: str, expected: str, found: Any) -> ValueError:
+def _wrong(where: str, expected: str, value: Any) -> ValueError:
     # Never the repr of what may be a whole document.
-    shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, dict | list) else repr(found)
-    return ValueError(f"{shortened(shown, 40)}{f' for {shortened(where, 80)}' if where else ''}, not {expected}")
+    shown = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
+    return ValueError(f"{shortened(where, 80) if where else 'it'} is {shortened(shown, 40)}, not {expected}")
 
 
 def _reason(error: Exception) -> str:
@@ -266,7 +274,7 @@ def _reason(error: Exception) -> str:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name}, which is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _loader() -> type:
@@ -280,7 +288,7 @@ def _loader() -> type:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             if twice := [name for name, count in names.items() if count > 1]:
-                raise ValueError(f"{shortened(twice[0])} twice, from line {node.start_mark.line + 1} on")
+                raise ValueError(f"{shortened(twice[0])} stands twice, from line {node.start_mark.line + 1} on")
             return super().construct_mapping(node, deep)
 
     PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)

@@ -114,7 +114,7 @@ class Pane {
       this.say("");
       this.draw();
     } else {
-      this.say(`Expected ${told.expected}; found ${told.found}. ${told.next}.`);
+      this.say(told.message);
       if (answer.status === 503) {
         await new Promise((done) => setTimeout(done, 500));
         this.again = true;
