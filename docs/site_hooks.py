@@ -6,6 +6,7 @@ A notebook is stored without outputs, run when the site is built, and shown as a
 from __future__ import annotations
 
 import base64
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from nbclient import NotebookClient
 
 from sinkscope.cli import command_line
@@ -36,6 +38,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for generated in _executed(notebook, config):
             files.append(generated)
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Ends every page with a link to the words."""
+    to_glossary = posixpath.relpath("glossary.md", posixpath.dirname(page.file.src_uri) or ".")
+    return f"{markdown}\n\n---\n\n[What the words mean]({to_glossary})\n"
 
 
 def on_post_page(output: str, page: object, config: MkDocsConfig) -> str:
