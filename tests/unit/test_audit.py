@@ -15,14 +15,15 @@ from planted_models import planted_chain, random_tokens
 from tiny_models import tiny_model
 from torch.nn.functional import kl_div, linear
 
-from sinkscope.audits.advice import Trial, _after, _as_many
-from sinkscope.audits.audit import _setting, audit
+from sinkscope.audits.advice import Trial
+from sinkscope.audits.audit import audit
 from sinkscope.audits.audit_page import write_page
 from sinkscope.audits.cli import show
-from sinkscope.audits.damage import Damage, losses
+from sinkscope.audits.damage import Damage, damage, losses
 from sinkscope.audits.prediction import Reading, predict
 from sinkscope.audits.prefix import SinkPrefix
 from sinkscope.audits.recipe import recipe
+from sinkscope.audits.remedies import Setting, Treated, as_many
 from sinkscope.audits.schemes import SCHEMES, linear_layers, rounded_input
 from sinkscope.audits.static_scales import least_error_ranges
 from sinkscope.audits.texts import texts_to_measure
@@ -115,7 +116,8 @@ def test_a_window_with_its_sinks_is_one_that_keeps_them(tiny, audited):
     assert none == plain
     assert kept != plain
     setting, measured = audited.setting, {cell.scheme: cell.measured for cell in audited.at("model")}
-    by_hand = setting.damage(SCHEMES["window"], keep=setting.is_sink)
+    kept_NT = setting.losses(SCHEMES["window"], Treated(model=setting.model, kept=setting.is_sink))
+    by_hand = damage(kept_NT, setting.plain, SCHEMES["window"])
     assert measured["window-with-sinks"].change == by_hand.change < measured["window"].change
     assert "window-with-sinks" not in {trial.scheme for trial in audited.trials}, "nothing is left to keep"
 
@@ -189,12 +191,13 @@ def test_texts_may_begin_with_bos_which_no_prefix_is_followed_by():
     with pytest.raises(InputError, match="Leave `bos` out"):
         texts_to_measure(loaded, ids, bos=True, length=32, num_sequences=4, seed=0)
     ids[:, 0] = 5
-    setting = _setting(loaded, given_batch(ids, model=model), seed=0)
-    assert np.array_equal(setting.plain, losses(model, setting.ids)[:, 1:]), "what follows BOS is not counted"
-    prefix, _ = setting.prefixes
+    setting = Setting(loaded=loaded, batch=given_batch(ids, model=model))
+    held_out_NT, prefix = setting.held_out.ids, setting.prefix
+    assert np.array_equal(setting.plain, losses(model, held_out_NT)[:, 1:]), "what follows BOS is not counted"
     sixteen = SCHEMES["activations-8-dynamic"].control()
-    after = losses(model, torch.cat([torch.tensor(prefix.ids).expand(4, -1), setting.ids[:, 1:]], 1))
-    assert np.allclose(_after(setting, sixteen, prefix), after[:, len(prefix.ids) :], atol=1e-3)
+    after = losses(model, torch.cat([torch.tensor(prefix.ids).expand(4, -1), held_out_NT[:, 1:]], 1))
+    after_prefix = setting.losses(sixteen, Treated(model=model, prefix=prefix))
+    assert np.allclose(after_prefix, after[:, len(prefix.ids) :], atol=1e-3)
     assert setting.losses(sixteen).shape == setting.plain.shape
 
 
@@ -202,7 +205,7 @@ def test_sixteen_bits_and_all_keys_change_nothing(audited):
     for cell in audited.at("model"):
         assert abs(cell.control) < 1e-3
         assert audited.setting.prediction.damage(SCHEMES[cell.scheme], []) == 0
-    held_out = least_error_ranges(audited.setting.model, audited.setting.ids, bits=16)
+    held_out = least_error_ranges(audited.setting.model, audited.setting.held_out.ids, bits=16)
     assert all(largest < audited.setting.control_ranges[name] for name, largest in held_out.items()), "nor clips"
     worst = max(audited.at("model"), key=lambda cell: cell.measured.change)
     assert worst.measured.low > 1e-3, "the control of the control"
@@ -267,7 +270,7 @@ def test_each_tool_is_given_the_modules_of_the_scheme_that_it_is_told_to_use(aud
     by_torchao = json.loads((folder / "torchao.json").read_text())["modules_to_not_convert"]
     stage = yaml.safe_load((folder / "llm-compressor.yaml").read_text())["quant_stage"]["quant_modifiers"]
     modifier = stage["QuantizationModifier"]
-    modules = {name: audited.setting.exempted(SCHEMES[name]) if name == advised else [] for name in SCHEMES}
+    modules = {name: list(audited.setting.blamed(SCHEMES[name])) if name == advised else [] for name in SCHEMES}
     assert by_torchao == ["lm_head", *modules["activations-8-dynamic"]]
     assert modifier["ignore"] == ["lm_head", *modules["activations-8-static"]]
     assert "scheme" not in modifier, "a preset would take the place of the group"
@@ -282,7 +285,7 @@ def test_the_recipe_names_the_tokens_of_a_prefix(audited):
     trial = replace(audited.advice[0], remedy="prefix", scheme="activations-8-static")
     prefix = SinkPrefix(ids=(3, 5), layers=(), fired=(1.0, 0.0), config=None)
     setting = replace(audited.setting)
-    vars(setting)["prefixes"] = (prefix, prefix)  # what a trial leaves there
+    vars(setting)["prefix"] = prefix  # what a trial leaves there
     step = recipe(audited.loaded, setting, [trial])["schemes"]["activations-8-static"][0]
     assert step["token_ids"] == [3, 5]
 
@@ -300,7 +303,8 @@ def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path
     told, page = written(replace(audited, trials=tuple(trials)))
     assert (told["nothing_needed"], told["why_nothing"]) == (False, "no remedy wins back more than its control")
     assert "Nothing helps: no remedy" in page
-    no_sinks = replace(audited.setting, is_sink=torch.zeros_like(audited.setting.is_sink))
+    no_sinks = replace(audited.setting)
+    vars(no_sinks)["sinks"] = torch.zeros_like(audited.setting.sinks)
     told, page = written(replace(audited, trials=(), setting=no_sinks))
     assert (told["nothing_needed"], "no remedy was tried" in told["why_nothing"]) == (False, True)
     assert "Nothing to do: no token" in page
@@ -335,7 +339,7 @@ def test_a_trial_holds_only_above_its_control():
 def test_as_many_random_tokens_are_none_of_the_sinks():
     mask_NT = torch.zeros(2, 40, dtype=torch.bool)
     mask_NT[0, :3] = True
-    others_NT = _as_many(mask_NT, torch.Generator().manual_seed(0))
+    others_NT = as_many(mask_NT, torch.Generator().manual_seed(0))
     assert others_NT.sum(1).tolist() == [3, 0]
     assert not (others_NT & mask_NT).any()
 

@@ -102,10 +102,11 @@ def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remed
     assert names == [
         ("original", False),
         ("rotate", False),
+        ("norm gains folded in, the basis as it was", True),
         ("prefix", False),
-        ("random prefix", True),
+        ("the cache of as many tokens that are no sinks", True),
         ("exempt", False),
-        ("random modules exempt", True),
+        ("as many random modules", True),
         ("all together", False),
     ]
     assert len(remedied.summary["losses"]) == 3 * len(names)
@@ -120,6 +121,7 @@ def test_every_long_part_is_counted_from_the_first_to_the_last(remedied, told):
         "prefixes tried",
         "texts that blame modules",
         "prefixes tried beside the other remedies",
+        "texts that blame modules beside the other remedies",
         "models measured",
     ]
     for calls in told.values():
@@ -130,7 +132,7 @@ def test_every_long_part_is_counted_from_the_first_to_the_last(remedied, told):
 
 def test_modules_left_in_16_bits_are_those_that_read_the_super_neuron(chain, remedied):
     by_name = {reading.name: reading.losses for reading in remedied.readings}
-    left, other = (by_name[name]["activations-8-static"] for name in ("exempt", "random modules exempt"))
+    left, other = (by_name[name]["activations-8-static"] for name in ("exempt", "as many random modules"))
     plain, harmed = by_name["original"]["16 bits"], by_name["original"]["activations-8-static"]
     assert np.square(left - plain).mean() < 0.2 * np.square(harmed - plain).mean()
     assert np.square(other - plain).mean() > 0.8 * np.square(harmed - plain).mean()  # the control
@@ -155,7 +157,7 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     assert LOADER in card
     guide = (Path(__file__).parents[2] / "docs" / "remedy.md").read_text(encoding="utf-8")
     assert LOADER in guide.replace("\n\n", "\n")
-    assert "| random prefix (control) |" in card
+    assert "| the cache of as many tokens that are no sinks (control) |" in card
     ignored = json.loads((tmp_path / "out" / "torchao.json").read_text(encoding="utf-8"))
     assert ignored == {"modules_to_not_convert": ["lm_head", *remedied.exempted]}
     assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
@@ -262,7 +264,9 @@ def test_what_cannot_be_done_is_refused(monkeypatch):
         sinkscope.remedy(tiny_model("gemma3"), ids, rotate=True)
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.sink_prefix(tiny_model("gemma3"), ids)
-    monkeypatch.setattr("sinkscope.audits.remedy.check_plain", lambda *_: pytest.fail("read before it was refused"))
+    monkeypatch.setattr(
+        "sinkscope.audits.remedies.Setting.check_plain", lambda *_: pytest.fail("read before it was refused")
+    )
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.remedy(tiny_model("gemma3"), ids, prefix=True)
 

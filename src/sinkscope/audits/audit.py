@@ -9,28 +9,24 @@ Axes: N texts, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
-from sinkscope.arguments import CALIBRATION, check_audit, check_choice
-from sinkscope.audits.advice import REMEDIES, Setting, Trial, check_plain, needs_remedy, tried
+from sinkscope.arguments import check_audit, check_choice
+from sinkscope.audits.advice import Trial, needs_remedy, tried
 from sinkscope.audits.audit_result import AuditResult, Cell
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES, torchao_damages
 from sinkscope.audits.damage import Damage, damage
-from sinkscope.audits.prediction import predict
+from sinkscope.audits.remedies import TRIED_BY_AUDIT, Setting
 from sinkscope.audits.schemes import SCHEMES, Scheme, layers_of
-from sinkscope.audits.sink_tokens import attention_sinks
-from sinkscope.audits.static_scales import least_error_ranges
 from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, LoadOptions, load
+from sinkscope.models.loading import LoadOptions, load
 from sinkscope.models.prompts import Tokens
-from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.tracing.receipt import take_receipt
 
@@ -68,10 +64,11 @@ def audit(
     batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     progress = progress or (lambda done, total: None)
     progress(0, _num_cells(measured))
-    setting = _setting(loaded, batch, seed)
+    setting = Setting(loaded=loaded, batch=batch, seed=seed)
+    setting.check_plain()
     cells, trials, refused = _measured(setting, measured, progress)
     asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
-    held_out = replace(batch, ids=setting.ids)
+    held_out = setting.held_out
     return AuditResult(
         loaded=loaded,
         receipt=take_receipt(loaded, held_out),
@@ -81,25 +78,6 @@ def audit(
         trials=tuple(trials),
         refused=refused,
         by_torchao=torchao_damages(setting) if asks_torchao else None,
-    )
-
-
-def _setting(loaded: LoadedModel, batch: TokenBatch, seed: int) -> Setting:
-    model = loaded.model
-    is_sink, *_ = attention_sinks(loaded, batch)
-    calibration, ids = batch.ids[:CALIBRATION], batch.ids[CALIBRATION:]
-    ranges = least_error_ranges(model, calibration)
-    return Setting(
-        model=model,
-        ids=ids,
-        leading_ids=batch.leading_ids,
-        is_sink=is_sink[CALIBRATION:],
-        calibration=calibration,
-        calibration_sinks=is_sink[:CALIBRATION],
-        ranges=ranges,
-        plain=check_plain(model, ids)[:, len(batch.leading_ids) :],
-        prediction=predict(model, calibration, ranges=ranges, is_sink=is_sink[:CALIBRATION], seed=seed),
-        seed=seed,
     )
 
 
@@ -146,17 +124,21 @@ def _measured(
     harms = {cell.scheme: cell.measured for cell in cells if cell.level == "model"}
     pairs = [
         (remedy, SCHEMES[name])
-        for remedy in REMEDIES
+        for remedy in TRIED_BY_AUDIT
         for name, harm in harms.items()
-        if remedy.what_for(SCHEMES[name]) and needs_remedy(harm) and setting.is_sink.any()
+        if remedy.is_for(SCHEMES[name]) and needs_remedy(harm) and setting.is_sink.any()
     ]
     total += len(pairs)
     for remedy, scheme in pairs:
         if remedy.name not in refused:
             try:
-                trials.append(tried(setting, remedy, scheme, harms[scheme.name], harmed[scheme.name]))
+                trial = tried(setting, remedy, scheme, harms[scheme.name], harmed[scheme.name])
             except InputError as error:
-                refused[remedy.name] = str(error)
+                trial = str(error)
+            if isinstance(trial, str):
+                refused[remedy.name] = trial
+            else:
+                trials.append(trial)
         step()
     return cells, trials, refused
 

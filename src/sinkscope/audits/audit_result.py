@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.audits.advice import NEGLIGIBLE, Setting, Trial, needs_remedy
+from sinkscope.audits.advice import NEGLIGIBLE, Trial, needs_remedy
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
 from sinkscope.audits.damage import Damage
 from sinkscope.audits.recipe import write_recipe
+from sinkscope.audits.remedies import Setting
 from sinkscope.audits.schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
 from sinkscope.audits.schemes import SCHEMES, layers_of, scheme_in_words
 from sinkscope.models.anatomy import anatomy_of

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import numpy as np
 from torch import nn
 
-from sinkscope.audits.advice import Setting
 from sinkscope.audits.damage import Damage, damage, losses
+from sinkscope.audits.remedies import Setting
 from sinkscope.audits.schemes import SCHEMES, linear_layers
 
 TORCHAO_SCHEMES = ("activations-8-dynamic", "weights-8-channel")
@@ -28,7 +28,9 @@ def torchao_damages(setting: Setting) -> tuple[Damage, Damage] | None:
     how = quantization.Int8DynamicActivationInt8WeightConfig(granularity=scales, set_inductor_config=False)
     quantization.quantize_(model, how, filter_fn=lambda part, name: name in layers)
     # One text at a time: its tensor is all that is read at once.
-    real_NT = np.concatenate([losses(model, ids_T[None]) for ids_T in setting.ids])[:, len(setting.leading_ids) :]
+    real_NT = np.concatenate([losses(model, ids_T[None]) for ids_T in setting.held_out.ids])[
+        :, len(setting.batch.leading_ids) :
+    ]
     activations, weights = (SCHEMES[name] for name in TORCHAO_SCHEMES)
     with weights.on(setting.model):
         emulated_NT = setting.losses(activations)

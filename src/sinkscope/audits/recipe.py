@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinkscope.audits.advice import EXEMPT, PREFIX, Setting, Trial
+from sinkscope.audits.advice import Trial
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
+from sinkscope.audits.remedies import EXEMPT, PREFIX, Setting
 from sinkscope.audits.schemes import SCHEMES
 from sinkscope.audits.static_scales import STATIC
 from sinkscope.models.loading import LoadedModel
@@ -49,8 +50,8 @@ def write_ignored(folder: RunFolder, model: Any, *, static: Sequence[str], dynam
 
 def exempted_modules(setting: Setting, advice: Sequence[Trial], scheme: str) -> list[str]:
     """The modules that measurably win back some damage of a scheme when they stay in 16 bits, the worst first."""
-    holds = any((trial.remedy, trial.scheme) == (EXEMPT, scheme) for trial in advice)
-    return setting.exempted(SCHEMES[scheme]) if holds else []
+    holds = any((trial.remedy, trial.scheme) == (EXEMPT.name, scheme) for trial in advice)
+    return list(setting.blamed(SCHEMES[scheme])) if holds else []
 
 
 def recipe(loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> dict[str, Any]:
@@ -59,9 +60,9 @@ def recipe(loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> di
     for trial in advice:
         step = {"remedy": trial.remedy, "what": trial.what, "wins_back": trial.won.change, "of": trial.damage.change}
         step |= {"wins_back_low": trial.won.low, "wins_back_high": trial.won.high}
-        if trial.remedy == EXEMPT:
-            step["modules"] = setting.exempted(SCHEMES[trial.scheme])
-        if trial.remedy == PREFIX:
-            step["token_ids"] = list(setting.prefixes[0].ids)
+        if trial.remedy == EXEMPT.name:
+            step["modules"] = list(setting.blamed(SCHEMES[trial.scheme]))
+        if trial.remedy == PREFIX.name:
+            step["token_ids"] = list(setting.prefix.ids)
         steps[trial.scheme].append(step)
     return {"model": loaded.name, "weight_hash": loaded.weight_hash, "schemes": steps}
