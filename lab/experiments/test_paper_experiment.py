@@ -24,7 +24,7 @@ import json, pathlib, sys, time, yaml
 config, out = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
 training, model = config["training"], config["model"]
 if training["learning_rate"] > 0.5:
-    sys.exit("sinkscope: expected a finite loss and gradient; found loss nan. Start anew.")
+    sys.exit("sinkscope: Training diverged: loss nan, gradient norm nan at step 1. Start anew.")
 if training["learning_rate"] > 0.05:
     sys.exit("sinkscope: expected more. Go on.")
 time.sleep(SLEEP)

@@ -195,7 +195,7 @@ class TrainingPool:
             loss = f"held out {result['summary']['validation_loss']:.4f}"
             if code:
                 loss += f", but its measures failed: {line}"
-        elif "expected a finite loss" in line:
+        elif "Training diverged" in line:
             result = {"name": run.name, "run": asdict(run), "diverged": True, "why": line}
             loss = "diverged"
         else:

@@ -72,7 +72,7 @@ def test_no_command_replaces_a_folder_of_the_users(command, sinkscope, tmp_path)
     for name in ("config.yaml", "summary.json", "environment.json", ".git/HEAD"):
         (project / name).write_text("{}")
     result = sinkscope(*WRITERS[command], "--out", "project", "--overwrite")
-    assert_refused(result, "no .sinkscope in it", tmp_path)
+    assert_refused(result, "no .sinkscope file, so sinkscope did not write it", tmp_path)
     assert "--out" in result.err
     assert {path.name for path in project.rglob("*")} == {
         *("config.yaml", "summary.json", "environment.json", ".git", "HEAD")
