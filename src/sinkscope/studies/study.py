@@ -337,8 +337,8 @@ class _Run:
         condition = Condition(TURNED_BASIS, plan.sink)
         try:
             kept = self.parts.kept(condition.part, STORED, turned)
-        except InputError as error:
-            return error.reason if isinstance(error, RotationError) else str(error)
+        except RotationError as error:
+            return error.reason
         assert kept is not None
         outcomes[condition] = Outcome.of_tensors(kept)
         return ""
