@@ -32,7 +32,7 @@ from typing import Any
 from sinkscope.atomic import explained, whole_file
 from sinkscope.errors import InputError
 from sinkscope.pages import html
-from sinkscope.pages.text import NO_VALUE, isolated, number
+from sinkscope.pages.text import NO_VALUE, number
 from sinkscope.results.tables import Column, Schema, write_table
 from sinkscope.results.validated import (
     ANYTHING,
@@ -84,6 +84,8 @@ AUDIT = {
     "advice": [{"scheme": NAME, "remedy": NAME, "share_won_back": Real()}],
 }
 """What is read of the files, as in `sinkscope.results.validated`."""
+PAGE = Path(__file__).with_name("atlas.html")
+"""Its template."""
 MOST_LISTED = 6
 MOST_LETTERS = 100
 MOST_PAGE = 1 << 24
@@ -244,18 +246,19 @@ def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:
             wrong.append(f"{entry.name}: {error}")
     write_table(ATLAS, ATLAS.from_rows(rows), out / "atlas")
     names = [column.name for column in ATLAS.columns]
-    head = "".join(f'<th scope="col">{name.replace("_", " ")}</th>' for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(name, row)}</td>' for name in names)}</tr>" for row in rows)
-    missing = [entry.name for entry in entries if entry.name not in {row["model"] for row in rows}]
-    left = f"<p>Not finished: {isolated(', '.join(missing))}.</p>" if missing else ""
-    left += "".join(f"<p>{isolated(text)}</p>" for text in wrong)
-    told = f"{len(rows)} of {len(entries)} models. A name leads to the page of its study."
-    page = (
-        f'{html.header("Atlas of sinks", told)}<main id="main"><div class="scroll" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{left}</main>"
+    columns = [name.replace("_", " ") for name in names]
+    html.write_page(
+        out / "atlas.html",
+        html.environment().from_string(PAGE.read_text(encoding="utf-8")),
+        "Atlas of sinks",
+        [],
+        f"{len(rows)} of {len(entries)} models. A name leads to the page of its study.",
+        columns=columns,
+        rows=[[_cell(name, row) for name in names] for row in rows],
+        missing=[entry.name for entry in entries if entry.name not in {row["model"] for row in rows}],
+        wrong=wrong,
     )
-    html.write_page(out / "atlas.html", "Atlas of sinks", page, [])
-    lines = [f"| {' | '.join(name.replace('_', ' ') for name in names)} |", "| --- " * len(names) + "|"]
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(names) + "|"]
     lines += [f"| {' | '.join(_text(name, row).replace('|', ' ') for name in names)} |" for row in rows]
     with whole_file(out / "atlas.md") as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -279,9 +282,9 @@ def _text(name: str, row: Row) -> str:
     return number(row[name]) if not isinstance(row[name], str) else row[name] or NO_VALUE
 
 
-def _cell(name: str, row: Row) -> str:
-    text = isolated(_text(name, row))
-    return f'<a href="{row["model"]}/study/report.html">{text}</a>' if name == "model" else text
+def _cell(name: str, row: Row) -> str | html.Link:
+    text = _text(name, row)
+    return html.Link(text, f"{row['model']}/study/report.html") if name == "model" else text
 
 
 def main(arguments: list[str] | None = None, run: Run = run_command) -> int:

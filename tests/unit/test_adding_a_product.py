@@ -26,8 +26,8 @@ cli.main()
 def product(folder: Path) -> Path:
     """The files that CONTRIBUTING shows, in a folder of their own."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a product")[1].split("\n## ")[0]
-    shown = re.findall(r"`embedding_norms/(\w+\.py)`.*?```python\n(.*?)```", section, re.DOTALL)
-    assert [name for name, _ in shown] == ["schemas.py", "norms.py", "page.py", "cli.py"]
+    shown = re.findall(r"`embedding_norms/(\w+\.\w+)`.*?```\w+\n(.*?)```", section, re.DOTALL)
+    assert [name for name, _ in shown] == ["schemas.py", "norms.py", "page.py", "page.html", "cli.py"]
     room = folder / "rooms" / "embedding_norms"
     room.mkdir(parents=True)
     for name, text in [("__init__.py", ""), *shown]:

@@ -200,9 +200,9 @@ def test_a_logarithmic_map_leaves_zero_blank_and_a_narrow_axis_is_linear():
 
 def test_two_figures_of_one_id_are_refused(tmp_path):
     figure = Figure("rates", "Rates", "", (), [], {})
-    write_page(tmp_path / "page.html", "One", "", [figure])
+    write_page(tmp_path / "page.html", "pages/base.html", "One", [figure])
     with pytest.raises(ValueError, match="same id"):
-        write_page(tmp_path / "page.html", "Two", "", [figure, figure])
+        write_page(tmp_path / "page.html", "pages/base.html", "Two", [figure, figure])
 
 
 def test_what_carries_the_sink_is_listed_whole():

@@ -13,21 +13,11 @@ from sinkscope.audits.schemes import SCHEMES, scheme_in_words
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, heat_map, level, levels, line, log_axis
-from sinkscope.pages.html import header
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
+from sinkscope.pages.text import NO_VALUE, interval, plotted, token_text
 from sinkscope.results.run import Run
 from sinkscope.results.tables import rows_where
 
 Table = Mapping[str, list]
-METHOD = (
-    "A damage is the change of the next-token loss on held-out texts, in nats a token, with a 95 % interval over "
-    "texts. Schemes are emulated: symmetric, rounded to nearest, in every linear layer but the output head. The "
-    "prediction is half the squared product of the noise that a scheme makes in a module's output with the gradient at "
-    "it, on targets that the model draws itself, summed over tokens and modules: one forward and one backward pass "
-    "over other texts, after a plain pass that finds the ranges of static scales. A remedy is worth doing where the "
-    "interval of what it wins back lies above zero, and that of what it wins back beyond its control on the same texts "
-    "too."
-)
 LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
 NUM_TOKENS = 20
 """Different sink tokens that are listed."""
@@ -45,22 +35,26 @@ def write_page(run: Run, destination: Path) -> None:
     drawn = figures(run)
     by_id = {figure.id: figure for figure in drawn}
     remedies, scatter = by_id.get("remedies"), by_id["scatter"]
-    maps = [figure for figure in drawn if figure not in (remedies, scatter)]
-    body = [
-        header(title, circumstances),
-        '<main id="main">',
-        f'<p class="answer">{isolated(summary["story"])}</p>',
-        f'<h2 id="damage">What each scheme costs</h2>{_schemes(tables["damages"])}',
-        f'<h2 id="advice">What to do</h2>{_advice(tables["remedies"], summary)}',
-        f'<div class="figures">{html.figure(remedies, wide=True)}</div>' if remedies else "",
-        f'<h2 id="where">Where it breaks</h2>{_blamed(tables["damages"])}<div class="figures">',
-        *(html.figure(figure, wide=True) for figure in maps),
-        f'</div><h2 id="prediction">Prediction against measurement</h2>'
-        f'<div class="figures">{html.figure(scatter, wide=True)}</div>',
-        f'<h2 id="sinks">The tokens that carry the sinks</h2>{_sinks(tables["sink_tokens"], summary)}',
-        f'<h2 id="method">Method</h2><p>{escaped(METHOD)}</p><pre><code>{isolated(run.command)}</code></pre></main>',
-    ]
-    html.write_page(destination, title, "".join(body), drawn)
+    # What holds, the largest effect first, and then what was tried in vain.
+    advised = sorted(rows_where(tables["remedies"]), key=lambda row: (not row["holds"], -row["won"]))
+    html.write_page(
+        destination,
+        "audits/audit_page.html",
+        title,
+        drawn,
+        circumstances,
+        summary=summary,
+        schemes=_schemes(tables["damages"]),
+        nothing=_nothing(summary, advised),
+        advice=_advice(advised),
+        what=[(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in advised],
+        remedies=remedies,
+        blamed=_blamed(tables["damages"]),
+        maps=[figure for figure in drawn if figure not in (remedies, scatter)],
+        scatter=scatter,
+        command=run.command,
+        **_sinks(tables["sink_tokens"]),
+    )
 
 
 def figures(run: Run) -> list[Figure]:
@@ -78,28 +72,24 @@ def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, st
     return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
 
 
-def _schemes(damages: Table) -> str:
-    entries = [
+def _schemes(damages: Table) -> list[tuple]:
+    return [
         (scheme_in_words(row["scheme"]), *_measured(row), row["predicted"], row["control"])
         for row in rows_where(damages, level="model")
     ]
-    return html.table(("scheme", "damage", "95 % interval", "predicted", "with 16 bits, or all keys"), entries)
 
 
-def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
-    """What holds, the largest effect first, and what was tried in vain."""
-    refused = "".join(
-        f"<p>{escaped(name.capitalize())} is not possible here: {isolated(reason)}</p>"
-        for name, reason in summary["refused"].items()
-    )
-    rows = sorted(rows_where(remedies), key=lambda row: (not row["holds"], -row["won"]))
-    nothing = ""
-    if why := summary.get("why_nothing"):
-        short = "Nothing needed" if summary["nothing_needed"] else "Nothing helps" if rows else "Nothing to do"
-        nothing = f"<p>{short}: {escaped(why)}.</p>"
-    if not rows:
-        return f"{nothing}{refused}"
-    entries = [
+def _nothing(summary: Mapping[str, Any], advised: Sequence[Mapping[str, Any]]) -> str:
+    """In two words, why nothing is advised; empty where something is."""
+    if not summary.get("why_nothing"):
+        return ""
+    if summary["nothing_needed"]:
+        return "Nothing needed"
+    return "Nothing helps" if advised else "Nothing to do"
+
+
+def _advice(advised: Sequence[Mapping[str, Any]]) -> list[tuple]:
+    return [
         (
             "do" if row["holds"] else "in vain",
             row["remedy"],
@@ -109,18 +99,8 @@ def _advice(remedies: Table, summary: Mapping[str, Any]) -> str:
             *_measured(row, "control"),
             row["control_is"],
         )
-        for row in rows
+        for row in advised
     ]
-    columns = ("", "remedy", "scheme", "damage", "wins back", "interval", "control wins back", "interval", "control")
-    what = html.table(
-        ("remedy", "scheme", "what"), [(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in rows]
-    )
-    return (
-        f"{nothing}{html.table(columns, entries)}{refused}"
-        f"<details><summary>Which tokens, modules and basis</summary>{what}"
-        '</details><p class="muted">All of it is in recipe.json; for 8-bit activations per tensor, the modules are in '
-        "llm-compressor.yaml (static) and torchao.json (dynamic). The tokens are in kept_positions.json.</p>"
-    )
 
 
 def _remedies(remedies: Table) -> Figure | None:
@@ -158,13 +138,11 @@ def _remedies(remedies: Table) -> Figure | None:
     )
 
 
-def _blamed(damages: Table) -> str:
-    entries = [
+def _blamed(damages: Table) -> list[tuple]:
+    return [
         (row["place"], scheme_in_words(row["scheme"]), row["predicted"], *_measured(row))
         for row in rows_where(damages, level="module")
     ]
-    table = html.table(("module", "scheme", "predicted", "damage", "95 % interval"), entries)
-    return f"<p>The modules that the prediction blames, each measured alone:</p>{table}"
 
 
 def _maps(tables: Mapping[str, Table]) -> list[Figure]:
@@ -251,11 +229,10 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
     )
 
 
-def _sinks(sinks: Table, summary: Mapping[str, Any]) -> str:
+def _sinks(sinks: Table) -> dict[str, list]:
+    """The most frequent sink tokens, and each of them where it is first a sink."""
     rows = rows_where(sinks)
-    if not rows:
-        return "<p>None.</p>"
-    found = Counter((row["token"], row["token_text"]) for row in rows)
+    frequent = Counter((row["token"], row["token_text"]) for row in rows).most_common(NUM_TOKENS)
     places: dict[int, list[int]] = {}
     for row in rows:
         places.setdefault(row["token"], []).append(row["position"])
@@ -266,18 +243,7 @@ def _sinks(sinks: Table, summary: Mapping[str, Any]) -> str:
             count,
             ", ".join(map(str, sorted(set(places[token]))[:8])),
         )
-        for (token, text), count in found.most_common(NUM_TOKENS)
+        for (token, text), count in frequent
     ]
-    listed = html.table(("token", "text", "times a sink", "positions"), entries)
     first = {row["token"]: row for row in reversed(rows)}
-    shown = "".join(
-        _in_its_text(first[token]) for (token, text), _ in found.most_common(NUM_TOKENS) if text is not None
-    )
-    shown = f"<p>Where each of them is first a sink:</p><ul>{shown}</ul>" if shown else ""
-    return f"<p>{summary['sinks_per_text']:.1f} a text, found in each text by attention.</p>{listed}{shown}"
-
-
-def _in_its_text(row: Mapping[str, Any]) -> str:
-    """A sink token, marked, between the words around it."""
-    marked = f"{escaped(row['before'])}<mark>{escaped(token_text(row['token_text']))}</mark>{escaped(row['after'])}"
-    return f"<li>text {row['text']}, position {row['position']}: <bdi>{marked}</bdi></li>"
+    return {"sinks": entries, "in_texts": [first[token] for (token, text), _ in frequent if text is not None]}

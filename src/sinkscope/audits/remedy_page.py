@@ -8,8 +8,7 @@ from sinkscope.audits.schemas import LOSSES
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, level, levels, line
-from sinkscope.pages.html import header
-from sinkscope.pages.text import interval, isolated, plotted
+from sinkscope.pages.text import interval, plotted
 from sinkscope.results.run import Run
 
 
@@ -17,13 +16,8 @@ def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a remedied model."""
     summary, drawn = run.summary, figures(run)
     title = f"What helps in 8 bits: {summary['model']}"
-    body = [
-        header(title, held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))),
-        f'<main id="main"><p class="answer">{isolated(summary["story"])}</p>',
-        *(html.figure(figure, wide=True) for figure in drawn),
-        "</main>",
-    ]
-    html.write_page(destination, title, "".join(body), drawn)
+    circumstances = held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))
+    html.write_page(destination, "audits/remedy_page.html", title, drawn, circumstances, story=summary["story"])
 
 
 def figures(run: Run) -> list[Figure]:

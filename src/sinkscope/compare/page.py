@@ -13,7 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.names import is_reference, reference_run, run_path
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, line, log_axis
-from sinkscope.pages.html import header, write_page
+from sinkscope.pages.html import header, write_glued
 from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, visible
 from sinkscope.results.kinds import kinds
 from sinkscope.results.run import Run, is_run, read_run
@@ -134,7 +134,7 @@ def _write(
         drawn = "".join(html.figure(figure, None) for figure in figures)
         parts.append(f"<h2>Numbers</h2>{_numbers(runs)}")
         parts.append(f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>')
-    write_page(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
+    write_glued(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
 
 
 def _title(runs: Sequence[Run], num_trained: int) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 from sinkscope.fingerprints.schemas import METHOD
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, categories, heat_map
-from sinkscope.pages.html import header
-from sinkscope.pages.text import escaped, interval, isolated, plotted
+from sinkscope.pages.text import interval, plotted
 from sinkscope.results.run import Run
 from sinkscope.results.tables import rows_where
 
@@ -23,9 +22,7 @@ def write_page(run: Run, destination: Path) -> None:
     tables, summary, inputs = run.tables, run.summary, run.summary["inputs"]
     title = "Origins of " + ", ".join(model["name"] for model in summary["models"][:4])
     circumstances = f"{inputs['num_sequences']} sequences of {inputs['length']} ids below {inputs['vocabulary']}"
-    (figure,) = figures(run)
-    columns = ("base", "suspect", "verdict", "effect", "95 % interval", "z", "p", "q", "largest unrelated z")
-    rows = [
+    pairs = [
         (
             pair["base"],
             pair["suspect"],
@@ -40,18 +37,18 @@ def write_page(run: Run, destination: Path) -> None:
         (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"]))
         for row in rows_where(tables["unrelated"])
     ]
-    compared = html.table(("model", "unrelated model", "alignment", "z"), unrelated)
-    body = [
-        header(title, circumstances),
-        '<main id="main">',
-        f'<p class="answer">{isolated(summary["story"])}</p>',
-        f"<p>{escaped(summary['caveat'])}</p>",
-        f"<h2>Pairs</h2>{html.table(columns, rows)}",
-        f"<details><summary>Unrelated models, for comparison</summary>{compared}</details>" if unrelated else "",
-        f'<h2>Map</h2><div class="figures">{html.figure(figure, wide=True)}</div>',
-        f"<h2>Method</h2><p>{escaped(METHOD[summary['method']])}</p><p><code>{isolated(run.command)}</code></p></main>",
-    ]
-    html.write_page(destination, title, "".join(body), [figure])
+    html.write_page(
+        destination,
+        "fingerprints/page.html",
+        title,
+        figures(run),
+        circumstances,
+        summary=summary,
+        pairs=pairs,
+        unrelated=unrelated,
+        method=METHOD[summary["method"]],
+        command=run.command,
+    )
 
 
 def _known(value: float | None) -> float | None:

@@ -9,60 +9,19 @@ from typing import Any
 from sinkscope.initial_bias.schemas import QUANTITIES
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, level, levels, line, log_axis
-from sinkscope.pages.html import header
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, plotted, token_text
-from sinkscope.results.page_parts import method
+from sinkscope.pages.text import NO_VALUE, interval, plotted, token_text
 from sinkscope.results.run import Run
 
-METHOD = (
-    "Each model reads its own uniformly random sequences, without special tokens, and is asked for the token after the "
-    "last. The preferred token is chosen on every other sequence and counted in the rest. Intervals are at 95 %: over "
-    "seeds where several were drawn, else over sequences; too few give no interval. Controls are paired with the "
-    "untouched model on the same sequences. Rank correlations compare one model's preference on some sequences with "
-    "the other's on different ones."
-)
 LINK = "After the layer. The cosine rises where values lose their variance and share a direction."
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a run of sinkscope bias."""
-    title = f"Born biased: {run.model}"
-    body, drawn = _section(run)
-    parts = [header(title, run.circumstances), '<main id="main">', f'<p class="answer">{isolated(run.answer)}</p>']
-    html.write_page(destination, title, "".join([*parts, body, method(run, METHOD), "</main>"]), drawn)
-
-
-def figures(run: Run) -> list[Figure]:
-    """All figures of the page."""
-    return _section(run)[1]
-
-
-def _section(run: Run) -> tuple[str, list[Figure]]:
-    """The section as HTML, and the figures that the page's script draws in it."""
-    contraction = [
-        _cosines(run),
-        _added(run, "inter"),
-        _added(run, "intra"),
-        _positions(run, "value_variance", "Value variance by position", "Across sequences, of the value aggregation."),
-        _positions(run, "inter", "Cosine between sequences by position", LINK),
-    ]
-    controls = [_effects(run, quantity) for quantity in EFFECTS] if run.rows("controls") else []
-    persistence = [_persistence(run)] if run.rows("persistence") else []
-    parts = ['<h2 id="preference">What it prefers</h2>', _numbers(run), _tokens(run)]
-    parts.append(html.section("contraction", "Where states contract", _contraction_text(run), contraction))
-    if controls or _refused(run):
-        parts.append(html.section("controls", "What causes it", "Differences from the untouched model.", controls))
-        parts.append(_refused(run))
-    if persistence:
-        text = "A correlation counts only where it is above that with the first weights of other seeds."
-        parts.append(html.section("persistence", "What training leaves of it", text, persistence))
-    return "".join(parts), [*contraction, *controls, *persistence]
-
-
-def _numbers(run: Run) -> str:
+    groups = _groups(run)
+    drawn = [figure for group in groups.values() for figure in group]
     rows = run.rows("bias", over="seeds") or run.rows("bias")
-    entries = [
+    quantities = [
         (
             row["quantity"],
             row["value"],
@@ -71,14 +30,47 @@ def _numbers(run: Run) -> str:
         )
         for row in rows
     ]
-    over = f"over {rows[0]['n']} {rows[0]['over']}"
-    return html.table(("quantity", "value", f"interval {over}", "meaning"), entries)
+    controls = run.summary["controls"]
+    html.write_page(
+        destination,
+        "initial_bias/page.html",
+        f"Born biased: {run.model}",
+        drawn,
+        run.circumstances,
+        run=run,
+        groups=groups,
+        quantities=quantities,
+        over=f"{rows[0]['n']} {rows[0]['over']}",
+        tokens=_tokens(run),
+        contraction_text=_contraction_text(run),
+        refused={name: entry["refused"] for name, entry in controls.items() if "refused" in entry},
+    )
 
 
-def _tokens(run: Run) -> str:
+def figures(run: Run) -> list[Figure]:
+    """All figures of the page."""
+    return [figure for group in _groups(run).values() for figure in group]
+
+
+def _groups(run: Run) -> dict[str, list[Figure]]:
+    """The figures by the section that they stand in."""
+    contraction = [
+        _cosines(run),
+        _added(run, "inter"),
+        _added(run, "intra"),
+        _positions(run, "value_variance", "Value variance by position", "Across sequences, of the value aggregation."),
+        _positions(run, "inter", "Cosine between sequences by position", LINK),
+    ]
+    return {
+        "contraction": contraction,
+        "controls": [_effects(run, quantity) for quantity in EFFECTS] if run.rows("controls") else [],
+        "persistence": [_persistence(run)] if run.rows("persistence") else [],
+    }
+
+
+def _tokens(run: Run) -> list[tuple]:
     """The most probable tokens of each seed."""
-    rows = run.rows("preferred_tokens")
-    entries = [
+    return [
         (
             NO_VALUE if row["seed"] is None else str(row["seed"]),
             str(row["token"]),
@@ -86,10 +78,8 @@ def _tokens(run: Run) -> str:
             row["prediction_ratio"],
             row["probability_ratio"],
         )
-        for row in rows
+        for row in run.rows("preferred_tokens")
     ]
-    columns = ("seed", "token", "text", "predicted, times chance", "probability, times uniform")
-    return f"<details open><summary>Preferred tokens</summary>{html.table(columns, entries)}</details>"
 
 
 def _contraction_text(run: Run) -> str:
@@ -208,12 +198,6 @@ def _persistence(run: Run) -> Figure:
         ("checkpoint", "step", *(name.replace("_", " ") for name in columns)),
         [(row["checkpoint"], row["step"], *(row[name] for name in columns)) for row in rows],
     )
-
-
-def _refused(run: Run) -> str:
-    refused = {name: entry["refused"] for name, entry in run.summary["controls"].items() if "refused" in entry}
-    items = "".join(f"<li>{escaped(name)}: {isolated(reason)}</li>" for name, reason in refused.items())
-    return f"<p>Controls that are not possible in this family:</p><ul>{items}</ul>" if refused else ""
 
 
 def _line(x: Sequence, rows: list[dict[str, Any]], column: str, label: str, look: int) -> dict[str, Any]:

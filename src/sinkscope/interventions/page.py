@@ -12,8 +12,7 @@ from sinkscope.interventions.schemas import ARMS, MOST_POSITIONS
 from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, floats, line, log_axis
-from sinkscope.pages.html import header
-from sinkscope.pages.text import escaped, isolated, token_text
+from sinkscope.pages.text import token_text
 from sinkscope.results.run import Run
 from sinkscope.tracing.figures import with_texts
 
@@ -22,27 +21,24 @@ Table = Mapping[str, list]
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of interventions."""
-    tables, summary, drawn = run.tables, run.summary, figures(run)
+    summary = run.summary
     tokens = summary["before"]["tokens"]
     title, count = f"Interventions on {summary['before']['model']}", tokens["count"]
     many = "one sequence" if count == 1 else f"{count} sequences"
-    told = "".join(
-        f"<section><h3>{name}</h3><p>{isolated(summary[arm]['story'])}</p></section>"
-        for arm, name in zip(ARMS, ("Before", "After", "Under the control"), strict=True)
-    )
-    means, texts = dict(tables["means"]), position_texts(summary)
+    means, texts = dict(run.tables["means"]), position_texts(summary)
     if texts:
         means = {"token": [texts.get(position, "") for position in means["position"]], **means}
-    listed = html.table(tuple(means), list(zip(*means.values(), strict=True)))
-    body = [
-        header(title, f"{many} of {tokens['length']} tokens"),
-        f'<main id="main"><div class="runs">{told}</div>',
-        f"<p>The control: {escaped(summary['control_is'])}. Calibrated on {escaped(summary['calibrated_on'])}.</p>",
-        f'<div class="figures">{"".join(map(html.figure, drawn))}</div>',
-        f"<h2>Means over layers</h2><p>At the positions acted on and at the first sinks.</p>{listed}",
-        f"<h2>Method</h2><p><code>{isolated(run.command)}</code></p></main>",
-    ]
-    html.write_page(destination, title, "".join(body), drawn)
+    html.write_page(
+        destination,
+        "interventions/page.html",
+        title,
+        figures(run),
+        f"{many} of {tokens['length']} tokens",
+        summary=summary,
+        columns=list(means),
+        means=list(zip(*means.values(), strict=True)),
+        command=run.command,
+    )
 
 
 def position_texts(summary: Mapping[str, Any]) -> dict[int, str]:

@@ -1,6 +1,7 @@
-"""One HTML file that contains its style, script and data, and the elements that it is made of.
+"""One HTML file that contains its style, script and data, from a template.
 
-It opens from disk and loads nothing. Every string of a run passes through `escaped` or `isolated`.
+It opens from disk and loads nothing. Templates escape every string, and show its control and
+reordering characters as symbols.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import importlib.resources
 import importlib.util
 import os
 import re
-import string
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from sinkscope.atomic import explained, whole_file
 from sinkscope.errors import InputError
 from sinkscope.pages.figure import Figure
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, script_json
+from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, script_json, token_text, visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from markupsafe import Markup
 
 # Verdict as (symbol, class): the word stands beside the symbol, so neither colour nor shape is needed alone.
 VERDICTS = {
@@ -41,25 +47,80 @@ def can_write_pages() -> bool:
     return importlib.util.find_spec("plotly") is not None
 
 
-def write_page(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
-    """Writes the page as one file, whole or not at all. It can load nothing and run only its own script."""
+@cache
+def environment() -> Environment:
+    """The templates of every folder of sinkscope, named by their place in it, such as studies/page.html."""
+    # Here, since jinja2 takes a while to import and the command line asks this module whether pages can be written.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    templates = Environment(
+        loader=FileSystemLoader(list(sys.modules["sinkscope"].__path__)),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"number": number, "interval": interval, "isolated": _isolated, "token_text": token_text}
+    templates.tests |= {"link": _is_link, "all_numbers": _all_numbers}
+    templates.globals |= {
+        "verdicts": VERDICTS,
+        "no_value": NO_VALUE,
+        "max_rows": MAX_ROWS,
+        "own_file": own_file,
+        "sources": sources,
+    }
+    return templates
+
+
+def render(template: str | Template, **values: Any) -> Markup:
+    """The HTML that a template makes of these values."""
+    from markupsafe import Markup
+
+    return Markup(environment().get_template(template).render(values))
+
+
+def write_page(
+    destination: Path,
+    template: str | Template,
+    title: str,
+    figures: Sequence[Figure],
+    circumstances: str = "",
+    **values: Any,
+) -> None:
+    """Writes the page as one file, whole or not at all. It can load nothing and run only its own script.
+
+    The template extends pages/base.html, and knows `title`, `figures` and `values`.
+    """
+    from markupsafe import Markup
+
     ids = [figure.id for figure in figures]
     if len(set(ids)) < len(ids):
         raise ValueError(f"two figures of one page have the same id: {sorted(ids)}")
     assets = importlib.resources.files("sinkscope.pages") / "assets"
     plotly, script = _plotly(), (assets / "page.js").read_text(encoding="utf-8")
-    page = string.Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escaped(title),
-        file_name=escaped(re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:80]),
-        script_hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script)),
-        style=(assets / "page.css").read_text(encoding="utf-8"),
-        body=body,
-        figures=script_json({figure.id: {"traces": figure.traces, "layout": figure.layout} for figure in figures}),
-        plotly=plotly,
-        script=script,
+    drawn = {figure.id: {"traces": figure.traces, "layout": figure.layout} for figure in figures}
+    page = render(
+        template,
+        title=title,
+        circumstances=circumstances,
+        figures=figures,
+        file_name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:80],
+        script_hashes=Markup(" ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))),
+        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
+        drawn=Markup(script_json(drawn)),
+        plotly=Markup(plotly),
+        script=Markup(script),
+        **values,
     )
     with explained(destination), whole_file(destination) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")
+
+
+def write_glued(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
+    from markupsafe import Markup
+
+    write_page(destination, "pages/glued.html", title, figures, body=Markup(body))
 
 
 def header(title: str, circumstances: str) -> str:
@@ -224,6 +285,26 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
         + "".join(f"<dt>{escaped(name)}</dt><dd>{isolated(str(value))}</dd>" for name, value in shown)
         + "</dl>"
     )
+
+
+def _shown(value: Any) -> Any:
+    """What a template shows of an expression, before it is escaped; HTML stays as it is."""
+    return value if hasattr(value, "__html__") else visible(str(value))
+
+
+def _isolated(value: Any) -> Markup:
+    from markupsafe import Markup
+
+    return Markup(isolated(str(value)))
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, Link)
+
+
+def _all_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
+    """Whether a column of a table holds numbers alone."""
+    return not any(isinstance(row[column], str | Link) for row in rows)
 
 
 def _plotly() -> str:

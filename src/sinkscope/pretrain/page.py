@@ -44,7 +44,7 @@ def write_page(comparison: TrainingComparison, destination: Path) -> None:
         f"<h3>Training</h3>{html.facts(training.items())}<h3>Environment</h3>{html.facts(run.environment.items())}",
         "</main>",
     ]
-    html.write_page(destination, title, "".join(parts), courses + births)
+    html.write_glued(destination, title, "".join(parts), courses + births)
 
 
 def figures(comparison: TrainingComparison) -> list[Figure]:
@@ -61,7 +61,7 @@ def write_page_beside(comparison: TrainingComparison, destination: Path, *, over
         part, drawn = section(comparison, tables_path(destination))
         body = f'{html.header(title, ", ".join(comparison.variants))}<main id="main">{part}</main>'
         # Inside the block: a page that cannot be written leaves no tables either.
-        html.write_page(destination, title, body, drawn)
+        html.write_glued(destination, title, body, drawn)
 
 
 def section(comparison: TrainingComparison, tables: Path) -> tuple[str, list[Figure]]:

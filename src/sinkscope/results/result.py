@@ -152,28 +152,28 @@ class Result:
         """What a notebook shows, without script and without a network: the story, the table that says most and, of a
         chain, its picture."""
         from sinkscope.pages import html
-        from sinkscope.pages.text import isolated
 
         name, *columns = self.headline
+        table = self.tables.get(name) or {column: [] for column in columns}
         answer, *below = self.story.split("\n\n")
-        parts = [
-            f"<p><b>{type(self).__name__}</b>: {isolated(answer)}</p>",
-            *(f"<p>{isolated(each)}</p>" for each in below),
-        ]
-        if (table := self.tables.get(name)) is not None:
-            rows = list(zip(*(list(table[column])[:MOST_ROWS] for column in columns), strict=True))
-            cut = f", {len(rows)} of {len(table[columns[0]])} rows" if len(rows) < len(table[columns[0]]) else ""
-            shown = html.table([column.replace("_", " ") for column in columns], rows)
-            parts.append(f"<p>{name.replace('_', ' ')}{cut}</p>{shown}" if rows else "")
-        return "".join([*parts, self._picture()])
+        return html.render(
+            "results/notebook.html",
+            name=type(self).__name__,
+            answer=answer,
+            below=below,
+            table=name,
+            columns=[column.replace("_", " ") for column in columns],
+            rows=list(zip(*(list(table[column])[:MOST_ROWS] for column in columns), strict=True)),
+            num_rows=len(table[columns[0]]),
+            picture=self._picture(),
+        )
 
     def _picture(self) -> str:
-        """The picture of a chain as an element of HTML; empty where there is none to draw."""
+        """The picture of a chain in base64; empty where there is none to draw."""
         from sinkscope.pages.drawn import can_draw
 
         if not self._declared.picture or self.lacking or not can_draw():
             return ""
         image = io.BytesIO()
         self.plot().savefig(image, format="png", dpi=SMALL_DPI)
-        data = base64.b64encode(image.getvalue()).decode()
-        return f'<img alt="The chain from left to right" src="data:image/png;base64,{data}">'
+        return base64.b64encode(image.getvalue()).decode()

@@ -75,7 +75,7 @@ def write_page(run: Run, destination: Path) -> None:
                 html.section(name, *SECTIONS[name], drawn, wide=WIDE, extra=extra, is_small=name == "histograms")
             )
     parts += [trace_page.massive_dimensions(run), trace_page.maps_section(run, maps_drawn), method(run, METHOD)]
-    html.write_page(destination, trace_page.title(run), "".join([*parts, "</main>"]), every)
+    html.write_glued(destination, trace_page.title(run), "".join([*parts, "</main>"]), every)
 
 
 def figures(run: Run) -> list[Figure]:

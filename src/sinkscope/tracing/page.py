@@ -31,7 +31,7 @@ def write_page(run: Run, destination: Path) -> None:
         method(run),
         "</main>",
     ]
-    html.write_page(destination, title(run), "".join(parts), [*panels, *drawn])
+    html.write_glued(destination, title(run), "".join(parts), [*panels, *drawn])
 
 
 def figures(run: Run) -> list[Figure]:
