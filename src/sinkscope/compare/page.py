@@ -13,8 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.names import is_reference, reference_run, run_path
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, line, log_axis
-from sinkscope.pages.html import header, write_glued
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, visible
+from sinkscope.pages.text import NO_VALUE, visible
 from sinkscope.results.kinds import kinds
 from sinkscope.results.run import Run, is_run, read_run
 from sinkscope.results.run_folder import check_output, check_page, is_training_run, run_folder, tables_path
@@ -124,17 +123,23 @@ def _write(
     trained: str = "",
     trained_figures: Sequence[Figure] = (),
 ) -> None:
+    """Writes the page; `trained` is the section of the training runs as HTML."""
     figures = _reading_figures(runs) if runs else []
     names = dict.fromkeys([*(run.model for _, run in runs), *variants])
-    parts = [header(title, ", ".join(names)), '<main id="main">', trained]
-    if runs:
-        parts.append(_runs(runs, destination.parent))
-        if any(run.claims for _, run in runs):
-            parts.append(f"<h2>Verdicts</h2>{_verdicts([(letter, run) for letter, run in runs if run.claims])}")
-        drawn = "".join(html.figure(figure, None) for figure in figures)
-        parts.append(f"<h2>Numbers</h2>{_numbers(runs)}")
-        parts.append(f'<h2>Curves and maps</h2><div class="figures">{drawn}</div>')
-    write_glued(destination, title, "".join([*parts, "</main>"]), [*figures, *trained_figures])
+    html.write_page(
+        destination,
+        "compare/page.html",
+        title,
+        [*figures, *trained_figures],
+        ", ".join(names),
+        trained=trained,
+        runs=runs,
+        cards=_cards(runs, destination.parent),
+        judged=[(letter, run) for letter, run in runs if run.claims],
+        statements={id: claim["statement"] for _, run in runs for id, claim in run.claims.items()},
+        numbers=_numbers(runs),
+        own_figures=figures,
+    )
 
 
 def _title(runs: Sequence[Run], num_trained: int) -> str:
@@ -152,57 +157,17 @@ def _letter(index: int) -> str:
     return chr(ord("A") + index)
 
 
-def _runs(runs: Labelled, beside: Path) -> str:
-    """What each run is and found; its name leads to its own page, as seen from the folder of this one."""
-    cards, folders = [], _folder_names([run for _, run in runs])
-    for (letter, run), folder in zip(runs, folders, strict=True):
-        name = html.linked(*html.to_run(run.label, run.path, beside))
-        cards.append(
-            f'<section id="run-{letter}"><h3><span class="letter">{letter}</span> {name}</h3>'
-            f"<p>{isolated(run.answer)}</p>"
-            f'<p class="caption">{isolated(run.circumstances)}; {isolated(folder)}</p>'
-            + (f'<p class="caption"><code>{isolated(run.command)}</code></p>' if run.command else "")
-            + "</section>"
-        )
-    return f'<div class="runs">{"".join(cards)}</div>'
+def _cards(runs: Labelled, beside: Path) -> list[tuple[str, Run, html.Link, str]]:
+    """By run: its letter, the run, its name that leads to its own page as seen from this one's folder, its folder."""
+    folders = _folder_names([run for _, run in runs])
+    return [
+        (letter, run, html.to_run(run.label, run.path, beside), folder)
+        for (letter, run), folder in zip(runs, folders, strict=True)
+    ]
 
 
-def _verdicts(runs: Labelled) -> str:
-    """Claims as rows, runs as columns; each cell the verdict, the effect and its interval."""
-    statements = {id: claim["statement"] for _, run in runs for id, claim in run.claims.items()}
-    body = []
-    for id, statement in statements.items():
-        cells = "".join(f'<td data-label="{letter}">{_verdict_cell(run.claims.get(id))}</td>' for letter, run in runs)
-        body.append(f'<tr><th scope="row" title="{escaped(id)}">{escaped(statement)}</th>{cells}</tr>')
-    head = "".join(
-        f'<th scope="col">{html.linked(f"{letter} {run.label}", f"#run-{letter}")}</th>' for letter, run in runs
-    )
-    return (
-        '<div class="scroll"><table class="verdicts stacks" id="verdicts">'
-        f'<thead><tr><th scope="col">Claim</th>{head}</tr>'
-        f"</thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _verdict_cell(claim: dict[str, Any] | None) -> str:
-    if claim is None:
-        return NO_VALUE
-    effect = "" if claim["effect"] is None else f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
-    return f"{html.verdict(claim['verdict'])} {escaped(effect)}"
-
-
-def _numbers(runs: Labelled) -> str:
+def _numbers(runs: Labelled) -> list[tuple]:
     """What each run found, a row for each."""
-    columns = (
-        "run",
-        "sink rate",
-        "at position",
-        "births",
-        "massive dimensions",
-        "largest DomRatio at the sink",
-        "elsewhere",
-        "largest variance ratio",
-    )
     entries = []
     for letter, run in runs:
         dom_ratio = run.summary["dom_ratio"]
@@ -218,7 +183,7 @@ def _numbers(runs: Labelled) -> str:
                 _largest(run.tables["layers"]["variance_ratio"]),
             )
         )
-    return html.table(columns, entries)
+    return entries
 
 
 def _largest(values: Sequence[float | None] | None) -> float | None:

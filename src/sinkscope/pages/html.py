@@ -105,7 +105,7 @@ def write_page(
         title=title,
         circumstances=circumstances,
         figures=figures,
-        file_name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:80],
+        png_name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:80],
         script_hashes=Markup(" ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))),
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
         drawn=Markup(script_json(drawn)),

@@ -36,6 +36,8 @@ from sinkscope.statistics import mean_interval
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from sinkscope.pages.figure import Figure
 
 Row = dict[str, Any]
@@ -89,7 +91,7 @@ class TrainingComparison(Result):
             self._page.write_page_beside(self, path, overwrite=overwrite)
         return path
 
-    def section(self, tables: Path) -> tuple[str, list[Figure]]:
+    def section(self, tables: Path) -> tuple[Markup, list[Figure]]:
         """The HTML of these runs on a page beside the folder `tables`, and the figures that the page must draw."""
         return self._page.section(self, tables)
 
