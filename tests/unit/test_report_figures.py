@@ -217,6 +217,6 @@ def test_what_carries_the_sink_is_listed_whole():
     assert "The minimal set has 1 unit" in listed(minimal, {"writers": []})
     assert "2:90 (0.500)" in listed(minimal, {})
     told = listed([], {"writers": writers})
-    assert told.startswith("<p>The 33 units that write most along the sink's direction")
+    assert told.startswith("The 33 units that write most along the sink's direction")
     assert told.count(":") == 1 + 1 + 32 + 2  # that of "layer:neuron:", and those of the names
     assert listed([], {}) == ""

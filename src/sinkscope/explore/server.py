@@ -35,6 +35,7 @@ from sinkscope.errors import InputError
 from sinkscope.explore.readings import QUANTITIES
 from sinkscope.explore.sources import Asked, Source
 from sinkscope.memory import is_out_of_memory
+from sinkscope.pages import html
 
 MOST_BYTES = 1 << 18
 """Of a request."""
@@ -60,11 +61,6 @@ HEADERS = {
 BUSY = InputError(f"{MOST_WAITING} requests are waiting already. Wait a moment; the page asks again by itself.")
 NO_MEMORY = InputError("The device has no memory left for this prompt. Give a shorter prompt, or a smaller model.")
 ENDED = InputError("This page was ended in its terminal. Start `sinkscope explore` again.")
-REDIRECT = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>sinkscope explore</title><meta name="referrer" content="no-referrer">
-<meta http-equiv="refresh" content="0; url={address}"></head>
-<body><a href="{address}">sinkscope explore</a></body></html>
-"""
 
 
 class CallingThread(Executor):
@@ -234,5 +230,5 @@ def private_redirect(address: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sinkscope-") as folder:
         path = Path(folder) / "explore.html"
         path.touch(mode=0o600)
-        path.write_text(REDIRECT.format(address=address), encoding="utf-8")
+        path.write_text(html.render("explore/redirect.html", address=address), encoding="utf-8")
         yield path

@@ -1,7 +1,7 @@
 """One HTML file that contains its style, script and data, from a template.
 
-It opens from disk and loads nothing. Templates escape every string, and show its control and
-reordering characters as symbols.
+It opens from disk and loads nothing. Templates escape every string, and show its control and reordering characters as
+symbols.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from sinkscope.atomic import explained, whole_file
 from sinkscope.errors import InputError
 from sinkscope.pages.figure import Figure
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number, script_json, token_text, visible
+from sinkscope.pages.text import NO_VALUE, interval, isolated, number, script_json, token_text, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -62,7 +61,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {"number": number, "interval": interval, "isolated": _isolated, "token_text": token_text}
-    templates.tests |= {"link": _is_link, "all_numbers": _all_numbers}
+    templates.tests |= {"link": lambda value: isinstance(value, Link), "all_numbers": _all_numbers}
     templates.globals |= {
         "verdicts": VERDICTS,
         "no_value": NO_VALUE,
@@ -117,54 +116,9 @@ def write_page(
         partial.write_text(page, encoding="utf-8", newline="\n")
 
 
-def write_glued(destination: Path, title: str, body: str, figures: Sequence[Figure]) -> None:
-    from markupsafe import Markup
-
-    write_page(destination, "pages/glued.html", title, figures, body=Markup(body))
-
-
-def header(title: str, circumstances: str) -> str:
-    return (
-        f'<header><h1>{isolated(title)}</h1><span class="muted">{isolated(circumstances)}</span>'
-        '<button id="theme">Dark theme</button></header>'
-    )
-
-
 def own_file(table: str) -> str:
     """The file of a table in the folder of the one run that a page is about."""
     return f"{table}.parquet"
-
-
-def verdict(word: str, *, with_word: bool = True) -> str:
-    """A verdict as symbol and word; if the word is not shown, screen readers still get it."""
-    symbol, style = VERDICTS.get(word, ("\u00b7", "none"))
-    text = f" {escaped(word)}" if with_word else ""
-    label = "" if with_word else f' title="{escaped(word)}" role="img" aria-label="{escaped(word)}"'
-    return f'<span class="verdict {style}"><span class="symbol"{label}>{symbol}</span>{text}</span>'
-
-
-def tally(verdicts: Sequence[str]) -> str:
-    """How many claims have each verdict."""
-    counts = ((word, verdicts.count(word)) for word in VERDICTS)
-    return (
-        '<p class="tally">'
-        + "".join(f"<span>{verdict(word)}: {count}</span>" for word, count in counts if count)
-        + "</p>"
-    )
-
-
-def rule(claim: dict[str, Any]) -> str:
-    """The condition under which the claim holds, such as low >= 0.05; a dash if no number was judged."""
-    if claim["threshold"] is None:
-        return NO_VALUE
-    text = claim["rule"].replace("threshold", f"{claim['threshold']:g}")
-    return text.replace(">=", "\N{GREATER-THAN OR EQUAL TO}").replace("<=", "\N{LESS-THAN OR EQUAL TO}")
-
-
-def control(claim: dict[str, Any]) -> str:
-    """The control's value and name; empty if there is no control."""
-    parts = [number(claim["control"])] if claim["control"] is not None else []
-    return " ".join([*parts, f"({claim['control_name']})"] if claim["control_name"] else parts)
 
 
 class Link(NamedTuple):
@@ -174,101 +128,10 @@ class Link(NamedTuple):
     target: str | None
 
 
-def linked(text: str, target: str | None) -> str:
-    """A link as HTML."""
-    return isolated(text) if target is None else f'<a href="{escaped(target)}">{isolated(text)}</a>'
-
-
 def to_run(name: str, folder: Path, beside: Path) -> Link:
     """The name of a run, which leads to its page, if it has one, as seen from a page in the folder `beside`."""
     page = folder / "report.html"
     return Link(name, quote(Path(os.path.relpath(page, beside)).as_posix()) if page.is_file() else None)
-
-
-def evidence(claim: dict[str, Any]) -> str:
-    """A list item: verdict, statement, effect with its interval, control and n."""
-    numbers = f"{number(claim['effect'])} ({interval(claim['low'], claim['high'])})"
-    if claim["effect"] is None:
-        numbers = claim["note"] or NO_VALUE
-    elif text := control(claim):
-        numbers += f"; control {text}"
-    return (
-        f"<li>{verdict(claim['verdict'], with_word=False)} {escaped(claim['statement'])} "
-        f'<span class="numbers">{escaped(numbers)}</span></li>'
-    )
-
-
-def table(columns: Sequence[str], entries: Iterable[Sequence[Any]]) -> str:
-    """A table; numbers are aligned to the right."""
-    body, numeric = [], [True] * len(columns)
-    for entry in entries:
-        cells = []
-        for index, value in enumerate(entry):
-            if isinstance(value, str | Link):
-                numeric[index] = False
-                cells.append(f"<td>{linked(*value) if isinstance(value, Link) else isolated(value)}</td>")
-            else:
-                cells.append(f'<td class="number">{number(value)}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(
-        f'<th scope="col"{" class=number" if is_number else ""}>{escaped(column)}</th>'
-        for column, is_number in zip(columns, numeric, strict=True)
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def figure(drawn: Figure, file_name: FileName | None = own_file, *, wide: bool = False, below: str = "") -> str:
-    """A figure with its caption, buttons, source and table; `file_name` is None if it shows several runs."""
-    return (
-        f'<figure class="figure{" wide" if wide else ""}" id="{escaped(drawn.id)}"><figcaption>'
-        f'<h3>{isolated(drawn.title)}</h3><p class="caption">{escaped(drawn.caption)}</p></figcaption>'
-        f"{plot(drawn)}{below}{tools(drawn, file_name)}</figure>"
-    )
-
-
-def section(
-    id: str,
-    title: str,
-    text: str,
-    figures: Iterable[Figure],
-    *,
-    wide: Collection[str] = (),
-    below: Mapping[str, str] = MappingProxyType({}),
-    extra: str = "",
-    is_small: bool = False,
-) -> str:
-    """A heading, a sentence and figures. `wide` names the figures that take the whole width; `below` says by figure
-    what stands under it; `extra` stands before them all."""
-    drawn = "".join(figure(each, wide=each.id in wide, below=below.get(each.id, "")) for each in figures)
-    return (
-        f'<h2 id="{id}">{escaped(title)}</h2><p class="caption">{escaped(text)}</p>{extra}'
-        f'<div class="figures{" small" if is_small else ""}">{drawn}</div>'
-    )
-
-
-def plot(drawn: Figure) -> str:
-    """The element in which the page's script draws the figure."""
-    return (
-        f'<div class="plot" tabindex="0" role="group" data-figure="{escaped(drawn.id)}" '
-        f'style="height:{drawn.height}px" '
-        f'aria-label="{escaped(drawn.title)}; plus and minus zoom, arrows move, 0 resets"></div>'
-    )
-
-
-def tools(drawn: Figure, file_name: FileName | None = own_file) -> str:
-    """Buttons, source and table under a figure."""
-    listed = drawn.rows[:MAX_ROWS]
-    total = max(len(drawn.rows), drawn.num_rows)
-    cut = f", {len(listed):,} of {total:,} rows" if len(listed) < total else ""
-    details = f"<details><summary>Table{cut}</summary>{table(drawn.columns, listed)}</details>" if listed else ""
-    return (
-        f'<div class="tools"><button data-action="png" aria-label="Save {escaped(drawn.title)} as PNG">PNG</button>'
-        f'<button data-action="reset" aria-label="Reset the zoom of {escaped(drawn.title)}">Reset zoom</button>'
-        f'<span class="source">{escaped(sources(drawn, file_name))}</span></div>{details}'
-    )
 
 
 def sources(drawn: Figure, file_name: FileName | None) -> str:
@@ -277,29 +140,16 @@ def sources(drawn: Figure, file_name: FileName | None) -> str:
     return names if file_name else f"{names} of each run"
 
 
-def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """A list of names and values; empty values are left out."""
-    shown = [(name, value) for name, value in pairs if value not in (None, "", [], {})]
-    return (
-        '<dl class="facts">'
-        + "".join(f"<dt>{escaped(name)}</dt><dd>{isolated(str(value))}</dd>" for name, value in shown)
-        + "</dl>"
-    )
-
-
 def _shown(value: Any) -> Any:
     """What a template shows of an expression, before it is escaped; HTML stays as it is."""
     return value if hasattr(value, "__html__") else visible(str(value))
 
 
 def _isolated(value: Any) -> Markup:
+    """`isolated` for templates, which know by its type that it is HTML."""
     from markupsafe import Markup
 
     return Markup(isolated(str(value)))
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, Link)
 
 
 def _all_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:

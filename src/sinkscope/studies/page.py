@@ -11,8 +11,7 @@ from typing import Any
 
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
-from sinkscope.pages.text import NO_VALUE, escaped, interval, isolated, number
-from sinkscope.results.page_parts import method
+from sinkscope.pages.text import NO_VALUE, interval, number
 from sinkscope.results.run import Run
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.figures import study_figures
@@ -45,37 +44,43 @@ SECTIONS = {
         "The first units and conditions are drawn; the table holds all of them.",
     ),
 }
-WIDE = ("forest", "mediation-effects", "confounds")
-"""Figures that take the whole width."""
-METHOD = (
-    "Claims, statistics, controls, thresholds and rules are the same for every model. Units and means are chosen on "
-    "one set of sequences, and the claims are judged on another. Intervals are bootstrap intervals over sequences at a "
-    "family-wise 95 % (Holm over the claims). A claim is undecided where its interval is too wide for either verdict, "
-    "and not applicable where there is nothing to explain."
-)
+AS_NAMED = "as named"
+MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
+"""Columns of the manipulation check, with their names on the page."""
+REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
 
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a study."""
-    panels, studied, maps_drawn = chain_panels(run), study_figures(run), [*maps(run), *layer_curves(run)]
-    every = [*panels, *(figure for drawn in studied.values() for figure in drawn), *maps_drawn]
-    counts = run.summary.get("counts")
-    parts = [
-        trace_page.page_header(run),
-        verdict_table(run, [*(figure.id for figure in every), *(["factorial"] if run.rows("factorial") else [])]),
-        f'<p id="counts" class="caption">{isolated(counts)}</p>' if counts else "",
-        trace_page.navigation([(name, SECTIONS[name][0]) for name, drawn in studied.items() if drawn]),
-        trace_page.chain(panels, lambda number, panel: _evidence(run, number), _arrows(run)),
-    ]
-    extras = {"necessity": carriers, "creation": factorial, "confounds": referee}
-    for name, drawn in studied.items():
-        if drawn:
-            extra = extras[name](run) if name in extras else ""
-            parts.append(
-                html.section(name, *SECTIONS[name], drawn, wide=WIDE, extra=extra, is_small=name == "histograms")
-            )
-    parts += [trace_page.massive_dimensions(run), trace_page.maps_section(run, maps_drawn), method(run, METHOD)]
-    html.write_glued(destination, trace_page.title(run), "".join([*parts, "</main>"]), every)
+    shown, studied = trace_page.shared(run), study_figures(run)
+    drawn = [*shown["panels"], *(figure for own in studied.values() for figure in own), *shown["all_maps"]]
+    factorial = _factorial(run)
+    places = [figure.id for figure in drawn]
+    if factorial:
+        places.append("factorial")
+    claims = [_shown_claim(claim, places) for claim in run.claims.values()]
+    html.write_page(
+        destination,
+        "studies/page.html",
+        trace_page.title(run),
+        drawn,
+        run.circumstances,
+        claim_groups={
+            "What is seen in the untouched model": [claim for claim in claims if claim["link"] != "causal"],
+            "What causes what": [claim for claim in claims if claim["link"] == "causal"],
+        },
+        notes=_notes(run),
+        study_sections=[(name, *SECTIONS[name], own) for name, own in studied.items() if own],
+        evidence=_evidence(run, shown["panels"]),
+        steps=_steps(run),
+        carriers=carriers(run),
+        factorial=factorial,
+        other_ways=_other_ways(run),
+        moments=list(MOMENTS.values()),
+        refereed=_refereed(run),
+        quantities=[quantity.replace("_", " ") for quantity in REFEREED],
+        **shown,
+    )
 
 
 def figures(run: Run) -> list[Figure]:
@@ -84,38 +89,71 @@ def figures(run: Run) -> list[Figure]:
     return [*chain_panels(run), *drawn, *maps(run), *layer_curves(run)]
 
 
-def _evidence(run: Run, number: int) -> str:
-    """The claims about a link, below its panel."""
-    saved = {id: claim for id, claim in run.claims.items() if claim["link"] in PANEL_LINKS[number - 1]}
-    claims = [html.evidence(claim) for claim in saved.values()]
-    if not claims:
-        return ""
-    notes = [
-        f'<p class="caption">The {id.replace("_", " ")}: {escaped(CLAIMS[id].interval_note)}</p>'
-        for id, claim in saved.items()
-        if claim["low"] is not None and id in CLAIMS and CLAIMS[id].interval_note
+def _shown_claim(claim: dict[str, Any], places: Sequence[str]) -> dict[str, Any]:
+    """A claim as a row of the table of verdicts; it leads to the first of `places` that shows its evidence."""
+    return {
+        **claim,
+        "leads_to": _evidence_of(claim["id"], places),
+        "interval_note": CLAIMS[claim["id"]].interval_note if claim["id"] in CLAIMS else "",
+        "holds_when": _rule(claim),
+    }
+
+
+def _rule(claim: dict[str, Any]) -> str:
+    """The condition under which the claim holds, such as low >= 0.05; a dash if no number was judged."""
+    if claim["threshold"] is None:
+        return NO_VALUE
+    text = claim["rule"].replace("threshold", f"{claim['threshold']:g}")
+    return text.replace(">=", "\N{GREATER-THAN OR EQUAL TO}").replace("<=", "\N{LESS-THAN OR EQUAL TO}")
+
+
+def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
+    """The figure that shows a claim's evidence; doses have one for each position."""
+    if claim not in CLAIMS:  # of a study saved before that claim went
+        return None
+    for name in CLAIMS[claim].figures:
+        for id in drawn:
+            if id == name or (name == "dose" and id.startswith("dose-")):
+                return f"#{id}"
+    return None
+
+
+def _notes(run: Run) -> list[tuple]:
+    """Claims that have a control or a note."""
+    return [
+        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"], claim["p_value"], claim["confidence"])
+        for claim in run.claims.values()
+        if claim["note"] or claim["control_name"]
     ]
-    return f'<ul class="evidence">{"".join(claims)}</ul>{"".join(notes)}'
 
 
-def _arrows(run: Run) -> str:
-    """The causal steps below the panels that they span."""
-    cards = []
+def _evidence(run: Run, panels: Sequence[Figure]) -> dict[str, dict[str, list]]:
+    """By panel: the claims about its links, and how their intervals are to be read."""
+    evidence = {}
+    for panel, links in zip(panels, PANEL_LINKS, strict=True):
+        saved = {id: claim for id, claim in run.claims.items() if claim["link"] in links}
+        notes = [
+            f"The {id.replace('_', ' ')}: {CLAIMS[id].interval_note}"
+            for id, claim in saved.items()
+            if claim["low"] is not None and id in CLAIMS and CLAIMS[id].interval_note
+        ]
+        evidence[panel.id] = {"claims": list(saved.values()), "notes": notes}
+    return evidence
+
+
+def _steps(run: Run) -> list[tuple[Step, list[dict[str, Any]]]]:
+    """The causal steps, each with the claims that test it."""
+    steps = []
     for step in Step:
-        first, last = step.first_panel, step.last_panel
-        tested_by = [id for id, claim in CLAIMS.items() if claim.step is step and id in run.claims]
-        claims = [html.evidence(run.claims[id]) for id in tested_by]
-        if claims:
-            cards.append(
-                f'<section class="arrow" style="grid-column:{first}/{last + 1}">'
-                f"<h3>{first} \N{RIGHTWARDS ARROW} {last} {step.label}</h3><ul>{''.join(claims)}</ul></section>"
-            )
-    return "".join(cards)
+        tested_by = [run.claims[id] for id, claim in CLAIMS.items() if claim.step is step and id in run.claims]
+        if tested_by:
+            steps.append((step, tested_by))
+    return steps
 
 
-def factorial(run: Run) -> str:
+def _factorial(run: Run) -> list[tuple]:
     """Whom the target sees, times the level of its variance, times that of its energy."""
-    cells = [
+    return [
         (
             row["mixing"],
             row["variance_of"] or NO_VALUE,
@@ -129,31 +167,9 @@ def factorial(run: Run) -> str:
         )
         for row in run.rows("factorial")
     ]
-    if not cells:
-        return ""
-    names = ("sees", "variance of", "energy of", "entering", "at positions", "rise", "interval")
-    columns = (*names, *MOMENTS.values(), "check")
-    return (
-        '<details open id="factorial"><summary>Mixing, variance and energy taken apart</summary>'
-        '<p class="caption">Whom the token sees in the layers up to the birth, and at whose level its batch variance '
-        "and its energy are, where the aggregation enters the output projection or a norm before it. Rise of the sink "
-        "rate by later queries; variance and what follows it over the untouched ones, geometric means over layers. "
-        f"{MARKED}</p>"
-        f"{html.table(columns, cells)}</details>{_other_ways(run)}"
-    )
 
 
-AS_NAMED = "as named"
-MARKED = (
-    "The last column marks a condition that did not do what its name says: off by more than 10 % (root mean square "
-    "over layers, less what sampling adds), or in one layer with its whole 99 % interval. It supports nothing: a claim "
-    "that needs it is not applicable."
-)
-MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
-"""Columns of the manipulation check, with their names on the page."""
-
-
-def _other_ways(run: Run) -> str:
+def _other_ways(run: Run) -> list[tuple]:
     """What every condition outside of the factorial did to the aggregation where it acts, beside its effect."""
     cells = {row["mixing"] for row in run.rows("factorial")}
     effects = run.rows("effects", quantity="sink_rate_at_target")
@@ -168,43 +184,19 @@ def _other_ways(run: Run) -> str:
         means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
         change = changes.get((name, factor, target), NO_VALUE)
         rows.append((name, target, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
-    if not rows:
-        return ""
-    names = ("condition", "at position", "factor", "change of the rate", "entering")
-    columns = (*names, *MOMENTS.values(), "check")
-    return (
-        "<details><summary>What the other conditions did to the aggregation</summary>"
-        '<p class="caption">Variance and what follows it where each acts, over the untouched ones, geometric means '
-        "over layers. Scaling, a random direction and another sequence's deviation are "
-        "other ways to raise the variance; the shift of the mean must leave the variance as it is. "
-        f"{MARKED}</p>"
-        f"{html.table(columns, rows[: html.MAX_ROWS])}</details>"
-    )
+    return rows
 
 
-REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
-
-
-def referee(run: Run) -> str:
+def _refereed(run: Run) -> list[tuple]:
     """What each condition left alone: attention of other tokens, and the sink with all norms held."""
     changes: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in run.rows("effects"):
         change = f"{number(row['difference'])} ({interval(row['low'], row['high'])})"
         changes[row["condition"], row["target"], row["factor"]][row["quantity"]] = change
-    cells = [
+    return [
         (condition, target, factor or NO_VALUE, *(found.get(quantity, NO_VALUE) for quantity in REFEREED))
         for (condition, target, factor), found in changes.items()
     ]
-    if not cells:
-        return ""
-    columns = ("condition", "at position", "factor", *(quantity.replace("_", " ") for quantity in REFEREED))
-    return (
-        f"<details><summary>Attention at the target and elsewhere, {min(len(cells), html.MAX_ROWS)} of {len(cells)} "
-        'conditions</summary><p class="caption">Change by each condition, with its 95 % interval; mixing is sum a^2. '
-        "Elsewhere: mean over all other positions. clamp_norms holds the norm of every token after every layer at its "
-        "untouched value. Every position is in the table attention_rows, norms by layer in the table norms.</p>"
-        f"{html.table(columns, cells[: html.MAX_ROWS])}</details>"
-    )
 
 
 def carriers(run: Run) -> str:
@@ -212,72 +204,9 @@ def carriers(run: Run) -> str:
     units, writers = run.rows("minimal_set"), run.summary.get("writers")
     if writers:
         names = ", ".join(map(unit_name, writers))
-        return f"<p>The {len(writers)} units that write most along the sink's direction, as layer:neuron: {names}.</p>"
+        return f"The {len(writers)} units that write most along the sink's direction, as layer:neuron: {names}."
     if not units:
         return ""
     names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
     plural = "unit" if len(units) == 1 else "units"
-    return f"<p>The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {escaped(names)}.</p>"
-
-
-def verdict_table(run: Run, drawn: Sequence[str]) -> str:
-    """The table of verdicts; a claim leads to the first of `drawn` that shows its evidence."""
-    claims = list(run.claims.values())
-    groups = (
-        ("What is seen in the untouched model", [claim for claim in claims if claim["link"] != "causal"]),
-        ("What causes what", [claim for claim in claims if claim["link"] == "causal"]),
-    )
-    body = "".join(
-        f'<tr class="group"><th colspan="7" scope="rowgroup">{name}</th></tr>'
-        + "".join(_verdict_row(claim, drawn) for claim in own)
-        for name, own in groups
-        if own
-    )
-    notes = [
-        (claim["statement"], claim["control_name"] or NO_VALUE, claim["note"], claim["p_value"], claim["confidence"])
-        for claim in claims
-        if claim["note"] or claim["control_name"]
-    ]
-    listed = html.table(("claim", "control", "note", "p before Holm", "confidence of the interval"), notes)
-    return (
-        f"{html.tally([claim['verdict'] for claim in claims])}"
-        '<table class="verdicts stacks" id="verdicts"><thead><tr><th scope="col">Verdict</th><th scope="col">Claim</th>'
-        '<th scope="col" class="number">Effect</th><th scope="col" class="number">Interval</th>'
-        '<th scope="col">Holds when</th><th scope="col" class="number">Control</th>'
-        '<th scope="col" class="number">n</th></tr></thead>'
-        f"<tbody>{body}</tbody></table>"
-        + (f"<details><summary>Controls and notes</summary>{listed}</details>" if notes else "")
-    )
-
-
-def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
-    """The figure that shows a claim's evidence; doses have one for each position."""
-    if claim not in CLAIMS:  # of a study saved before that claim went
-        return None
-    for name in CLAIMS[claim].figures:
-        for id in drawn:
-            if id == name or (name == "dose" and id.startswith("dose-")):
-                return f"#{id}"
-    return None
-
-
-def _verdict_row(claim: dict[str, Any], drawn: Sequence[str]) -> str:
-    interval_note = CLAIMS[claim["id"]].interval_note if claim["id"] in CLAIMS else ""
-    note = f' title="{escaped(interval_note)}"' if interval_note else ""
-    cells = (
-        ("Effect", number(claim["effect"]), True),
-        ("Interval", interval(claim["low"], claim["high"]), True),
-        ("Holds when", html.rule(claim), False),
-        ("Control", number(claim["control"]), True),
-        ("n", number(claim["n"]), True),
-    )
-    return (
-        f"<tr><td>{html.verdict(claim['verdict'])}</td>"
-        f'<td title="{escaped(claim["id"])}">{html.linked(claim["statement"], _evidence_of(claim["id"], drawn))}</td>'
-        + "".join(
-            f'<td class="{"number" if is_number else ""}{" empty" if text == NO_VALUE else ""}" data-label="{label}"'
-            f"{note if label == 'Interval' else ''}>{escaped(text)}</td>"
-            for label, text, is_number in cells
-        )
-        + "</tr>"
-    )
+    return f"The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {names}."
