@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -24,16 +24,14 @@ from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.conditions import (
+    CONDITIONS,
     DIMENSIONS,
     DOSE,
     FACTORS,
     MIXINGS,
     NORMS,
     RANDOM_OF,
-    SEE_FAR,
-    SEE_PREVIOUS,
     SEE_SELF,
-    SEE_TWO,
     SUPER_NEURONS,
     UNTOUCHED,
     Condition,
@@ -132,19 +130,73 @@ class ConditionRunner:
         if condition.levelled:
             return self._matched(condition)
         free = replace(condition, held=None)
-        made = MAKERS[condition.name](self, condition) if condition.name in MAKERS else self._edit(free)
+        made = free.kind.make(self, free)
         untouched, where = self.replay.untouched, TokenPlace(positions=condition.target)
         units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
         if condition.held in units:
-            return [made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
+            return [*made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
         if condition.held in dimensions:
-            return [made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
+            return [*made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
         if condition.held == NORMS:  # of every token after every layer: directions alone may change
-            return [made, ClampNorms(self.loaded, untouched)]
-        return [made]
+            return [*made, ClampNorms(self.loaded, untouched)]
+        return made
 
-    def _edit(self, condition: Condition) -> AggregationEdit:
+    # What the entries of CONDITIONS are made of.
+
+    def mask_to_self(self, target: int) -> Intervention:
+        return mask_to_self(self.loaded, target)
+
+    def mask_but_self(self, target: int) -> Intervention:
+        return edit_mask(self.loaded, target, "block", target)
+
+    def attend_only(self, target: int, keys: Sequence[int]) -> Intervention:
+        """In layers up to the birth the target attends to these keys and no others."""
+        return edit_mask(self.loaded, target, "only", keys, layers=self.plan.mixed)
+
+    def open_to_later(self) -> Intervention:
+        length = self.replay.ids_BT.shape[1]
+        return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.mixed)
+
+    def shift_mean(self, condition: Condition) -> Intervention:
+        """With the variance of the baseline in every layer: the mean alone is moved."""
+        return ShiftMeanAlone(
+            self.loaded,
+            condition.target,
+            condition.factor or 1.0,
+            variance=self.level(UNTOUCHED, condition.target, condition.before_norm),
+            calibration=self.calibration,
+            layers=self.plan.layers,
+            before_norm=condition.before_norm,
+        )
+
+    def transplant_dimensions(self, dimensions: Sequence[int], target: int) -> Intervention:
+        """The sink's values of some dimensions, at the target too."""
+        plan = self.plan
+        return set_dimensions(
+            self.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive
+        )
+
+    def transplant_units(self, units: Sequence[Unit], target: int) -> Intervention:
+        """The sink's activations of some units, at the target too."""
+        return transplant_neurons(self.loaded, units, self.plan.sink, target)
+
+    def ablate(self, units: Sequence[Unit], positions: int | Sequence[int] | None = None) -> Intervention:
+        return ablate_neurons(self.loaded, units, positions=positions)
+
+    def set_to_mean(self, units: Sequence[Unit]) -> Intervention:
+        return ablate_neurons(self.loaded, units, "mean", calibration=self.calibration)
+
+    def point_elsewhere(self, mode: Mode, draw: int | None) -> Intervention:
+        """The minimal set's output vectors, by one of the draws."""
+        return densify_neurons(self.loaded, self.minimal, mode, avoid=self.plan.dimensions, seed=draw or 0)
+
+    def all_but(self, position: int) -> list[int]:
+        """All other positions of a sequence."""
+        return [other for other in range(self.replay.ids_BT.shape[1]) if other != position]
+
+    def formula(self, condition: Condition) -> AggregationEdit:
+        """A formula on the aggregation, of the name of the condition."""
         if condition not in self._edits:
             self._edits[condition] = AggregationEdit(
                 self.loaded,
@@ -159,7 +211,7 @@ class ConditionRunner:
 
     def _matched(self, condition: Condition) -> list[Intervention]:
         """A mixing with its moments at the level of another."""
-        mixing = [] if condition.name == UNTOUCHED else [MAKERS[condition.name](self, condition)]
+        mixing = condition.kind.make(self, condition)
         variance, energy = (
             None if of is None else self.level(of, condition.target, condition.before_norm)
             for of in (condition.variance, condition.energy)
@@ -179,7 +231,7 @@ class ConditionRunner:
 
     def level(self, mixing: str, target: int, before_norm: bool) -> Mapping[int, Moments]:
         if (key := (mixing, target, before_norm)) not in self._levels:
-            made = UNTOUCHED if mixing == UNTOUCHED else MAKERS[mixing](self, Condition(mixing, target))
+            made = CONDITIONS[mixing].make(self, Condition(mixing, target))
             on = BEFORE_NORM if before_norm else AGGREGATION
             place = Place(on=on, layers=tuple(self.plan.mixed), positions=(target,))
             self._levels[key] = moments_under(made, self.loaded.model, self.calibration, place)
@@ -207,81 +259,3 @@ def _levelled(mixing: str, target: int) -> Iterator[Condition]:
     for name, other in ((mixing, UNTOUCHED), (UNTOUCHED, mixing)):
         for variance, energy in ((other, None), (None, other), (other, name), (other, other)):
             yield Condition(name, target, variance=variance, energy=energy)
-
-
-def _elsewhere(mode: Mode) -> Callable[[ConditionRunner, Condition], Intervention]:
-    def make(study: ConditionRunner, c: Condition) -> Intervention:
-        return densify_neurons(study.loaded, study.minimal, mode, avoid=study.plan.dimensions, seed=c.number or 0)
-
-    return make
-
-
-def _seeing(*back: int) -> Callable[[ConditionRunner, Condition], Intervention]:
-    """The target sees the keys so far back and no others, in layers up to the birth."""
-
-    def make(study: ConditionRunner, c: Condition) -> Intervention:
-        return edit_mask(study.loaded, c.target, "only", [c.target - b for b in back], layers=study.plan.mixed)
-
-    return make
-
-
-def _see_far(study: ConditionRunner, c: Condition) -> Intervention:
-    far = 1 if study.plan.sink != 1 else 2
-    return edit_mask(study.loaded, c.target, "only", far, layers=study.plan.mixed)
-
-
-def _open_to_later(study: ConditionRunner, c: Condition) -> Intervention:
-    return edit_mask(study.loaded, 0, "allow", range(study.replay.ids_BT.shape[1]), layers=study.plan.mixed)
-
-
-def _shift_mean(study: ConditionRunner, c: Condition) -> Intervention:
-    """With the variance of the untouched model in every layer: the mean alone is moved."""
-    level = study.level(UNTOUCHED, c.target, c.before_norm)
-    return ShiftMeanAlone(
-        study.loaded,
-        c.target,
-        c.factor or 1.0,
-        variance=level,
-        calibration=study.calibration,
-        layers=study.plan.layers,
-        before_norm=c.before_norm,
-    )
-
-
-def _transplant_dimensions(study: ConditionRunner, target: int, dimensions: Sequence[int]) -> Intervention:
-    plan = study.plan
-    return set_dimensions(study.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive)
-
-
-MAKERS: dict[str, Callable[[ConditionRunner, Condition], Intervention]] = {
-    "mask_to_self": lambda study, c: mask_to_self(study.loaded, c.target),
-    "mask_but_self": lambda study, c: edit_mask(study.loaded, c.target, "block", c.target),
-    SEE_SELF: _seeing(0),
-    SEE_PREVIOUS: _seeing(1),
-    SEE_FAR: _see_far,
-    SEE_TWO: _seeing(0, 1),
-    "open_to_later": _open_to_later,
-    "shift_mean": _shift_mean,
-    "transplant_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.plan.dimensions),
-    "transplant_random_dimensions": lambda study, c: _transplant_dimensions(study, c.target, study.controls.dimensions),
-    "transplant_super_neurons": lambda study, c: transplant_neurons(
-        study.loaded, study.plan.super_neurons, study.plan.sink, c.target
-    ),
-    "transplant_random_set": lambda study, c: transplant_neurons(
-        study.loaded, study.controls.units, study.plan.sink, c.target
-    ),
-    "ablate_minimal_set": lambda study, c: ablate_neurons(study.loaded, study.minimal),
-    "mean_minimal_set": lambda study, c: ablate_neurons(
-        study.loaded, study.minimal, "mean", calibration=study.calibration
-    ),
-    "ablate_writers": lambda study, c: ablate_neurons(study.loaded, study.writers),
-    "ablate_writers_at_sink": lambda study, c: ablate_neurons(study.loaded, study.writers, positions=c.target),
-    "ablate_writers_elsewhere": lambda study, c: ablate_neurons(
-        study.loaded, study.writers, positions=[p for p in range(study.replay.ids_BT.shape[1]) if p != c.target]
-    ),
-    "densify_minimal_set": _elsewhere("spread"),
-    "move_minimal_set": _elsewhere("move"),
-    "turn_minimal_set": _elsewhere("turn"),
-    "random_set": lambda study, c: ablate_neurons(study.loaded, study.controls.sets[c.number or 0]),
-}
-"""Conditions that are more than a formula on the aggregation."""

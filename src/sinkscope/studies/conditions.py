@@ -1,18 +1,23 @@
-"""A condition is one thing done to the model while the judging sequences run; it is the key of its result.
+"""A condition is one thing done to the model while the judging sequences run; it is the key of its result. What those
+of one name have in common is an entry of CONDITIONS: what makes their interventions, their check, and their label.
 
 The factorial takes apart what a token that sees only itself differs in from one that averages: whom it sees (a mixing,
 in the layers up to the birth), the batch variance of its aggregation and its energy, each of which can be brought to
 the level that it has under another mixing. At the sink the mirror of it: position 0 opened to later keys.
 
-No torch: claims and pages name conditions too.
+No torch, which claims and pages do without: what an entry calls to make interventions are methods of the runner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
+    from sinkscope.interventions.base import Intervention
     from sinkscope.models.anatomy import Anatomy
 
 UNTOUCHED = "untouched"
@@ -54,6 +59,10 @@ class Condition:
     """Whether it acts on what enters the norm on the aggregation, in models that have one."""
 
     @property
+    def kind(self) -> ConditionKind:
+        return CONDITIONS[self.name]
+
+    @property
     def levelled(self) -> bool:
         """Whether a moment is brought to the level of another mixing."""
         return self.variance is not None or self.energy is not None
@@ -81,3 +90,263 @@ def sides_of_norm(anatomy: Anatomy) -> tuple[bool, ...]:
 def draws(name: str, sink: int) -> list[Condition]:
     """The minimal set's vectors pointed elsewhere, by each draw."""
     return [Condition(f"{name}_minimal_set", sink, number=number or None) for number in range(NUM_DRAWS)]
+
+
+class Expected(NamedTuple):
+    """What must have come about, in the layers acted on, by sequence: only the ratio of the means counts."""
+
+    what: str
+    rule: Literal["equal", "at most", "at least"]
+    actual_BL: np.ndarray
+    expected_BL: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtTarget:
+    """What a condition did at its target, by sequence and layer acted on, beside the baseline."""
+
+    factor: float
+    variance_BL: np.ndarray
+    """Squared deviation of the aggregation, whose mean over sequences is the variance."""
+    energy_BL: np.ndarray
+    weights_BL: np.ndarray
+    """sum a^2 of the attention: 1 where it goes to one key."""
+    own_weight_BL: np.ndarray
+    """The part of it that the target's own key has."""
+    later_variance_BL: np.ndarray
+    """The variance of the later half of positions, under the condition too."""
+    baseline_variance_BL: np.ndarray
+    baseline_energy_BL: np.ndarray
+    baseline_weights_BL: np.ndarray
+
+
+TOLERANCE = 0.1
+"""Farther off than this is a miss."""
+OPENED = 0.5
+"""A position that was opened to later keys averages where at most this share of its sum a^2 is left."""
+ROUNDING = 1e-10
+"""A moment below this share of the energy is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditionKind:
+    """What all conditions of one name have in common."""
+
+    name: str
+    make: Callable[[Any, Condition], list[Intervention]]
+    """From the `ConditionRunner`, whose methods make one each."""
+    check: Callable[[AtTarget], list[Expected]] = lambda at: []
+    """What must have come about at the target; nothing where a value is set outright."""
+    label: str = ""
+    """What is done, in words; the name says it where there are none."""
+    shown_in: tuple[str, ...] = ()
+    """Which of the figures and tables that show some kinds only show this one."""
+
+
+def _attends_to_itself(at: AtTarget) -> list[Expected]:
+    return [Expected("sight of itself alone", "at least", at.own_weight_BL, at.weights_BL)]
+
+
+def _not_to_itself(at: AtTarget) -> list[Expected]:
+    return [Expected("blindness to itself", "at most", at.own_weight_BL, TOLERANCE * at.weights_BL)]
+
+
+def _to_one_other(at: AtTarget) -> list[Expected]:
+    one_key = Expected("sight of one key", "at least", at.weights_BL, np.ones_like(at.weights_BL))
+    return [*_not_to_itself(at), one_key]
+
+
+def _to_two(at: AtTarget) -> list[Expected]:
+    return [Expected("sight of two keys", "at least", at.weights_BL, np.full_like(at.weights_BL, 0.5))]
+
+
+def _averages(at: AtTarget) -> list[Expected]:
+    return [Expected("averaging", "at most", at.weights_BL, OPENED * at.baseline_weights_BL)]
+
+
+# Of what is scaled the first layer alone is checked: further up it acts on what it changed below.
+
+
+def _variance_scaled(at: AtTarget) -> list[Expected]:
+    expected_BL = at.factor**2 * at.baseline_variance_BL[:, :1]
+    return [Expected("variance", "equal", at.variance_BL[:, :1], expected_BL)]
+
+
+def _energy_scaled(at: AtTarget) -> list[Expected]:
+    expected_BL = at.factor**2 * at.baseline_energy_BL[:, :1]
+    return [Expected("energy", "equal", at.energy_BL[:, :1], expected_BL)]
+
+
+def _variance_kept(at: AtTarget) -> list[Expected]:
+    return [Expected("variance", "equal", at.variance_BL, at.baseline_variance_BL)]
+
+
+def _variance_of_later(at: AtTarget) -> list[Expected]:
+    return [Expected("variance", "at most", at.variance_BL, at.later_variance_BL)]
+
+
+def _no_mean(at: AtTarget) -> list[Expected]:
+    expected_BL = at.variance_BL + ROUNDING * at.baseline_energy_BL
+    return [Expected("mean of 0", "at most", at.energy_BL, expected_BL)]
+
+
+def _no_variance(at: AtTarget) -> list[Expected]:
+    return [Expected("variance of 0", "at most", at.variance_BL, TOLERANCE * at.energy_BL)]
+
+
+def _formula(runner: Any, condition: Condition) -> list[Intervention]:
+    return [runner.formula(condition)]
+
+
+def _by_another_model(runner: Any, condition: Condition) -> list[Intervention]:
+    raise NotImplementedError(f"{condition.name} is a copy of the model, which no intervention makes")
+
+
+REMAINING_FIGURE, MOVED_FIGURE, FACTORIAL_TABLE = "remaining", "moved", "factorial"
+"""What shows some kinds only."""
+_KINDS = (
+    ConditionKind(name=UNTOUCHED, make=lambda run, c: [], shown_in=(FACTORIAL_TABLE,)),
+    ConditionKind(name="mask_to_self", make=lambda run, c: [run.mask_to_self(c.target)], check=_attends_to_itself),
+    ConditionKind(name="mask_but_self", make=lambda run, c: [run.mask_but_self(c.target)], check=_not_to_itself),
+    ConditionKind(
+        name=SEE_SELF,
+        make=lambda run, c: [run.attend_only(c.target, [c.target])],
+        check=_attends_to_itself,
+        shown_in=(FACTORIAL_TABLE,),
+    ),
+    ConditionKind(
+        name=SEE_PREVIOUS,
+        make=lambda run, c: [run.attend_only(c.target, [c.target - 1])],
+        check=_to_one_other,
+        shown_in=(FACTORIAL_TABLE,),
+    ),
+    ConditionKind(
+        name=SEE_FAR,
+        make=lambda run, c: [run.attend_only(c.target, [1 if run.plan.sink != 1 else 2])],
+        check=_to_one_other,
+        shown_in=(FACTORIAL_TABLE,),
+    ),
+    ConditionKind(
+        name=SEE_TWO,
+        make=lambda run, c: [run.attend_only(c.target, [c.target, c.target - 1])],
+        check=_to_two,
+        shown_in=(FACTORIAL_TABLE,),
+    ),
+    ConditionKind(
+        name="open_to_later",
+        make=lambda run, c: [run.open_to_later()],
+        check=_averages,
+        label="opened to later positions",
+        shown_in=(FACTORIAL_TABLE, REMAINING_FIGURE),
+    ),
+    ConditionKind(name="amplify_variance", make=_formula, check=_variance_scaled),
+    ConditionKind(name="scale_norm", make=_formula, check=_energy_scaled, label="the aggregation scaled"),
+    ConditionKind(name="shift_mean", make=lambda run, c: [run.shift_mean(c)], check=_variance_kept),
+    ConditionKind(name="swap_deviation", make=_formula, label="another sequence's deviation"),
+    ConditionKind(name="random_direction", make=_formula, label="a random direction"),
+    ConditionKind(
+        name="transplant_dimensions",
+        make=lambda run, c: [run.transplant_dimensions(run.plan.dimensions, c.target)],
+    ),
+    ConditionKind(
+        name="transplant_random_dimensions",
+        make=lambda run, c: [run.transplant_dimensions(run.controls.dimensions, c.target)],
+    ),
+    ConditionKind(
+        name="transplant_super_neurons",
+        make=lambda run, c: [run.transplant_units(run.plan.super_neurons, c.target)],
+    ),
+    ConditionKind(
+        name="transplant_random_set",
+        make=lambda run, c: [run.transplant_units(run.controls.units, c.target)],
+    ),
+    ConditionKind(
+        name="equalise_variance",
+        make=_formula,
+        check=_variance_of_later,
+        label="variance equalised",
+        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    ),
+    ConditionKind(
+        name="remove_mean",
+        make=_formula,
+        check=_no_mean,
+        label="mean removed",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="remove_deviation",
+        make=_formula,
+        check=_no_variance,
+        label="deviation removed",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="remove_energy",
+        make=_formula,
+        label="energy removed",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="ablate_minimal_set",
+        make=lambda run, c: [run.ablate(run.minimal)],
+        label="minimal set removed",
+        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    ),
+    ConditionKind(
+        name="mean_minimal_set",
+        make=lambda run, c: [run.set_to_mean(run.minimal)],
+        label="minimal set at its mean",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="densify_minimal_set",
+        make=lambda run, c: [run.point_elsewhere("spread", c.number)],
+        label="minimal set densified",
+        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    ),
+    ConditionKind(
+        name="move_minimal_set",
+        make=lambda run, c: [run.point_elsewhere("move", c.number)],
+        label="minimal set moved to another dimension",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="turn_minimal_set",
+        make=lambda run, c: [run.point_elsewhere("turn", c.number)],
+        label="minimal set turned",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name=TURNED_BASIS,
+        make=_by_another_model,
+        label="the whole basis turned",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="ablate_writers",
+        make=lambda run, c: [run.ablate(run.writers)],
+        label="writers along its direction removed",
+        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    ),
+    ConditionKind(
+        name="ablate_writers_at_sink",
+        make=lambda run, c: [run.ablate(run.writers, positions=c.target)],
+        label="the writers removed at the sink alone",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(
+        name="ablate_writers_elsewhere",
+        make=lambda run, c: [run.ablate(run.writers, positions=run.all_but(c.target))],
+        label="the writers removed elsewhere",
+        shown_in=(REMAINING_FIGURE,),
+    ),
+    ConditionKind(name="random_set", make=lambda run, c: [run.ablate(run.controls.sets[c.number or 0])]),
+)
+CONDITIONS: dict[str, ConditionKind] = {kind.name: kind for kind in _KINDS}
+"""By name. A saved study may have conditions that are no longer here."""
+
+
+def labels_in(figure: str) -> dict[str, str]:
+    """The labels of the kinds that a figure shows, by name."""
+    return {name: kind.label for name, kind in CONDITIONS.items() if figure in kind.shown_in}

@@ -24,25 +24,10 @@ from sinkscope.pages.figure import (
 )
 from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
+from sinkscope.studies.conditions import MOVED_FIGURE, REMAINING_FIGURE, labels_in
 from sinkscope.studies.judging import QUARTER, RISE, SPARED
 from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn, unit_name
 
-REMOVALS = {
-    "open_to_later": "opened to later positions",
-    "equalise_variance": "variance equalised",
-    "remove_mean": "mean removed",
-    "remove_deviation": "deviation removed",
-    "remove_energy": "energy removed",
-    "ablate_minimal_set": "minimal set removed",
-    "mean_minimal_set": "minimal set at its mean",
-    "densify_minimal_set": "minimal set densified",
-    "move_minimal_set": "minimal set moved to another dimension",
-    "turn_minimal_set": "minimal set turned",
-    "turn_basis": "the whole basis turned",
-    "ablate_writers": "writers along its direction removed",
-    "ablate_writers_at_sink": "the writers removed at the sink alone",
-    "ablate_writers_elsewhere": "the writers removed elsewhere",
-}
 NUM_UNITS, NUM_CONDITIONS = 2, 4
 """Histograms are shown for this many units, each under this many conditions."""
 ROUNDING = 1e-9
@@ -102,15 +87,16 @@ def _forest(run: Run) -> Figure | None:
 
 def _remaining(run: Run) -> Figure | None:
     """Share of the sink rate that each removal leaves."""
+    labels = labels_in(REMAINING_FIGURE)
     entries = [
         row
         for row in run.rows("effects", quantity="sink_rate_at_sink")
-        if row["condition"] in REMOVALS and row["target"] not in targets(run) and row["before"] > 0
+        if row["condition"] in labels and row["target"] not in targets(run) and row["before"] > 0
     ]
     if not entries:
         return None
     sets = run.rows("random_sets")
-    names = [REMOVALS[row["condition"]] for row in entries]
+    names = [labels[row["condition"]] for row in entries]
     # The interval is that of the difference, which reaches beyond all of the rate where rates differ by sequence.
     shares, low, high = (
         [max(0.0, row["before"] + row[part]) / row["before"] for row in entries]
@@ -266,7 +252,6 @@ def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Fi
 
 
 NUM_TARGETS = 4
-MOVED = ("equalise_variance", "ablate_minimal_set", "ablate_writers", "densify_minimal_set")
 DOSED = (*IDENTITIES, "swap_deviation", "random_direction")
 
 
@@ -338,7 +323,7 @@ def moved(run: Run) -> Figure | None:
         "moved",
         "Where the sink went",
         "Sink rate at every position after each removal. The sink may be gone, weaker, or somewhere else.",
-        [pair for pair in done if pair[0] in MOVED and pair[1] not in targets(run)],
+        [pair for pair in done if pair[0] in labels_in(MOVED_FIGURE) and pair[1] not in targets(run)],
     )
 
 

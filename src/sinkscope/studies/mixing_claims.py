@@ -17,6 +17,7 @@ import numpy as np
 
 from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
+    CONDITIONS,
     DOSE,
     FACTORS,
     SEE_FAR,
@@ -165,12 +166,13 @@ def _variance_suffices(study: Measured) -> Found:
 def _other_ways(study: Measured) -> str:
     """What other ways to raise the variance say for the claim that it suffices, or against it."""
     said = []
-    for name, way in OTHER_WAYS.items():
+    for name in OTHER_WAYS:
         risen = control_unless_marked(lambda name=name: float(study.rise_B(name, DOSE).mean()))
         times = study.times_the_variance(name, DOSE)
         if risen is not None and times > 1:
             points = round(100 * risen) + 0.0  # no -0
-            said.append(f"{way} ({times:.2g}x) {points:+.0f} points, {'for' if risen >= RISE else 'against'} it")
+            side = "for" if risen >= RISE else "against"
+            said.append(f"{CONDITIONS[name].label} ({times:.2g}x) {points:+.0f} points, {side} it")
     return f"other ways to more variance: {'; '.join(said) or 'none'}"
 
 
@@ -182,11 +184,7 @@ def _opening(study: Measured) -> Found:
     return Numbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
 
 
-OTHER_WAYS = {
-    "scale_norm": "the aggregation scaled",
-    "swap_deviation": "another sequence's deviation",
-    "random_direction": "a random direction",
-}
+OTHER_WAYS = ("scale_norm", "swap_deviation", "random_direction")
 """Conditions that raise the variance beside amplification, which they do not support: what makes no sink at more
 variance speaks against variance, what makes one for it."""
 _UNDER_HALF = Bar("below", 0.5, least_left)

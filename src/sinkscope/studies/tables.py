@@ -12,7 +12,7 @@ import torch
 from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
-from sinkscope.studies.conditions import DIMENSIONS, DOSE, MIXINGS, RANDOM_OF, SUPER_NEURONS, UNTOUCHED, Condition
+from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORIAL_TABLE, RANDOM_OF, SUPER_NEURONS, Condition
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
@@ -118,7 +118,7 @@ def _rates(study: Measured) -> Rows:
 def _factorial(study: Measured) -> Rows:
     """A row by cell: mixing, level of the variance and level of the energy."""
     for cell, conditions in study.by_target.items():
-        if cell.name not in (*MIXINGS, "open_to_later", UNTOUCHED):
+        if FACTORIAL_TABLE not in cell.kind.shown_in:
             continue
         rise_B = study.risen_B(conditions)
         low, high = bootstrap_mean_interval(rise_B)
