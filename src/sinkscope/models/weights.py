@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from sinkscope.models.checkpoint_checks import each_weight
 
 HASHED_ELEMENTS = 1 << 20
-SAMPLED = 8
-"""Values of each weight that the cheap checksum reads."""
-
 _hashed: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
 """By model: the checksum that its weights had, and their hash."""
 
@@ -47,18 +44,32 @@ def _sha256(model: nn.Module) -> str:
 
 @torch.no_grad()
 def weight_checksum(model: nn.Module) -> str:
-    """A cheap hash of a model's weights: where they are, how often they were changed in place, and a few values of
-    each. Weights that accelerate keeps elsewhere count by their names alone."""
+    """A cheap hash of a model's weights: where they are, how often they were changed in place, and a row and a column
+    of each.
+
+    torch does not count changes through `.data`. Those of a whole row or column show, which is how units and tokens are
+    taken out; one of a single value may not. Weights that accelerate keeps elsewhere count by their names alone.
+    """
     digest = hashlib.sha256()
-    samples: dict[torch.device, list[Tensor]] = {}
+    lines: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.device};".encode())
         if parameter.is_meta or not parameter.numel():
             continue
         if not parameter.is_inference():  # else torch does not count its changes
             digest.update(f"{parameter.data_ptr()} {parameter._version};".encode())
-        values = parameter.detach().reshape(-1)[:: -(-parameter.numel() // SAMPLED)]
-        samples.setdefault(parameter.device, []).append(values.double())
-    for values in samples.values():
-        digest.update(torch.cat(values).cpu().numpy().data)
+        lines.setdefault((parameter.device, parameter.dtype), []).extend(_lines(parameter.detach()))
+    for found in lines.values():
+        digest.update(torch.cat(found).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _lines(weight: Tensor) -> list[Tensor]:
+    """The values along each axis, through the middle of the others."""
+    middle = [size // 2 for size in weight.shape]
+    if weight.ndim < 2:
+        return [weight.reshape(-1)]
+    return [
+        weight[tuple(slice(None) if other == axis else middle[other] for other in range(weight.ndim))]
+        for axis in range(weight.ndim)
+    ]
