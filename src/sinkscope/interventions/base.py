@@ -26,6 +26,7 @@ from sinkscope.models.prompts import check_one_length
 from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
 from sinkscope.tracing.edits import (
     OpenIntervention,
+    OwnHook,
     check_acted,
     check_indices,
     depth,
@@ -213,13 +214,9 @@ def hook_on(
 ) -> None:
     """Calls a function before or after a module, as torch's hooks do, until the stack is closed. It is silent while
     interventions are suspended, and on a copy of the module, which takes the hooks of its original along."""
-    opened_at = depth()
-
-    def acting(called, *others):
-        return function(called, *others) if called is module and depth() == opened_at else None
-
+    hook = OwnHook(function, module, at_depth=depth())
     register = module.register_forward_hook if after else module.register_forward_pre_hook
-    stack.callback(register(acting, with_kwargs=with_kwargs).remove)
+    stack.callback(register(hook, with_kwargs=with_kwargs).remove)
 
 
 def _calibrate() -> None:

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, input_device
 from sinkscope.tracing.attention_rule import AttentionRule
-from sinkscope.tracing.edits import depth, row_edits
+from sinkscope.tracing.edits import OwnHook, depth, row_edits
 from sinkscope.tracing.sole_reader import sole_reader
 
 NAME = "sinkscope"
@@ -48,19 +48,24 @@ _HARMLESS = {
 are already in q, k."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CausalMask:
     """What a model's mask means; it is passed on in place of the mask."""
 
     window: int | None
+    refused: InputError | None = None
+    """Why it cannot be read."""
+    plain: Callable[[], Any] | None = None
+    """Makes the mask itself, for another model that has the same configuration object."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tap:
     """A function that the attention of one model goes through."""
 
+    decoder: nn.Module
     config: Any
-    """The configuration of the model, which says whose a mask is; None where masks are not asked for."""
+    """The configuration of the model, which masks are asked for with; None where they are not asked for."""
     layer_of: dict[int, int]
     """By the attention module's id."""
     on_attention: OnAttention
@@ -81,11 +86,34 @@ _doors: WeakKeyDictionary[nn.Module, tuple[int, contextlib.ExitStack]] = WeakKey
 _doors_lock = threading.Lock()
 
 
+@dataclass(kw_only=True)
+class _Renamed:
+    """A configuration in which our attention stands in place of the model's. Models made from one configuration object
+    share it."""
+
+    config: Any
+    before: str
+    ours: str
+    count: int = 0
+
+
+_renamed: dict[int, _Renamed] = {}
+"""By the configuration's id."""
+
+
+def implementation_of(config: Any) -> str:
+    """The attention implementation that a configuration's owner has chosen."""
+    renamed = _renamed.get(id(config))
+    now = config._attn_implementation
+    return renamed.before if renamed is not None and renamed.ours == now else now
+
+
 @contextlib.contextmanager
 def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
     """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every one.
     Taps may be closed in any order; after the last one the model is as it was."""
     tap = _Tap(
+        decoder=anatomy.decoder,
         config=getattr(anatomy.decoder, "config", None),
         layer_of={id(layer.attention): layer.index for layer in anatomy.layers},
         on_attention=on_attention,
@@ -124,28 +152,40 @@ def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
     door = anatomy.family.attention_door
     config: Any = getattr(anatomy.decoder, "config", None)
     if door != "causal_sdpa":
-        before = config._attn_implementation
-        # What set_attn_implementation does, without its walk over all modules: each attention asks the configuration
-        # for the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen.
-        ours = _name_over(before) if door == "registry" else "sdpa"
-        config._attn_implementation = ours
-
-        def restore() -> None:
-            if config._attn_implementation == ours:  # else its owner has chosen another meanwhile
-                config._attn_implementation = before
-
-        undo.callback(restore)
+        _rename(config, door == "registry")
+        undo.callback(_name_back, config)
     if door != "registry":
         marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_device(anatomy))
         for layer in anatomy.layers:
             calls = _CallsOfLayer(anatomy, layer, marker)
             undo.callback(calls.close)
-            undo.callback(layer.attention.register_forward_pre_hook(calls.enter).remove)
-            undo.callback(layer.attention.register_forward_hook(calls.leave, always_call=True).remove)
+            undo.callback(layer.attention.register_forward_pre_hook(OwnHook(calls.enter, layer.attention)).remove)
+            leave = OwnHook(calls.leave, layer.attention)
+            undo.callback(layer.attention.register_forward_hook(leave, always_call=True).remove)
         if door == "sdpa_call":
             # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
-            by_marker = _mask_by_marker(anatomy.decoder, marker)
+            by_marker = OwnHook(_mask_by_marker(anatomy.decoder, marker), anatomy.decoder)
             undo.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
+
+
+def _rename(config: Any, in_registry: bool) -> None:
+    """What set_attn_implementation does, without its walk over all modules: each attention asks the configuration for
+    the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen."""
+    if id(config) not in _renamed:
+        before = config._attn_implementation
+        ours = _name_over(before) if in_registry else "sdpa"
+        _renamed[id(config)] = _Renamed(config=config, before=before, ours=ours)
+        config._attn_implementation = ours
+    _renamed[id(config)].count += 1
+
+
+def _name_back(config: Any) -> None:
+    renamed = _renamed[id(config)]
+    renamed.count -= 1
+    if not renamed.count:
+        del _renamed[id(config)]
+        if config._attn_implementation == renamed.ours:  # else its owner has chosen another meanwhile
+            config._attn_implementation = renamed.before
 
 
 @cache
@@ -168,8 +208,13 @@ def _tap_of(attention: nn.Module) -> _Tap | None:
 
 
 def _has_tap(config: Any) -> bool:
-    """Whether a tap acts on a pass of the model with this configuration."""
+    """Whether a tap acts on passes of a model with this configuration."""
     return any(tap.config is config and tap.acts for tap in _taps)
+
+
+def _is_strange(attention: nn.Module) -> bool:
+    """Whether an attention is part of none of the models that a tap acts on."""
+    return not any(attention is part for tap in _taps if tap.acts for part in tap.decoder.modules())
 
 
 def _attention(
@@ -187,6 +232,8 @@ def _attention(
     **others,
 ):
     tap = _tap_of(module)
+    if tap is None and isinstance(attention_mask, CausalMask) and attention_mask.plain and _is_strange(module):
+        attention_mask = attention_mask.plain()
     if tap is None and not isinstance(attention_mask, CausalMask):
         if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
             own = variant.attend_plain if before == "eager" else variant.attend
@@ -204,6 +251,8 @@ def _attention(
         raise RuntimeError(
             f"layer {tap.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
         )
+    if attention_mask.refused is not None:
+        raise attention_mask.refused
     unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
     if unknown or dropout or others.get("is_causal") is False:
         given = ", ".join(sorted(unknown)) or "dropout or a bidirectional mask"
@@ -235,20 +284,25 @@ def _mask(
     local_size=None,
     **others,
 ) -> Any:
-    """The meaning of the mask that a model asks for; refuses padding, caches and shapes other than causal windows."""
+    """The meaning of the mask that a model asks for; padding, caches and shapes other than causal windows have none."""
+    asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    make = partial(
+        AttentionMaskInterface()[before], *asked, **({} if local_size is None else {"local_size": local_size})
+    )
+    plain = cache(partial(make, **others))  # each layer asks for it
     if not _has_tap(others.get("config")):
-        others |= {} if local_size is None else {"local_size": local_size}
-        asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-        return AttentionMaskInterface()[before](*asked, **others)
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise InputError("There is padding in the attention mask. Cut the sequences to one length.")
+        return plain()
     window = local_size if local_size is not None and local_size < kv_length else None
-    if q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
-        raise InputError(
+    refused = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        refused = InputError("There is padding in the attention mask. Cut the sequences to one length.")
+    elif q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
+        refused = InputError(
             "Only a causal mask can be read, with or without a sliding window. This one is another (chunks, packed "
             "sequences, a prefix or a cache): use a model or input without it."
         )
-    return CausalMask(window)
+    # Raised where attention is called: only there is known which of the models that share a configuration runs.
+    return CausalMask(window, refused, plain)
 
 
 def _is_causal_window(mask_function, length: int, window: int | None) -> bool:

@@ -84,6 +84,28 @@ _expert_edits: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
 _depth: ContextVar[int] = ContextVar("sinkscope_depth", default=0)
 
 
+class OwnHook:
+    """A hook of an intervention on one module. A copy of the module takes it along, and there it does nothing."""
+
+    def __init__(self, function: Callable, module: nn.Module, *, at_depth: int | None = None) -> None:
+        """With `at_depth` it is silent while interventions are suspended."""
+        self.function, self.module, self.at_depth = function, module, at_depth
+
+    def __call__(self, called: nn.Module, *others: Any) -> Any:
+        acts = called is self.module and self.at_depth in (None, depth())
+        return self.function(called, *others) if acts else None
+
+    def __reduce__(self) -> tuple:
+        return SilentHook, ()
+
+
+class SilentHook:
+    """What a copy has in place of an intervention's hook."""
+
+    def __call__(self, *call: Any) -> None:
+        pass
+
+
 def owner() -> tuple[int, int]:
     """This thread, and its asynchronous task if it runs one."""
     try:

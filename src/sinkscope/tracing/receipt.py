@@ -27,7 +27,7 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.tracing.attention_tap import attention_tap
-from sinkscope.tracing.edits import OpenIntervention, open_interventions, suspend
+from sinkscope.tracing.edits import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
 from sinkscope.tracing.restored import weight_checksum
 from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
 
@@ -178,9 +178,8 @@ def states(model: nn.Module) -> tuple[str, ...]:
 
 def _state_of_model(model: nn.Module, anatomy: Anatomy) -> str:
     """What decides whether a comparison still holds. Hooks of our own interventions come and go and don't count."""
-    ours = "hook_on.<locals>"
     hooks = [
-        (name, [id(hook) for hook in kept.values() if ours not in getattr(hook, "__qualname__", "")])
+        (name, [id(hook) for hook in kept.values() if not isinstance(hook, OwnHook | SilentHook)])
         for name, module in model.named_modules()
         for kept in (module._forward_pre_hooks, module._forward_hooks)
         if kept

@@ -13,6 +13,9 @@ from torch import nn
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.models.weights import weight_checksum
+from sinkscope.tracing.attention_tap import implementation_of
+
+NOTED_BY_SAVING = {"architectures", "dtype", "transformers_version"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,14 @@ def _state(anatomy: Anatomy) -> _State:
     config = getattr(anatomy.decoder, "config", None)
     return _State(
         hooks=_hooks(anatomy.decoder),
-        configuration=None if config is None else (config._attn_implementation, str(config)),
+        configuration=None if config is None else (implementation_of(config), _settings(config)),
         weights=weight_checksum(anatomy.decoder),
     )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Of a configuration, without what saving the model notes in it."""
+    return {key: value for key, value in config.to_dict().items() if key not in NOTED_BY_SAVING}
 
 
 def _check(name: str, anatomy: Anatomy, before: _State) -> None:
