@@ -24,6 +24,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch, check_one_length
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
+from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.recorder import record, without_autograd
 from sinkscope.tracing.sole_reader import evaluation_mode
 
@@ -89,6 +90,7 @@ def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Ten
 def neuron_sinks(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> tuple[Tensor, Tensor]:
     """[B, T] each: which tokens are sinks, and at which one of the neurons fires; a few texts at a time."""
     anatomy, told, fired = anatomy_of(loaded.model), [], []
+    check_reading(loaded.model, anatomy)
     for ids in ids_BT.split(max(1, BATCH_TOKENS // ids_BT.shape[1])):
         with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
             anatomy.decoder(input_ids=ids.to(input_device(anatomy)), use_cache=False)

@@ -36,6 +36,7 @@ from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.edits import check_indices
+from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.replay import ConditionReading, read_condition
 from sinkscope.tracing.taps import leaving
 
@@ -212,6 +213,7 @@ def clamp(
         batch = batch_of(model, untouched)
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
+        check_reading(owner, anatomy)
         untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
     held: list[Intervention] = []
     if neurons:

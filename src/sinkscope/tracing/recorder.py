@@ -29,6 +29,7 @@ from sinkscope.tracing.edits import check_acted, check_chunks
 from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.tracing.merges import Cosine, Moments
 from sinkscope.tracing.observables import SURVEY, Observable, Tap
+from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
 from sinkscope.tracing.taps import open_taps
 
@@ -225,6 +226,7 @@ def record(
 ) -> Recording:
     """The observables of a causal language model on a batch of tokens; `keys` restricts attention to chosen keys."""
     anatomy = anatomy_of(loaded.model)
+    check_reading(loaded.model, anatomy)
     keys_S = _checked_keys(keys, batch.length, anatomy.context)
     started_at = time.perf_counter()
     ids_BT = processes.share(batch.ids)

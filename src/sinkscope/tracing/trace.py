@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
-from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -24,7 +23,7 @@ from sinkscope.results.tables import Schema
 from sinkscope.tracing.edits import check_is_object, check_one_pass
 from sinkscope.tracing.findings import NEEDED, Findings
 from sinkscope.tracing.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
-from sinkscope.tracing.receipt import Receipt, beginnings_in_words, check_reading, described, take_receipt
+from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described, take_receipt
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.tracing.schemas import TRACE_TABLES, schema_with
 from sinkscope.tracing.sequences import Sequences, TokenSink, read_sequences
@@ -148,7 +147,6 @@ def trace(
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
     wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
     check_one_pass(len({len(ids) for ids in batch.whole}))
-    check_reading(loaded.model, anatomy_of(loaded.model))
     recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
     sequences = read_sequences(loaded, recording, chunk_tokens)
     result = Trace(recording, sequences, loaded.tokenizer, take_receipt(loaded, batch))
