@@ -24,6 +24,7 @@ from sinkscope.audits.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadOptions, load
 from sinkscope.models.prompts import Tokens
@@ -61,6 +62,7 @@ def audit(
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     measured = _schemes(schemes)
     loaded = load(model, **options)
+    check_in_memory(loaded.model, "An audit")
     batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     progress = progress or (lambda done, total: None)
     progress(0, _num_cells(measured))

@@ -28,6 +28,7 @@ from sinkscope.audits.sink_neurons import SinkNeurons
 from sinkscope.audits.sink_tokens import neuron_sinks, sink_neurons
 from sinkscope.audits.static_scales import STATIC, least_error_ranges
 from sinkscope.errors import InputError
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -104,6 +105,7 @@ def sink_prefix(
 
     `progress` is called with (prefixes tried, prefixes to try)."""
     loaded = load(model)
+    check_in_memory(loaded.model, "A prefix")
     batch = as_batch(loaded, ids)
     most = room_for_prefix(loaded.model, batch.length)
     neurons = neurons or sink_neurons(loaded, batch)

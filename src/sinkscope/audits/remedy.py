@@ -17,6 +17,7 @@ from sinkscope.audits.remedies import BY_OPTION, Setting, Treated
 from sinkscope.audits.remedy_result import MEASURED, PLAIN, Measured, RemedyResult
 from sinkscope.audits.schemes import SCHEMES
 from sinkscope.audits.texts import texts_to_measure
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens
@@ -49,6 +50,7 @@ def remedy(
     check_remedies(**chosen)
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
     loaded = load(model)
+    check_in_memory(loaded.model, "A remedy")
     batch = texts_to_measure(
         loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed, prefix=prefix
     )

@@ -226,7 +226,9 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
 
     Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
     """
-    body: Any = loaded.model.base_model
+    owner: Any = loaded.model
+    # PEFT calls the whole model its base model; its adapters act inside of it.
+    body: Any = (owner.get_base_model() if hasattr(owner, "get_base_model") else owner).base_model
     ids_BT = ids_BT.to(embedding_device(loaded.model))
     with evaluation_mode(loaded.model):
         last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]

@@ -17,6 +17,7 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import AnyModule, Layer, anatomy_of, input_device
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.sole_reader import evaluation_mode
@@ -93,6 +94,7 @@ def _no_attention(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitStac
 
 
 def _redrawn_embeddings(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitStack) -> None:
+    check_in_memory(loaded.model, "Redrawing the embeddings")
     weight = anatomy_of(loaded.model).decoder.get_input_embeddings().weight
     before = weight.detach().clone()
     # Seeded by the model itself: models of different seeds get different embeddings, and each always the same.

@@ -232,6 +232,16 @@ def check_loading_info(info: dict[str, Any], name: str) -> None:
     check_scales(info.get("unexpected_keys") or (), name)
 
 
+def check_in_memory(model: nn.Module, purpose: str) -> None:
+    """Refuses a model of which accelerate keeps weights elsewhere between passes, where they are to be changed."""
+    offloaded = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if offloaded is not None:
+        raise InputError(
+            f"{purpose} needs a model whose weights are in memory, and {offloaded} is offloaded. Load it without "
+            "offloading; trace, probe and interventions read it as it is."
+        )
+
+
 def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter once with its name, sorted; those that accelerate keeps elsewhere are brought in one by one."""
     for name, parameter in sorted(model.named_parameters()):

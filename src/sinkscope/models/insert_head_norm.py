@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import AnyModule, anatomy_of
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import Model, bare_model
 
 NAME = "head_norm"
@@ -34,6 +35,7 @@ def insert_head_norm(
     `initial_lambda=0.25` (see HeadRMSNorm).
     """
     anatomy = anatomy_of(model)
+    check_in_memory(bare_model(model), "Head-wise RMSNorm")
     projections = [layer.output_projection for layer in anatomy.layers]
     if any(hasattr(projection, NAME) for projection in projections):
         raise InputError("The model has head-wise RMSNorm already. Call remove_head_norm(model) first.")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
+from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import Model, bare_model
 
 NUM_TRIED = 16
@@ -44,6 +45,7 @@ def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> An
     """A copy of a causal language model whose residual stream is turned by an orthogonal [E, E] matrix: the one given,
     or a random one. It is a plain model of its family and saves and loads as such; tied embeddings are untied."""
     own = bare_model(model)
+    check_in_memory(own, "Rotating")
     _check_norms(anatomy_of(own))
     turned = copy.deepcopy(own).eval()
     anatomy = anatomy_of(turned)
