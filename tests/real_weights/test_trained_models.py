@@ -37,7 +37,7 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
     assert writers[0].dimension == strongest
     assert float(writers[0].sparsity.top_share) > 5 * writers[0].layer_top_share
     assert result.story.startswith(("Position 0 ", "Positions 0 "))
-    assert f"layer {findings.birth_layers[0]} " in result.story.partition("begun by")[2]
+    assert f"layer {findings.birth_layers[0]} " in result.story.partition("first written by")[2]
 
 
 def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):

@@ -360,7 +360,7 @@ def test_a_sink_with_a_chain_behind_it_is_told():
     assert found.findings.focus == [10]
     assert found.findings.births == {10: ([1], [2])}
     assert "Position 10 is a sink" in found.story
-    for words in ("born in layer 1", "erased in layer 2", "dimension 9", "neuron 17 of layer 1"):
+    for words in ("appears in layer 1", "disappears in layer 2", "dimension 9", "neuron 17 of layer 1"):
         assert words in found.story
     summary = found.summary
     assert (summary["birth_layers"], summary["erasure_layers"]) == ([1], [2])

@@ -133,7 +133,7 @@ def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
     of_units = sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)})
     if run.births:
-        where, layers = "the layers where disparity is born", run.births
+        where, layers = "the layers where disparity appears", run.births
     elif of_units:
         where, layers = "the layers of super neurons", of_units
     elif run.summary["sinks"]:

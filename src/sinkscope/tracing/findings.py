@@ -87,8 +87,8 @@ class Findings:
         more = f" and {len(self.sinks) - 3} more" if len(self.sinks) > 3 else ""
         dimensions = ", ".join(map(str, self.massive_dimensions[:4])) or "none"
         return (
-            f"Findings on {name}: sinks: {sinks or 'none'}{more}; massive dimensions: {dimensions}; disparity is born "
-            f"in layers {', '.join(map(str, self.birth_layers)) or 'none'}"
+            f"Findings on {name}: sinks: {sinks or 'none'}{more}; massive dimensions: {dimensions}; "
+            f"disparity appears in layers {', '.join(map(str, self.birth_layers)) or 'none'}"
         )
 
     @cached_property

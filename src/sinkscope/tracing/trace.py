@@ -241,23 +241,23 @@ def story(findings: Findings) -> str:
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it." + _cut(findings)
     dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
-    born = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.birth_layers]
-    text += f"; disparity is born in {' and '.join(born)}" if born else ""
-    erased = [f"layer {layer}" for layer in findings.erasure_layers]
-    text += f", erased in {' and '.join(erased)}" if erased else ""
+    appears_in = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.birth_layers]
+    text += f"; disparity appears in {' and '.join(appears_in)}" if appears_in else ""
+    disappears_in = [f"layer {layer}" for layer in findings.erasure_layers]
+    text += f", disappears in {' and '.join(disappears_in)}" if disappears_in else ""
     text += (
         f", in dimension {dimensions}"
         if len(findings.massive_dimensions) == 1
-        else f", foremost in dimensions {dimensions}"
+        else f", mostly in dimensions {dimensions}"
     )
     writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
-    # A later layer may write more, and the sink not need it: what begins the disparity comes first.
+    # A later layer may write more, and the sink not need it: the neuron that first wrote the disparity is named.
     first = [unit for layer in findings.birth_layers for unit in writers if unit.layer == layer]
     if writers:
         unit = (first or writers)[0]
         expert = "" if unit.expert is None else f", expert {unit.expert}"
         share = f"{unit.write_share:.0%} of that layer's write"
-        verb = "begun" if first else "written most"
+        verb = "first written" if first else "mostly written"
         text += f", {verb} by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
     return text + "." + _cut(findings)
 
