@@ -125,7 +125,7 @@ def read_list(path: Path) -> list[Entry]:
         entries.append(Entry(name, model, own, study, audit))
     names = [entry.name for entry in entries]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise InputError(expected="a name for each model", found=f"{min(twice)} twice", next_step="Give it a `name`")
+        raise InputError(f"Two models have the name {min(twice)}. Give one of them another `name`.")
     return entries
 
 
@@ -269,7 +269,7 @@ def put_into(page: Path, table: str) -> None:
     text, head = read_text(page, MOST_PAGE), table.splitlines()[0]
     before, found, after = text.partition(head)
     if not found:
-        raise InputError(expected=f"a table in {page}", found="none", next_step=f"Write its first line: {head}")
+        raise InputError(f"{page} has no table. Write its first line: {head}")
     rest = after.splitlines(keepends=True)[1:]
     kept = "".join(itertools.dropwhile(lambda line: line.startswith("|"), rest))
     with whole_file(page) as partial:

@@ -82,9 +82,8 @@ def all_conditions(options: argparse.Namespace) -> dict[str, Condition]:
     late = max(length // 2, window + 2 * first)
     if not 0 < first < window or late >= length - 1:
         raise InputError(
-            expected="0 < --first < --window, and a --length that leaves tokens after the window",
-            found=f"first {first}, window {window}, length {length}",
-            next_step="Give a shorter --window",
+            f"--first {first}, --window {window} and --length {length} do not fit: it must be 0 < first < "
+            "window, with tokens after the window. Give a shorter --window."
         )
     rounded = {
         "16-bit activations, per tensor (control)": SCHEMES["activations-8-dynamic"].control(),
@@ -131,11 +130,7 @@ def texts(loaded: LoadedModel, options: argparse.Namespace) -> Tensor:
         stream = TokenStream(shards, "validation", length=options.length, batch_size=1, seed=0)
         return given_batch(stream.evenly_spaced(options.num_texts)[0], model=loaded.model).ids
     if not Path(options.data).is_file():
-        raise InputError(
-            expected="token shards or a text file",
-            found=f"no {options.data}",
-            next_step="Give --data a folder that sinkscope tokenize wrote, or a text",
-        )
+        raise InputError(f"There is no {options.data}. Give --data a folder that sinkscope tokenize wrote, or a text.")
     number = {"length": options.length, "num_sequences": options.num_texts}
     return token_batch(loaded, f"text:{options.data}", **number).ids
 

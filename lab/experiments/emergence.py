@@ -87,9 +87,8 @@ def emergence(run: Path, *, length: int, num_sequences: int) -> dict[str, Any]:
     snapshots = sorted((run / "snapshots").glob("step-*"))
     if not snapshots or not (run / "model").is_dir():
         raise InputError(
-            expected=f"snapshots and a finished model in {run}",
-            found=f"{len(snapshots)} snapshots{'' if (run / 'model').is_dir() else ', no model'}",
-            next_step="Train with sinkscope pretrain --keep 0,100,1000",
+            f"{run} has {len(snapshots)} snapshots and {'a' if (run / 'model').is_dir() else 'no'} finished model. "
+            "Train with sinkscope pretrain --keep 0,100,1000."
         )
     loaded = load(str(run / "model"), dtype="float32")
     batch = token_batch(loaded, "random", length=length, num_sequences=num_sequences)
@@ -145,9 +144,7 @@ def unit_strengths(loaded: LoadedModel, batch: TokenBatch) -> np.ndarray:
     handles = []
     for layer in anatomy_of(loaded.model).layers:
         if layer.down_projection is None:
-            raise InputError(
-                expected="dense feed-forward layers", found="experts", next_step="Use a model of sinkscope pretrain"
-            )
+            raise InputError("A mixture of experts has no one feed-forward layer. Use a model of sinkscope pretrain.")
         norms_F = layer.down_weights()[0][1].norm(dim=0)
         handles.append(
             layer.down_projection.register_forward_pre_hook(

@@ -82,9 +82,7 @@ def probes(result: dict[str, Any], batch: str) -> list[dict[str, Any]]:
     found = [probe for probe in result["probes"] if probe["batch"] == batch]
     if not found or not result["metrics"]:
         raise InputError(
-            expected="runs with held-out losses and probes",
-            found=f"a run of {result['run']['variant']} without",
-            next_step="Train with --probe-every",
+            f"A run of {result['run']['variant']} has no held-out losses or probes. Train with --probe-every."
         )
     return found
 

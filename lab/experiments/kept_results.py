@@ -80,11 +80,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
                 for line in map(json.loads, file)
             ]
     if not lines:
-        raise InputError(
-            expected=f"results-*.jsonl.xz in {folder}",
-            found="none",
-            next_step="Give the folder that --keep of an experiment wrote",
-        )
+        raise InputError(f"{folder} has no results-*.jsonl.xz. Give the folder that --keep of an experiment wrote.")
     return lines
 
 

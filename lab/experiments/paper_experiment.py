@@ -43,16 +43,10 @@ def main() -> None:
         trials = tuning_groups(options.learning_rates, options.weight_decays, options.lambdas, options.tune_seed)
         if options.tune_seed in options.seeds:
             raise InputError(
-                expected="seeds that nothing was tuned on",
-                found=f"{options.tune_seed} in --seeds",
-                next_step="Give another --tune-seed",
+                f"Seed {options.tune_seed} of --seeds is the one that was tuned on. Give another --tune-seed."
             )
         if BAD_LAMBDA in options.lambdas:
-            raise InputError(
-                expected=f"initial lambdas other than {BAD_LAMBDA:g}, which is an ablation",
-                found=f"{BAD_LAMBDA:g} in --lambdas",
-                next_step="Leave it out",
-            )
+            raise InputError(f"--lambdas has {BAD_LAMBDA:g}, which is an ablation. Leave it out.")
         if options.dry_run:
             unknown = [Run(stage="judge", variant=variant, seed=0) for variant in ("softmax", "head_norm")]
             return show_plan(trials + judging_groups(*unknown, options.seeds), options, base)

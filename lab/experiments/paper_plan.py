@@ -64,9 +64,7 @@ def best_trial(results: Sequence[dict[str, Any]], variant: str) -> Run:
     mine = [result for result in trials if result["run"]["variant"] == variant]
     if not mine:
         raise InputError(
-            expected=f"a trial of {variant} that trains to its end",
-            found="a loss that is not finite in all of them",
-            next_step="Give lower --learning-rates",
+            f"No trial of {variant} trains to its end: the loss is not finite in any. Give lower --learning-rates."
         )
     return Run(**min(mine, key=lambda result: result["summary"]["validation_loss"])["run"])
 

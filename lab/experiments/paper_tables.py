@@ -64,11 +64,7 @@ def tables(results: list[dict[str, Any]]) -> list[str]:
     """All tables as lines of Markdown."""
     done = [result for result in results if not result["diverged"] and result["run"]["stage"] != "tune"]
     if not {BASELINE, NORM} <= {label_of(result["run"]) for result in done}:
-        raise InputError(
-            expected=f"at least one judged run each of {BASELINE} and {NORM}",
-            found=f"{len(done)} judged runs without them",
-            next_step="Go on with paper_experiment.py",
-        )
+        raise InputError(f"The {len(done)} judged runs lack {BASELINE} or {NORM}. Go on with paper_experiment.py.")
     with tempfile.TemporaryDirectory() as folder:
         comparison = compare_training([write_run(result, Path(folder)) for result in done])
     ends = ends_of_training(comparison, done)

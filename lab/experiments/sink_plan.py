@@ -44,9 +44,7 @@ def chosen_runs(runs: dict[str, SinkRun], names: list[str]) -> list[SinkRun]:
     """The runs of some names, in their order; a name that is not in the plan is refused."""
     for name in names:
         if name not in runs:
-            raise InputError(
-                expected=f"runs of the plan: {', '.join(runs)}", found=repr(name), next_step="Choose among them"
-            )
+            raise InputError(f"The plan has no run {name!r}. Choose among {', '.join(runs)}.")
     return [runs[name] for name in names]
 
 

@@ -118,9 +118,7 @@ def windows_of_books(tokens: Path, length: int, count: int) -> list[int]:
 
 def read_books(kept: Path) -> list[int]:
     if not (kept / BOOKS).is_file():
-        raise InputError(
-            expected=f"{BOOKS} in {kept}", found="none", next_step="Write it with --write-books and the tokens"
-        )
+        raise InputError(f"{kept} has no {BOOKS}. Write it with --write-books and the tokens.")
     return json.loads((kept / BOOKS).read_text(encoding="utf-8"))
 
 
@@ -128,16 +126,14 @@ def tables(results: list[dict[str, Any]], books: Sequence[int], rules: dict[str,
     """All tables as lines of Markdown."""
     if missing := [rule for rule in RULES if rule not in rules]:
         raise InputError(
-            expected=f"the verdicts {', '.join(RULES)} in the plan",
-            found=f"no {', '.join(missing)}",
-            next_step="Leave --plan out: sink_experiment.yaml has them",
+            f"The plan lacks the verdicts {', '.join(missing)}. Leave --plan out: sink_experiment.yaml has them."
         )
     arms: ByArm = {}
     for result in results:
         if not result["diverged"] and result["measures"] is not None:
             arms.setdefault(result["run"]["arm"], {})[result["run"]["seed"]] = result["measures"]
     if not any(arm == baseline_of(arm) for arm in arms):
-        raise InputError(expected=f"a run of {BASELINE}", found="none", next_step="Go on with sink_experiment.py")
+        raise InputError(f"There is no run of {BASELINE} yet. Go on with sink_experiment.py.")
     judged = verdicts(arms, books, results, rules)
     parts = (ends_table(arms, books), damage_table(arms), judged, bars_table(arms, books, rules), course_table(results))
     failed = [f"Diverged: {result['name']}." for result in results if result["diverged"]]
@@ -175,9 +171,7 @@ def difference(measures: dict, base: dict, books: Sequence[int]) -> tuple[float,
     counts_B = np.asarray(books)
     if counts_B.sum() != len(values_N):
         raise InputError(
-            expected=f"{len(values_N)} windows in {BOOKS}",
-            found=str(counts_B.sum()),
-            next_step="Write it again with --write-books",
+            f"{BOOKS} has {counts_B.sum()} windows, and the results {len(values_N)}. Write it again with --write-books."
         )
     edges = np.cumsum([0, *books])
     sums_B = np.array([values_N[low:high].sum() for low, high in itertools.pairwise(edges)])

@@ -54,4 +54,4 @@ def test_runs_without_probes_are_refused(tmp_path, result, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["kept_probes", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         kept_probes.main()
-    assert "expected results-*.jsonl.xz" in capsys.readouterr().err
+    assert "has no results-*.jsonl.xz" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_a_diverged_trial_loses_and_a_broken_one_is_refused(options):
     assert pool(options, BASE).carry_out(trials)
     assert sum(result["diverged"] for result in read_results(options.keep)) == 2
     assert best_trial(read_results(options.keep), "softmax").learning_rate == 0.001
-    with pytest.raises(InputError, match="to train to its end; found exit code 1, sinkscope: expected more"):
+    with pytest.raises(InputError, match="did not train to its end: exit code 1, sinkscope: expected more"):
         carry_out(options, BASE, tuning_groups([0.1], [0.1], [0.25], seed=0))
     with pytest.raises(InputError, match="not finite in all of them"):
         carry_out(options, BASE, tuning_groups([0.9], [0.1], [0.25], seed=0))
@@ -185,7 +185,7 @@ def test_kept_files_stay_within_their_limits(tmp_path, monkeypatch):
     assert found[0]["probes"]
     assert not found[-1]["probes"]
     assert "left out" in said[-1]
-    with pytest.raises(InputError, match=r"expected results-\*"):
+    with pytest.raises(InputError, match=r"has no results-\*"):
         read_results(tmp_path)
 
 

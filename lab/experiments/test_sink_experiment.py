@@ -169,7 +169,7 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
     (tmp_path / "swapped").mkdir()
     text = "\n".join(sink_tables.tables(planted_results(tmp_path / "swapped", swapped), [1, 3, 2], PLAN["verdicts"]))
     assert "- not confirmed: head_norm ends lower on every seed" in text
-    with pytest.raises(InputError, match=r"expected 6 windows in books\.json; found 5"):
+    with pytest.raises(InputError, match=r"books\.json has 5 windows, and the results 6"):
         sink_tables.tables(planted_results(tmp_path / "again", losses), [3, 2], PLAN["verdicts"])
 
 

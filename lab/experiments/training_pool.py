@@ -111,7 +111,7 @@ class TrainingPool:
         finally:
             self._stop()
         for run, why in self.failed.items():
-            raise InputError(expected=f"{run.name} to train to its end", found=why, next_step=f"Read {self._log(run)}")
+            raise InputError(f"{run.name} did not train to its end: {why.rstrip('.')}. Read {self._log(run)}.")
         return len(self.missing) == missing_before
 
     def resolved(self, run: Run) -> PretrainConfig:
@@ -134,9 +134,8 @@ class TrainingPool:
             return False
         if not result["diverged"] and result["config"] != self.resolved(run).plain():
             raise InputError(
-                expected=f"{run.name} with the configuration of this experiment",
-                found="another one among the complete runs",
-                next_step="Choose another folder with --runs, and another --done",
+                f"The complete runs have {run.name} with another configuration. Choose another folder with "
+                "--runs, and another --done."
             )
         self.kept.add(result)
         return True

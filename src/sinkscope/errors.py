@@ -8,13 +8,4 @@ one name everywhere; what the command has no option for stays as it is.
 
 
 class InputError(Exception):
-    """What is wrong and what to do, in plain sentences.
-
-    Older messages still come as three phrases: what was expected, what was found and what to do next.
-    """
-
-    def __init__(self, message: str = "", *, expected: str = "", found: str = "", next_step: str = "") -> None:
-        self.expected = expected
-        self.found = found or message  # for callers that still put the phrase into another sentence
-        self.next_step = next_step
-        super().__init__(message or f"expected {expected}; found {found}. {next_step}.")
+    """What is wrong and what to do, in plain sentences."""

@@ -53,7 +53,7 @@ def test_memory_that_runs_out_is_known(allocate):
         try:
             allocate()
         except Exception as cause:
-            raise InputError(expected="whole weights", found="others", next_step="Fetch them") from cause
+            raise InputError("These are not the whole weights. Fetch them.") from cause
     assert is_out_of_memory(told.value)
 
 
@@ -62,7 +62,7 @@ def test_other_errors_are_not_taken_for_it():
     for error in (
         RuntimeError("shapes"),
         OSError(errno.ENOENT, "no such file"),
-        InputError(expected="a file", found="no 'not enough memory.txt'", next_step="Check it"),
+        InputError("There is no 'not enough memory.txt'."),
     ):
         assert not is_out_of_memory(error)
 
