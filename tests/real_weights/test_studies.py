@@ -38,7 +38,7 @@ def test_gemma3_without_bos_has_nothing_to_explain(gemma3_model):
     by_id = verdicts(found)
     assert by_id.pop("sink") == "does not hold"
     assert set(by_id.values()) == {"not applicable"}
-    assert found.measured.outcomes == {}
+    assert found.measured.results == {}
     assert found.verdict.startswith("No sink to explain")
 
 

@@ -70,7 +70,7 @@ DONE: dict[Condition, dict[str, float]] = {
 SEEN = dict(variance=4.0, energy=9.0, mixing=1.0, own=1.0)
 
 
-def outcome(numbers: dict[str, float]) -> Any:
+def result(numbers: dict[str, float]) -> Any:
     full = {name: level(*[value] * L) for name, value in (UNTOUCHED | numbers).items()}
     return SimpleNamespace(
         squares=lambda position, before_norm: np.stack([full["variance"], full["energy"]]),
@@ -81,8 +81,8 @@ def outcome(numbers: dict[str, float]) -> Any:
 
 def test_without_its_mean_a_token_that_never_varies_has_nothing_left_but_rounding():
     condition = Condition("remove_mean", TARGET)
-    found = {condition: outcome({"variance": 1e-19, "energy": 1e-13})}
-    study: Any = SimpleNamespace(plan=SimpleNamespace(layers=range(L)), untouched=outcome({}), outcomes=found)
+    found = {condition: result({"variance": 1e-19, "energy": 1e-13})}
+    study: Any = SimpleNamespace(plan=SimpleNamespace(layers=range(L)), untouched=result({}), results=found)
     assert missed(study, condition) is None
 
 
@@ -91,8 +91,8 @@ def test_a_condition_is_held_to_its_name(condition):
     def study(numbers: dict[str, float]) -> Any:
         return SimpleNamespace(
             plan=SimpleNamespace(layers=range(L)),
-            untouched=outcome({"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}),
-            outcomes={Condition("see_self", TARGET): outcome(SEEN), condition: outcome(numbers)},
+            untouched=result({"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}),
+            results={Condition("see_self", TARGET): result(SEEN), condition: result(numbers)},
         )
 
     assert missed(study(DONE[condition]), condition) is None

@@ -417,7 +417,7 @@ def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():
     """Before the norm the rate rises with every factor (tau 1), after it it never moves (tau 0)."""
     rates = {1.5: 0.1, 2.0: 0.2, 4.0: 0.3, 8.0: 0.4}
 
-    def outcome(condition):
+    def result(condition):
         rate = rates[condition.factor] if condition.before_norm else 0.0
         return SimpleNamespace(later_BS=np.full((N, 11), rate))
 
@@ -428,7 +428,7 @@ def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():
             plan=SimpleNamespace(targets=(10,)),
             sides=sides,
             untouched=SimpleNamespace(later_BS=np.zeros((N, 11))),
-            outcomes={condition: outcome(condition) for condition in conditions},
+            results={condition: result(condition) for condition in conditions},
             at_targets=lambda name, factor, **side: [Condition(name, 10, factor, **side)],
             supports=lambda *conditions: None,
             by_side=lambda values: "",

@@ -134,10 +134,10 @@ def test_the_referees_table_says_what_a_condition_left_alone():
     assert max(changed["mask_to_self", "target"]) > 1  # control: what makes the sink makes a large norm
     # A sink by direction, which the norm has no part in.
     untouched, free, held = (
-        outcome.later_BS[:, target].mean()
-        for outcome in (
+        result.later_BS[:, target].mean()
+        for result in (
             found.measured.untouched,
-            *(found.measured.outcomes[Condition("mask_to_self", target, held=of)] for of in (None, "norms")),
+            *(found.measured.results[Condition("mask_to_self", target, held=of)] for of in (None, "norms")),
         )
     )
     assert held - untouched > 0.8 * (free - untouched) > 0.1
@@ -385,7 +385,7 @@ def test_causal_claims_are_listed_where_only_the_judging_sequences_show_a_sink(m
 def test_each_aggregation_edit_is_calibrated_once():
     _, found, made = small_chain()
     assert {len(edit._calibrations) for edit in made} == {1}
-    means = {name for outcome in found.measured.outcomes.values() for name in outcome.means}
+    means = {name for result in found.measured.results.values() for name in result.means}
     assert len(means) == len(made) * len(found.plan.layers)
 
 
@@ -399,12 +399,12 @@ def test_no_condition_changes_where_feed_forwards_run_from_its_position_on(monke
         return read(replay, first_layer, **options)
 
     monkeypatch.setattr(Replay, "read", whole)
-    expected = study(load(model), **SMALL).measured.outcomes
+    expected = study(load(model), **SMALL).measured.results
     assert begun == {found.plan.sink, *found.plan.targets}
-    assert list(found.measured.outcomes) == list(expected)
-    for condition, outcome in found.measured.outcomes.items():
+    assert list(found.measured.results) == list(expected)
+    for condition, result in found.measured.results.items():
         for name, values in vars(expected[condition]).items():
             if isinstance(values, np.ndarray):
                 np.testing.assert_allclose(
-                    getattr(outcome, name), values, rtol=1e-3, atol=1e-4, err_msg=f"{condition} {name}"
+                    getattr(result, name), values, rtol=1e-3, atol=1e-4, err_msg=f"{condition} {name}"
                 )

@@ -24,7 +24,7 @@ from sinkscope.studies.judging import Empty
 
 if TYPE_CHECKING:
     from sinkscope.interventions.plan import Plan
-    from sinkscope.studies.outcome import Outcome
+    from sinkscope.studies.condition_result import ConditionResult
 
 CONFIDENCE = 0.99
 """Of the interval in a single layer: there are several layers, and most conditions do what they say."""
@@ -54,14 +54,14 @@ def control_unless_marked(control: Callable[[], float]) -> float | None:
 
 
 class Ran(Protocol):
-    """The outcomes that are checked, as a study's `Measured` has them."""
+    """The results that are checked, as a study's `Measured` has them."""
 
     @property
     def plan(self) -> Plan: ...
     @property
-    def untouched(self) -> Outcome: ...
+    def untouched(self) -> ConditionResult: ...
     @property
-    def outcomes(self) -> dict[Condition, Outcome]: ...
+    def results(self) -> dict[Condition, ConditionResult]: ...
 
 
 def missed(study: Ran, *conditions: Condition) -> str | None:
@@ -77,12 +77,12 @@ def missed(study: Ran, *conditions: Condition) -> str | None:
 
 def _expected(study: Ran, condition: Condition) -> list[Expected]:
     """What the name of a condition says must have come about."""
-    result, target, side = study.outcomes[condition], condition.target, condition.before_norm
+    result, target, side = study.results[condition], condition.target, condition.before_norm
     if condition.levelled:
         levels = []
         for row, moment in enumerate(("variance", "energy")):
             if (mixing := getattr(condition, moment)) is not None:
-                level = study.untouched if mixing == UNTOUCHED else study.outcomes[Condition(mixing, target)]
+                level = study.untouched if mixing == UNTOUCHED else study.results[Condition(mixing, target)]
                 expected_BL = level.squares(target, side)[row]
                 levels.append(Expected(moment, "equal", result.squares(target, side)[row], expected_BL))
         return levels

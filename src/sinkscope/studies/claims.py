@@ -142,7 +142,7 @@ def _any_basis(study: Measured) -> str:
     sink, *others = study.evidence.direction_share_K
     text = f"one direction across sequences holds {sink:.1%} of its energy"
     text += f" ({np.mean(others):.1%} at the targets)" if others else ""
-    if (turned := study.outcomes.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
+    if (turned := study.results.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
         before, after = (float(o.at("dom_ratio", study.plan.sink).mean()) for o in (study.untouched, turned))
         text += f"; with the basis turned DomRatio falls from {before:.3g} to {after:.3g}, mean over all layers"
     return text

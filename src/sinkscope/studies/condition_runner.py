@@ -23,6 +23,7 @@ from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_di
 from sinkscope.models.anatomy import Unit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.studies.condition_result import ConditionResult, reduced
 from sinkscope.studies.conditions import (
     CONDITIONS,
     DIMENSIONS,
@@ -39,7 +40,6 @@ from sinkscope.studies.conditions import (
     sides_of_norm,
 )
 from sinkscope.studies.controls import Controls
-from sinkscope.studies.outcome import Outcome, reduced
 from sinkscope.tracing.replay import Replay
 
 
@@ -237,8 +237,8 @@ class ConditionRunner:
             self._levels[key] = moments_under(made, self.loaded.model, self.calibration, place)
         return self._levels[key]
 
-    def run(self, condition: Condition, *, loss: bool = True) -> Outcome:
-        """The outcome of one condition on the judging sequences."""
+    def run(self, condition: Condition, *, loss: bool = True) -> ConditionResult:
+        """The result of one condition on the judging sequences."""
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         cell = f"{condition.label}." if condition.levelled else ""

@@ -16,9 +16,9 @@ from sinkscope.studies.conditions import ROUNDING, Condition, sides_of_norm
 if TYPE_CHECKING:
     from sinkscope.interventions.plan import Plan
     from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.studies.condition_result import ConditionResult
     from sinkscope.studies.controls import Controls
     from sinkscope.studies.evidence import Evidence
-    from sinkscope.studies.outcome import Outcome
     from sinkscope.tracing.replay import ConditionReading
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
@@ -28,15 +28,15 @@ NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The untouched model and the outcome of every condition, on the judging sequences."""
+    """The untouched model and the result of every condition, on the judging sequences."""
 
     plan: Plan
     anatomy: Anatomy
     evidence: Evidence
     reading: ConditionReading
     """Of the untouched model."""
-    untouched: Outcome
-    outcomes: dict[Condition, Outcome]
+    untouched: ConditionResult
+    results: dict[Condition, ConditionResult]
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
     writers: tuple[Unit, ...]
@@ -71,7 +71,7 @@ class Measured:
     def by_target(self) -> dict[Condition, list[Condition]]:
         """Conditions that differ in their target alone, by the first of them; random sets apart."""
         groups: dict[Condition, list[Condition]] = defaultdict(list)
-        for condition in self.outcomes:
+        for condition in self.results:
             if condition.number is None:
                 at_sink = condition.target == self.plan.sink
                 groups[replace(condition, target=self.plan.sink if at_sink else self.plan.targets[0])].append(condition)
@@ -79,7 +79,7 @@ class Measured:
 
     def risen_B(self, conditions: Sequence[Condition]) -> np.ndarray:
         """How far the rate rises over the untouched model's where each acts, by later queries, mean over them."""
-        rises = [self.outcomes[c].later_BS[:, c.target] - self.untouched.later_BS[:, c.target] for c in conditions]
+        rises = [self.results[c].later_BS[:, c.target] - self.untouched.later_BS[:, c.target] for c in conditions]
         return np.mean(rises, axis=0)
 
     def rise_B(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> np.ndarray:
@@ -93,7 +93,7 @@ class Measured:
         if condition is None:
             return self.untouched.later_BS[:, self.plan.sink]
         self.supports(condition)
-        return self.outcomes[condition].later_BS[:, self.plan.sink]
+        return self.results[condition].later_BS[:, self.plan.sink]
 
     def supports(self, *conditions: Condition) -> None:
         """Refuses a condition, at one or more targets, that did not do what its name says."""
@@ -132,7 +132,7 @@ class Measured:
         there by rounding alone, as the variance of a token that is the same in every sequence."""
         before_3L = self.untouched.moments(condition.target, before_norm)
         before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
-        return self.outcomes[condition].moments(condition.target, before_norm) / before_3L
+        return self.results[condition].moments(condition.target, before_norm) / before_3L
 
     def times_the_variance(self, name: str, factor: float) -> float:
         """The batch variance under a condition over the untouched model's, geometric mean over targets and the layers

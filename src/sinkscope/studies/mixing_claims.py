@@ -87,7 +87,7 @@ def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
     for factor in FACTORS:
         conditions = study.at_targets("amplify_variance", factor, before_norm=before_norm)
         study.supports(*conditions)
-        rates.append([study.outcomes[c].later_BS[:, c.target] for c in conditions])
+        rates.append([study.results[c].later_BS[:, c.target] for c in conditions])
     rates_FKB = np.array(rates)
     first, second = np.triu_indices(len(rates_FKB), 1)
     signs = np.sign(rates_FKB[second] - rates_FKB[first])

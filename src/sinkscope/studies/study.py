@@ -33,6 +33,7 @@ from sinkscope.results.tables import Schema
 from sinkscope.studies.answer import answer, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.condition_result import STORED, ConditionResult, reduced
 from sinkscope.studies.condition_runner import ConditionRunner
 from sinkscope.studies.conditions import MAX_UNITS, TURNED_BASIS, Condition
 from sinkscope.studies.controls import (
@@ -47,7 +48,6 @@ from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge
 from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
-from sinkscope.studies.outcome import STORED, Outcome, reduced
 from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.tables import study_tables
 from sinkscope.tracing.receipt import Receipt, described
@@ -80,7 +80,7 @@ class Study(Result):
         """That of the baseline's trace, with every condition that was run."""
         if self.trace.receipt is None:
             return None
-        conditions = [{"name": condition.part} for condition in self.measured.outcomes]
+        conditions = [{"name": condition.part} for condition in self.measured.results]
         return replace(self.trace.receipt, interventions=tuple(conditions))
 
     @property
@@ -131,9 +131,9 @@ class Study(Result):
     def went(self) -> str | None:
         """Where the sink went when the minimal set, or the writers, were removed: gone, weaker, or shifted to another
         position."""
-        outcomes, sink = self.measured.outcomes, self.plan.sink
+        results, sink = self.measured.results, self.plan.sink
         removals = (Condition(name, sink) for name in ("ablate_minimal_set", "ablate_writers"))
-        removed = next((outcomes[removal] for removal in removals if removal in outcomes), None)
+        removed = next((results[removal] for removal in removals if removal in results), None)
         if removed is None:
             return None
         before_S, after_S = self.measured.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
@@ -172,7 +172,7 @@ class Study(Result):
         from safetensors.numpy import save_file
 
         super().write(folder)
-        means = {name: mean for o in self.measured.outcomes.values() for name, mean in o.means.items()}
+        means = {name: mean for o in self.measured.results.values() for name, mean in o.means.items()}
         if means:
             save_file(means, folder.path / "calibration.safetensors")
 
@@ -299,15 +299,15 @@ class _Run:
         evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
         conditions = ConditionRunner(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
-        outcomes = self._outcomes(conditions, sink_varies=sink_varies) if has_sink else {}
-        not_turned = self._turn_basis(plan, outcomes) if minimal else "there is no minimal set"
+        results = self._results(conditions, sink_varies=sink_varies) if has_sink else {}
+        not_turned = self._turn_basis(plan, results) if minimal else "there is no minimal set"
         return Measured(
             plan=plan,
             anatomy=anatomy,
             evidence=evidence,
             reading=replay.untouched,
             untouched=reduced(replay.untouched, plan),
-            outcomes=outcomes,
+            results=results,
             minimal=minimal,
             writers=writers,
             controls=controls,
@@ -326,8 +326,8 @@ class _Run:
         kept = self.parts.kept("fresh", ("variance_NLST",), drawn)
         return None if kept is None else kept["variance_NLST"]
 
-    def _turn_basis(self, plan: Plan, outcomes: dict[Condition, Outcome]) -> str:
-        """Adds the outcome of a copy of the model with its residual basis turned, or says why there is none."""
+    def _turn_basis(self, plan: Plan, results: dict[Condition, ConditionResult]) -> str:
+        """Adds the result of a copy of the model with its residual basis turned, or says why there is none."""
 
         def turned() -> dict[str, np.ndarray]:
             model = rotate(self.loaded.model)
@@ -340,10 +340,10 @@ class _Run:
         except RotationError as error:
             return error.reason
         assert kept is not None
-        outcomes[condition] = Outcome.of_tensors(kept)
+        results[condition] = ConditionResult.of_tensors(kept)
         return ""
 
-    def _outcomes(self, conditions: ConditionRunner, *, sink_varies: bool) -> dict[Condition, Outcome]:
+    def _results(self, conditions: ConditionRunner, *, sink_varies: bool) -> dict[Condition, ConditionResult]:
         """Under torchrun each process runs its share of the conditions."""
         found = []
         every = conditions.all(sink_varies=sink_varies)
@@ -361,4 +361,4 @@ class _Run:
             found.append(tensors)
         self.progress(len(wanted), len(wanted))
         shares = [each for share in processes.gathered(found) for each in share]
-        return {condition: Outcome.of_tensors(each) for condition, each in zip(every, shares, strict=True)}
+        return {condition: ConditionResult.of_tensors(each) for condition, each in zip(every, shares, strict=True)}

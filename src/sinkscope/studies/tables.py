@@ -12,10 +12,10 @@ import torch
 from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
+from sinkscope.studies.condition_result import QUANTITIES, ROWS, ConditionResult
 from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORIAL_TABLE, RANDOM_OF, SUPER_NEURONS, Condition
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.measured import Measured
-from sinkscope.studies.outcome import QUANTITIES, ROWS, Outcome
 from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
     CLAIMS,
@@ -70,11 +70,11 @@ def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement])
     return {"tokens": _tokens(trace)} | {schema.name: schema.from_rows(list(of)) for schema, of in rows.items()}
 
 
-def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, Outcome]]:
-    """(condition, target, factor, outcome), the untouched model first; random sets have a table of their own."""
+def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, ConditionResult]]:
+    """(condition, target, factor, result), the untouched model first; random sets have a table of their own."""
     return [
         ("untouched", None, None, study.untouched),
-        *((c.label, c.target, c.factor, o) for c, o in study.outcomes.items() if c.number is None),
+        *((c.label, c.target, c.factor, o) for c, o in study.results.items() if c.number is None),
     ]
 
 
@@ -100,9 +100,9 @@ def _claims(judgements: Sequence[Judgement]) -> Rows:
 
 
 def _rates(study: Measured) -> Rows:
-    for name, target, factor, outcome in _conditions(study):
-        low_S, high_S = bootstrap_mean_interval(outcome.rate_BS)
-        for position, rate in enumerate(outcome.rate_BS.mean(0)):
+    for name, target, factor, result in _conditions(study):
+        low_S, high_S = bootstrap_mean_interval(result.rate_BS)
+        for position, rate in enumerate(result.rate_BS.mean(0)):
             yield dict(
                 condition=name,
                 target=target,
@@ -111,7 +111,7 @@ def _rates(study: Measured) -> Rows:
                 rate=float(rate),
                 low=float(low_S[position]),
                 high=float(high_S[position]),
-                later_rate=float(outcome.later_BS[:, position].mean()),
+                later_rate=float(result.later_BS[:, position].mean()),
             )
 
 
@@ -148,7 +148,7 @@ def _manipulation(study: Measured) -> Rows:
     misses: dict[Condition, str] = {}
     for conditions in study.by_target.values():
         misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
-    for condition in study.outcomes:
+    for condition in study.results:
         if condition.number is not None:
             continue
         for side, layer in product(study.sides, study.plan.mixed):
@@ -179,21 +179,21 @@ def _number(value: float) -> float | None:
 
 def _effects(study: Measured) -> Rows:
     plan, untouched = study.plan, study.untouched
-    for name, target, factor, outcome in _conditions(study)[1:]:
+    for name, target, factor, result in _conditions(study)[1:]:
         assert target is not None
         pairs = {
-            "sink_rate_at_target": (untouched.later_BS[:, target], outcome.later_BS[:, target]),
-            "sink_rate_at_sink": (untouched.later_BS[:, plan.sink], outcome.later_BS[:, plan.sink]),
+            "sink_rate_at_target": (untouched.later_BS[:, target], result.later_BS[:, target]),
+            "sink_rate_at_sink": (untouched.later_BS[:, plan.sink], result.later_BS[:, plan.sink]),
         }
         for quantity in QUANTITIES:
-            pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), outcome.at(quantity, target))
+            pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), result.at(quantity, target))
         for quantity in ROWS:
-            pairs[f"{quantity}_elsewhere"] = (untouched.outside(quantity, target), outcome.outside(quantity, target))
+            pairs[f"{quantity}_elsewhere"] = (untouched.outside(quantity, target), result.outside(quantity, target))
         if plan.super_neurons:
-            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, outcome))
+            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, result))
             pairs["super_neuron_activation_at_target"] = (before_B, after_B)
-        if untouched.loss_B is not None and outcome.loss_B is not None:
-            pairs["loss"] = (untouched.loss_B, outcome.loss_B)
+        if untouched.loss_B is not None and result.loss_B is not None:
+            pairs["loss"] = (untouched.loss_B, result.loss_B)
         difference_BQ = np.stack([after - before for before, after in pairs.values()], 1)
         low_Q, high_Q = bootstrap_mean_interval(difference_BQ)
         for number, (quantity, (before, after)) in enumerate(pairs.items()):
@@ -214,10 +214,10 @@ def _effects(study: Measured) -> Rows:
 def _attention_rows(study: Measured) -> Rows:
     """Entropy and mixing of every position's attention, before and after each condition."""
     before_QBT = study.untouched.rows_QBT
-    for name, target, factor, outcome in _conditions(study)[1:]:
-        low_QT, high_QT = bootstrap_mean_interval((outcome.rows_QBT - before_QBT).swapaxes(0, 1))
+    for name, target, factor, result in _conditions(study)[1:]:
+        low_QT, high_QT = bootstrap_mean_interval((result.rows_QBT - before_QBT).swapaxes(0, 1))
         for quantity, before_BT, after_BT, low_T, high_T in zip(
-            ROWS, before_QBT, outcome.rows_QBT, low_QT, high_QT, strict=True
+            ROWS, before_QBT, result.rows_QBT, low_QT, high_QT, strict=True
         ):
             for position, (before, after) in enumerate(zip(before_BT.mean(0), after_BT.mean(0), strict=True)):
                 yield dict(
@@ -236,12 +236,12 @@ def _attention_rows(study: Measured) -> Rows:
 def _norms(study: Measured) -> Rows:
     """Norm of the residual by layer: where a condition acts, at the sink, and elsewhere."""
     untouched = study.untouched
-    for name, target, factor, outcome in _conditions(study)[1:]:
-        places = {"sink": outcome.places.index(study.plan.sink), "elsewhere": len(outcome.places)}
+    for name, target, factor, result in _conditions(study)[1:]:
+        places = {"sink": result.places.index(study.plan.sink), "elsewhere": len(result.places)}
         if target not in (None, study.plan.sink):
-            places["target"] = outcome.places.index(target)
+            places["target"] = result.places.index(target)
         for place, column in places.items():
-            before_LB, after_LB = (o.norm_LPB[:, column] for o in (untouched, outcome))
+            before_LB, after_LB = (o.norm_LPB[:, column] for o in (untouched, result))
             low_L, high_L = bootstrap_mean_interval((after_LB - before_LB).T)
             for layer, (before, after) in enumerate(zip(before_LB.mean(1), after_LB.mean(1), strict=True)):
                 yield dict(
@@ -261,7 +261,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> Rows:
     by_id = {judgement.id: judgement for judgement in judgements}
     for short, cause, dose in (("mask", "mask_to_self", None), ("amplification", "amplify_variance", DOSE)):
         for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
-            if not any(condition.held == held for condition in study.outcomes):
+            if not any(condition.held == held for condition in study.results):
                 continue
             total, random, direct = (
                 float(study.risen_B(study.at_targets(cause, dose, of)).mean()) for of in (None, RANDOM_OF[held], held)
@@ -282,7 +282,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> Rows:
 
 
 def _random_sets(study: Measured) -> Rows:
-    if study.outcomes:
+    if study.results:
         before, controls = study.at_sink_B().mean(), study.controls
         for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
             rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
@@ -301,7 +301,7 @@ def _histograms(study: Measured) -> Rows:
     shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
     shown.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
     for number, unit in enumerate(plan.super_neurons[:SHOWN_UNITS]):
-        values = [outcome.units_BTn[..., number] for *_, outcome in shown]
+        values = [result.units_BTn[..., number] for *_, result in shown]
         edges = np.linspace(min(v.min() for v in values), max(v.max() for v in values), NUM_BINS + 1)
         for (name, target, _, _), values_BT in zip(shown, values, strict=True):
             elsewhere = np.ones(values_BT.shape[1], dtype=bool)

@@ -1,6 +1,6 @@
-"""What a study keeps of a condition: its reading, reduced at once to numbers by sequence.
+"""The result of a condition, which a study keeps: its reading, reduced at once to numbers by sequence.
 
-An outcome is a finished part: a study that was interrupted reads it back instead of running its condition again.
+A result is a finished part: a study that was interrupted reads it back instead of running its condition again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
 """What is kept of every position's row of attention, means over layers, by where a reading has it."""
 ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "units_BTn")
 STORED = (*ARRAYS, "places")
-"""Of every outcome, and what its part holds at least."""
+"""Of every result, and what its part holds at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ConditionResult:
     """The numbers of one condition, by sequence."""
 
     rate_BS: np.ndarray
@@ -90,7 +90,7 @@ class Outcome:
         return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> Outcome:
+    def of_tensors(cls, tensors: dict[str, np.ndarray]) -> ConditionResult:
         return cls(
             **{name: tensors[name] for name in ARRAYS},
             places=tuple(tensors["places"].tolist()),
@@ -99,8 +99,8 @@ class Outcome:
         )
 
 
-def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
-    """The outcome, reduced from a reading."""
+def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
+    """The result, reduced from a reading."""
     places = (plan.sink, *plan.targets)
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
@@ -111,7 +111,7 @@ def reduced(reading: ConditionReading, plan: Plan) -> Outcome:
     later_LBS2 = squares_LBS2T[..., length - length // 2 :].mean(-1, keepdim=True)
     squares_LBS2P = torch.cat([squares_LBS2T[..., list(places)], later_LBS2], -1)
     weights = [each[plan.mixed][..., list(places)] for each in (reading.mixing_LBT, reading.own_mixing_LBT)]
-    return Outcome(
+    return ConditionResult(
         rate_BS=reading.rate_BS.numpy(),
         later_BS=reading.later_rate_BS.numpy(),
         places=places,
