@@ -114,7 +114,7 @@ def describe(options: argparse.Namespace, loaded: LoadedModel, result: Study) ->
         f"Model: {weights}, {loaded.dtype}, {len(result.trace.recording.anatomy.layers)} layers",
         f"Versions: Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
-        f"Batch: {options.num_sequences} x {options.length} random tokens; {len(result.measured.results)} conditions, "
+        f"Batch: {options.num_sequences} x {options.length} random tokens; {len(result.data.results)} conditions, "
         f"interventions on the aggregation in layers 0 to {result.plan.last_layer}, "
         f"a minimal set of {len(result.minimal_set)} units",
         "Seconds are medians with [smallest, largest]",

@@ -131,7 +131,7 @@ def test_processes_that_round_differently_search_the_same_way(kind, tmp_path, mo
 
     def work():
         with processes.joined():
-            found = sinkscope.study(model, num_sequences=16, length=32).measured
+            found = sinkscope.study(model, num_sequences=16, length=32).data
             (tmp_path / str(processes.rank())).write_text(repr((found.minimal, found.writers)))
 
     in_two_processes(work)

@@ -38,7 +38,7 @@ def test_gemma3_without_bos_has_nothing_to_explain(gemma3_model):
     by_id = verdicts(found)
     assert by_id.pop("sink") == "does not hold"
     assert set(by_id.values()) == {"not applicable"}
-    assert found.measured.results == {}
+    assert found.data.results == {}
     assert found.verdict.startswith("No sink to explain")
 
 
@@ -59,6 +59,6 @@ def test_a_sink_that_needs_bos(name, request):
         assert by_id[claim] == "not applicable"
     assert by_id["unmixing_creates_sink"] in ("holds", "does not hold", "undecided")
     if found.minimal_set:
-        left = found.measured.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
-        assert left < found.measured.at_sink_B().mean()
-    assert found.measured.untouched.rate_BS[:, 0].mean() >= SINK_RATE
+        left = found.data.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
+        assert left < found.data.at_sink_B().mean()
+    assert found.data.untouched.rate_BS[:, 0].mean() >= SINK_RATE

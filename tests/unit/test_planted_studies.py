@@ -136,8 +136,8 @@ def test_the_referees_table_says_what_a_condition_left_alone():
     untouched, free, held = (
         result.later_BS[:, target].mean()
         for result in (
-            found.measured.untouched,
-            *(found.measured.results[Condition("mask_to_self", target, held=of)] for of in (None, "norms")),
+            found.data.untouched,
+            *(found.data.results[Condition("mask_to_self", target, held=of)] for of in (None, "norms")),
         )
     )
     assert held - untouched > 0.8 * (free - untouched) > 0.1
@@ -146,7 +146,7 @@ def test_the_referees_table_says_what_a_condition_left_alone():
 def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():
     """The control of `variance_discrepancy`, by the slow way: a whole fresh model of the same configuration."""
     model, found, _ = small_chain()
-    fresh_NLST = found.measured.fresh_variance_NLST
+    fresh_NLST = found.data.fresh_variance_NLST
     assert fresh_NLST is not None
     assert fresh_NLST.shape == (3, len(found.plan.layers), 1, SMALL["length"])
     batch = found.trace.recording.batch
@@ -385,7 +385,7 @@ def test_causal_claims_are_listed_where_only_the_judging_sequences_show_a_sink(m
 def test_each_aggregation_edit_is_calibrated_once():
     _, found, made = small_chain()
     assert {len(edit._calibrations) for edit in made} == {1}
-    means = {name for result in found.measured.results.values() for name in result.means}
+    means = {name for result in found.data.results.values() for name in result.means}
     assert len(means) == len(made) * len(found.plan.layers)
 
 
@@ -399,10 +399,10 @@ def test_no_condition_changes_where_feed_forwards_run_from_its_position_on(monke
         return read(replay, first_layer, **options)
 
     monkeypatch.setattr(Replay, "read", whole)
-    expected = study(load(model), **SMALL).measured.results
+    expected = study(load(model), **SMALL).data.results
     assert begun == {found.plan.sink, *found.plan.targets}
-    assert list(found.measured.results) == list(expected)
-    for condition, result in found.measured.results.items():
+    assert list(found.data.results) == list(expected)
+    for condition, result in found.data.results.items():
         for name, values in vars(expected[condition]).items():
             if isinstance(values, np.ndarray):
                 np.testing.assert_allclose(

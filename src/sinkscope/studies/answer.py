@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, some_of
-from sinkscope.studies.measured import Measured
+from sinkscope.studies.study_data import StudyData
 
 SHOWN_UNITS = 4
 
@@ -25,7 +25,7 @@ class Verdicts(dict[str, Verdict]):
         return self.get(claim) == "does not hold"
 
 
-def answer(judgements: Sequence[Judgement], study: Measured, went: str | None) -> str:
+def answer(judgements: Sequence[Judgement], study: StudyData, went: str | None) -> str:
     """What makes the sink, and what writes it."""
     verdicts = Verdicts({judgement.id: judgement.verdict for judgement in judgements})
     rate = judgements[0].effect or 0.0
@@ -95,7 +95,7 @@ def _unmixed(verdicts: Verdicts) -> str:
     return text + ", and whether its value or its energy makes the sink."
 
 
-def _writers(verdicts: Verdicts, study: Measured, went: str | None) -> str:
+def _writers(verdicts: Verdicts, study: StudyData, went: str | None) -> str:
     """The units that write the sink, and what is left of it without them."""
     found = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):

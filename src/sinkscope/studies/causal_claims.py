@@ -42,8 +42,8 @@ from sinkscope.studies.judging import (
     side_of,
     some_of,
 )
-from sinkscope.studies.measured import NO_TARGET, NO_UNITS, NO_VARIANCE, Measured
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
+from sinkscope.studies.study_data import NO_TARGET, NO_UNITS, NO_VARIANCE, StudyData
 
 if TYPE_CHECKING:
     from sinkscope.models.anatomy import Unit
@@ -59,7 +59,7 @@ def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, A
     return dict(control=None if empty else control, note="; ".join([*notes, *empty]))
 
 
-def _equalising(study: Measured) -> Found:
+def _equalising(study: StudyData) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     left, other = study.left_BS2("equalise_variance"), study.plan.targets[:1]
@@ -71,7 +71,7 @@ def _equalising(study: Measured) -> Found:
     )
 
 
-def _mean_suffices(study: Measured) -> Found:
+def _mean_suffices(study: StudyData) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     alike = study.left_BS2("remove_deviation")
@@ -80,13 +80,13 @@ def _mean_suffices(study: Measured) -> Found:
     return Numbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
 
 
-def _necessity(study: Measured) -> Found:
+def _necessity(study: StudyData) -> Found:
     if not study.minimal:
         return Empty(NO_MINIMAL_SET, "does not hold")
     return _left_without(study, "ablate_minimal_set", study.minimal)
 
 
-def _writers_necessity(study: Measured) -> Found:
+def _writers_necessity(study: StudyData) -> Found:
     if study.minimal:
         return Empty("a minimal set was found")
     if not study.writers:
@@ -99,7 +99,7 @@ def _writers_necessity(study: Measured) -> Found:
     return _left_without(study, "ablate_writers", study.writers, where)
 
 
-def _left_without(study: Measured, removal: str, units: Sequence[Unit], *notes: str) -> Numbers:
+def _left_without(study: StudyData, removal: str, units: Sequence[Unit], *notes: str) -> Numbers:
     """What is left of the sink without units, and without each of the random sets."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
@@ -119,7 +119,7 @@ def _most_over_first(means: np.ndarray) -> np.ndarray:
     return means[..., 1:].max(-1) / means[..., 0]
 
 
-def _sparsity_necessity(study: Measured) -> Found:
+def _sparsity_necessity(study: StudyData) -> Found:
     if not study.minimal:
         return Empty("no minimal set was found")
     if study.top_shares(study.minimal)[0] < TOP_SHARE:
@@ -162,14 +162,14 @@ def what_it_is(
     return f"{found}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
 
 
-def _sufficiency(study: Measured) -> Found:
+def _sufficiency(study: StudyData) -> Found:
     if not study.plan.super_neurons or not study.plan.targets:
         return Empty(NO_UNITS)
     risen_B, control_B = study.rise_B("transplant_super_neurons"), study.rise_B("transplant_random_set")
     return Numbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.units_level, "units"))
 
 
-def _dimensions_suffice(study: Measured) -> Found:
+def _dimensions_suffice(study: StudyData) -> Found:
     if not study.plan.dimensions or not study.plan.targets:
         return Empty(NO_DIMENSION if study.plan.targets else NO_TARGET)
     risen_B, control_B = study.rise_B("transplant_dimensions"), study.rise_B("transplant_random_dimensions")
@@ -177,8 +177,8 @@ def _dimensions_suffice(study: Measured) -> Found:
     return Numbers(by_bar=[risen_B], **beside)
 
 
-def _mediation(cause: str, factor: float | None, held: str) -> Callable[[Measured], Found]:
-    def numbers(study: Measured) -> Found:
+def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyData], Found]:
+    def numbers(study: StudyData) -> Found:
         there = study.plan.super_neurons if held == SUPER_NEURONS else study.plan.dimensions
         if not study.plan.targets or not there:
             return Empty(NO_UNITS if held == SUPER_NEURONS else NO_DIMENSION)

@@ -54,7 +54,7 @@ def control_unless_marked(control: Callable[[], float]) -> float | None:
 
 
 class Ran(Protocol):
-    """The results that are checked, as a study's `Measured` has them."""
+    """The results that are checked, as `StudyData` has them."""
 
     @property
     def plan(self) -> Plan: ...

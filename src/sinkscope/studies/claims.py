@@ -33,10 +33,10 @@ from sinkscope.studies.judging import (
     second_over_first,
     some_of,
 )
-from sinkscope.studies.measured import NO_UNITS, NO_VARIANCE, Measured
+from sinkscope.studies.study_data import NO_UNITS, NO_VARIANCE, StudyData
 
 
-def _sink(study: Measured) -> Found:
+def _sink(study: StudyData) -> Found:
     return Numbers(by_bar=[study.untouched.rate_BS[:, study.plan.sink]])
 
 
@@ -50,7 +50,7 @@ def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
     return variance_ratio(torch.from_numpy(means[..., -1, :, :])).numpy().max(-1)
 
 
-def _variance_discrepancy(study: Measured) -> Found:
+def _variance_discrepancy(study: StudyData) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     layers = study.plan.before_sink
@@ -88,7 +88,7 @@ def _mean_r_squared(means: np.ndarray) -> np.ndarray:
     return log_r_squared(variance, law.expand_as(variance)).mean(-2).numpy().max(-1)
 
 
-def _averaging_law(study: Measured) -> Found:
+def _averaging_law(study: StudyData) -> Found:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     law_LBT = study.evidence.averaging_law_LBT
@@ -98,7 +98,7 @@ def _averaging_law(study: Measured) -> Found:
     return Numbers(by_bar=[both], control=float(_mean_r_squared(moved)))
 
 
-def _super_neurons(study: Measured) -> Found:
+def _super_neurons(study: StudyData) -> Found:
     if not study.plan.birth_units:
         return Empty(NO_UNITS, "does not hold")
     evidence = study.evidence
@@ -110,7 +110,7 @@ def _super_neurons(study: Measured) -> Found:
     )
 
 
-def _channel_sparsity(study: Measured) -> Found:
+def _channel_sparsity(study: StudyData) -> Found:
     if not study.plan.birth_units:
         return Empty(NO_UNITS)
     top_share, median = study.top_shares(study.plan.birth_units)
@@ -119,14 +119,14 @@ def _channel_sparsity(study: Measured) -> Found:
     return Numbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
 
 
-def _elsewhere(study: Measured) -> np.ndarray:
+def _elsewhere(study: StudyData) -> np.ndarray:
     """Positions that are no sink."""
     elsewhere = study.untouched.rate_BS.mean(0) < SINK_RATE
     elsewhere[study.plan.sink] = False
     return elsewhere
 
 
-def _dimension_disparity(study: Measured) -> Found:
+def _dimension_disparity(study: StudyData) -> Found:
     plan, elsewhere = study.plan, _elsewhere(study)
     ratio_BT = study.reading.dom_ratio_LBT[list(plan.alive)].double().nanmean(0).numpy()
     by_position = seen_mean(ratio_BT)
@@ -137,7 +137,7 @@ def _dimension_disparity(study: Measured) -> Found:
     )
 
 
-def _any_basis(study: Measured) -> str:
+def _any_basis(study: StudyData) -> str:
     """Of the disparity, what does not depend on the basis, and what is left in a turned one."""
     sink, *others = study.evidence.direction_share_K
     text = f"one direction across sequences holds {sink:.1%} of its energy"
@@ -148,7 +148,7 @@ def _any_basis(study: Measured) -> str:
     return text
 
 
-def _lock(study: Measured) -> Found:
+def _lock(study: StudyData) -> Found:
     if not study.sink_varies:  # all states are one, and without it nothing is left to read
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
@@ -162,7 +162,7 @@ def _lock(study: Measured) -> Found:
     return Numbers(by_bar=[at_sink], control=control, note=note)
 
 
-def _directional_collapse(study: Measured) -> Found:
+def _directional_collapse(study: StudyData) -> Found:
     cosine_BAT = study.evidence.cosine_BAT
     if not study.sink_varies:
         return Empty(NO_VARIANCE)

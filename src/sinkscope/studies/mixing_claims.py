@@ -43,16 +43,16 @@ from sinkscope.studies.judging import (
     most,
     side_of,
 )
-from sinkscope.studies.measured import NO_TARGET, Measured
+from sinkscope.studies.study_data import NO_TARGET, StudyData
 
 
 def _rise(
     name: str, factor: float | None = None, *, control: tuple, sides: bool = False
-) -> Callable[[Measured], Found]:
+) -> Callable[[StudyData], Found]:
     """The rise under one condition, with that under another as its control. `sides`: both act on the aggregation, and
     the control's number is that of the side where the condition does most."""
 
-    def numbers(study: Measured) -> Found:
+    def numbers(study: StudyData) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
@@ -63,17 +63,17 @@ def _rise(
     return numbers
 
 
-def _risen_BS(study: Measured, cell: dict[str, Any]) -> np.ndarray:
+def _risen_BS(study: StudyData, cell: dict[str, Any]) -> np.ndarray:
     """The rise in a cell on each side of the norm on the aggregation."""
     return np.stack([study.rise_B(**cell, before_norm=side) for side in study.sides], 1)
 
 
-def _note(text: str, study: Measured, *by_side: np.ndarray | Empty) -> str:
+def _note(text: str, study: StudyData, *by_side: np.ndarray | Empty) -> str:
     sides = (study.by_side(values) for values in by_side if not isinstance(values, Empty))
     return "; ".join(filter(None, [text, *sides]))
 
 
-def _dose_response(study: Measured) -> Found:
+def _dose_response(study: StudyData) -> Found:
     """Kendall's tau between factor and rate at the target, mean over targets; 0 where the rate never moves."""
     if not study.plan.targets:
         return Empty(NO_TARGET)
@@ -82,7 +82,7 @@ def _dose_response(study: Measured) -> Found:
     return Numbers(by_bar=[tau_BS], control=0.0, note=_note(note, study, tau_BS))
 
 
-def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
+def _tau_B(study: StudyData, before_norm: bool) -> np.ndarray:
     rates = [[study.untouched.later_BS[:, target] for target in study.plan.targets]]
     for factor in FACTORS:
         conditions = study.at_targets("amplify_variance", factor, before_norm=before_norm)
@@ -96,12 +96,12 @@ def _tau_B(study: Measured, before_norm: bool) -> np.ndarray:
     return (signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))).mean(0)
 
 
-def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Measured], Found]:
+def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[StudyData], Found]:
     """What cells of the factorial leave of the rise of a token that sees only itself. A control that sets a moment too
     has the number of the side where the first cell leaves least."""
     by_sides = len(control) > 1
 
-    def numbers(study: Measured) -> Found:
+    def numbers(study: StudyData) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         total_B = study.rise_B(SEE_SELF)
@@ -125,7 +125,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[Me
     return numbers
 
 
-def _single_key(study: Measured) -> Found:
+def _single_key(study: StudyData) -> Found:
     if not study.plan.targets:
         return Empty(NO_TARGET)
     seen = {"the key before": SEE_PREVIOUS, "a far one": SEE_FAR}
@@ -139,8 +139,8 @@ def _single_key(study: Measured) -> Found:
 
 def _suffices(
     cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool = False
-) -> Callable[[Measured], Found]:
-    def numbers(study: Measured) -> Found:
+) -> Callable[[StudyData], Found]:
+    def numbers(study: StudyData) -> Found:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
@@ -158,12 +158,12 @@ def _suffices(
     return numbers
 
 
-def _variance_suffices(study: Measured) -> Found:
+def _variance_suffices(study: StudyData) -> Found:
     found = _suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True)(study)
     return found if isinstance(found, Empty) else replace(found, note=f"{found.note}; {_other_ways(study)}")
 
 
-def _other_ways(study: Measured) -> str:
+def _other_ways(study: StudyData) -> str:
     """What other ways to raise the variance say for the claim that it suffices, or against it."""
     said = []
     for name in OTHER_WAYS:
@@ -176,7 +176,7 @@ def _other_ways(study: Measured) -> str:
     return f"other ways to more variance: {'; '.join(said) or 'none'}"
 
 
-def _opening(study: Measured) -> Found:
+def _opening(study: StudyData) -> Found:
     if study.plan.sink != 0:
         return Empty("the sink is not at position 0: it sees earlier keys already")
     hidden = study.plan.targets[:1]

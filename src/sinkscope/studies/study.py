@@ -46,9 +46,9 @@ from sinkscope.studies.controls import (
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge
-from sinkscope.studies.measured import Measured
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.schemas import STUDY_TABLES
+from sinkscope.studies.study_data import StudyData
 from sinkscope.studies.tables import study_tables
 from sinkscope.tracing.receipt import Receipt, described
 from sinkscope.tracing.replay import Replay
@@ -68,34 +68,34 @@ class Study(Result):
     loaded: LoadedModel
     trace: Trace
     """Of the untouched model on the judging sequences."""
-    measured: Measured
+    data: StudyData
     judgements: list[Judgement]
 
     @property
     def plan(self) -> Plan:
-        return self.measured.plan
+        return self.data.plan
 
     @property
     def receipt(self) -> Receipt | None:
         """That of the baseline's trace, with every condition that was run."""
         if self.trace.receipt is None:
             return None
-        conditions = [{"name": condition.part} for condition in self.measured.results]
+        conditions = [{"name": condition.part} for condition in self.data.results]
         return replace(self.trace.receipt, interventions=tuple(conditions))
 
     @property
     def minimal_set(self) -> tuple[Unit, ...]:
-        return self.measured.minimal
+        return self.data.minimal
 
     @property
     def writers(self) -> tuple[Unit, ...]:
         """Where there is no minimal set: the units along the sink's direction whose removal was judged."""
-        return self.measured.writers
+        return self.data.writers
 
     @cached_property
     def tables(self) -> dict[str, Mapping]:
         """Columns by table, those of the trace too."""
-        return {**self.trace.tables, **study_tables(self.trace, self.measured, self.judgements)}
+        return {**self.trace.tables, **study_tables(self.trace, self.data, self.judgements)}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -131,12 +131,12 @@ class Study(Result):
     def went(self) -> str | None:
         """Where the sink went when the minimal set, or the writers, were removed: gone, weaker, or shifted to another
         position."""
-        results, sink = self.measured.results, self.plan.sink
+        results, sink = self.data.results, self.plan.sink
         removals = (Condition(name, sink) for name in ("ablate_minimal_set", "ablate_writers"))
         removed = next((results[removal] for removal in removals if removal in results), None)
         if removed is None:
             return None
-        before_S, after_S = self.measured.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
+        before_S, after_S = self.data.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
         new = are_sinks(torch.from_numpy(after_S)).numpy() & (before_S < SINK_RATE)
         if new.any():
             position = int(np.where(new, after_S, -1).argmax())
@@ -155,7 +155,7 @@ class Study(Result):
             strongest = f"position {position} was the strongest in the choosing sequences"
             text = f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
         else:
-            text = answer(self.judgements, self.measured, self.went)
+            text = answer(self.judgements, self.data, self.went)
         return text + self.trace.beginnings
 
     @property
@@ -172,7 +172,7 @@ class Study(Result):
         from safetensors.numpy import save_file
 
         super().write(folder)
-        means = {name: mean for o in self.measured.results.values() for name, mean in o.means.items()}
+        means = {name: mean for o in self.data.results.values() for name, mean in o.means.items()}
         if means:
             save_file(means, folder.path / "calibration.safetensors")
 
@@ -222,9 +222,9 @@ def _listed(units: Sequence[Unit]) -> list[dict]:
     return [{"layer": unit.layer, "expert": unit.expert, "neuron": unit.neuron} for unit in units]
 
 
-def _numbers(claim: Claim, measured: Measured) -> Found:
+def _numbers(claim: Claim, data: StudyData) -> Found:
     """What a claim is judged on. A condition that did not do what its name says supports nothing."""
-    return unless_marked(lambda: claim.numbers(measured))
+    return unless_marked(lambda: claim.numbers(data))
 
 
 class _Run:
@@ -260,9 +260,9 @@ class _Run:
             ranked = ranked or ranked_writers()
             plan = replace(plan, writers=ranked[:MAX_UNITS])
             writers = find_writers(self.loaded, plan, self.choosing, self.parts)
-        measured = self._measured(plan, activity, minimal, writers, has_sink)
+        data = self._study_data(plan, activity, minimal, writers, has_sink)
         found = [
-            (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, measured))
+            (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, data))
             for claim in CLAIMS.values()
         ]
         judgements = judge(found, self.judging.num_sequences)
@@ -270,16 +270,16 @@ class _Run:
             # The sink keeps its verdict: judged anew, alone, it could hold on a page that explains no sink.
             nothing = [(claim, Empty(NO_SINK)) for claim in list(CLAIMS.values())[1:]]
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
-        return Study(loaded=self.loaded, trace=shown, measured=measured, judgements=judgements)
+        return Study(loaded=self.loaded, trace=shown, data=data, judgements=judgements)
 
-    def _measured(
+    def _study_data(
         self,
         plan: Plan,
         activity: Activity,
         minimal: tuple[Unit, ...],
         writers: tuple[Unit, ...],
         has_sink: bool,
-    ) -> Measured:
+    ) -> StudyData:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
         controls = draw_controls(activity, anatomy, plan, minimal or writers)
         units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
@@ -301,7 +301,7 @@ class _Run:
         conditions = ConditionRunner(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
         results = self._results(conditions, sink_varies=sink_varies) if has_sink else {}
         not_turned = self._turn_basis(plan, results) if minimal else "there is no minimal set"
-        return Measured(
+        return StudyData(
             plan=plan,
             anatomy=anatomy,
             evidence=evidence,

@@ -15,7 +15,6 @@ from sinkscope.studies.checks import missed
 from sinkscope.studies.condition_result import QUANTITIES, ROWS, ConditionResult
 from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORIAL_TABLE, RANDOM_OF, SUPER_NEURONS, Condition
 from sinkscope.studies.judging import Judgement
-from sinkscope.studies.measured import Measured
 from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
     CLAIMS,
@@ -30,6 +29,7 @@ from sinkscope.studies.schemas import (
     RANDOM_SETS,
     RATES,
 )
+from sinkscope.studies.study_data import StudyData
 from sinkscope.tracing.trace import Trace
 
 NUM_BINS = 24
@@ -51,7 +51,7 @@ RULES = {
 Rows = Iterator[dict[str, Any]]
 
 
-def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement]) -> dict[str, Mapping]:
+def study_tables(trace: Trace, study: StudyData, judgements: Sequence[Judgement]) -> dict[str, Mapping]:
     """Columns by table."""
     rows = {
         CLAIMS: _claims(judgements),
@@ -70,7 +70,7 @@ def study_tables(trace: Trace, study: Measured, judgements: Sequence[Judgement])
     return {"tokens": _tokens(trace)} | {schema.name: schema.from_rows(list(of)) for schema, of in rows.items()}
 
 
-def _conditions(study: Measured) -> list[tuple[str, int | None, float | None, ConditionResult]]:
+def _conditions(study: StudyData) -> list[tuple[str, int | None, float | None, ConditionResult]]:
     """(condition, target, factor, result), the untouched model first; random sets have a table of their own."""
     return [
         ("untouched", None, None, study.untouched),
@@ -99,7 +99,7 @@ def _claims(judgements: Sequence[Judgement]) -> Rows:
         )
 
 
-def _rates(study: Measured) -> Rows:
+def _rates(study: StudyData) -> Rows:
     for name, target, factor, result in _conditions(study):
         low_S, high_S = bootstrap_mean_interval(result.rate_BS)
         for position, rate in enumerate(result.rate_BS.mean(0)):
@@ -115,7 +115,7 @@ def _rates(study: Measured) -> Rows:
             )
 
 
-def _factorial(study: Measured) -> Rows:
+def _factorial(study: StudyData) -> Rows:
     """A row by cell: mixing, level of the variance and level of the energy."""
     for cell, conditions in study.by_target.items():
         if FACTORIAL_TABLE not in cell.kind.shown_in:
@@ -143,7 +143,7 @@ def _factorial(study: Measured) -> Rows:
         )
 
 
-def _manipulation(study: Measured) -> Rows:
+def _manipulation(study: StudyData) -> Rows:
     """What every condition did to the aggregation at its target, layer by layer."""
     misses: dict[Condition, str] = {}
     for conditions in study.by_target.values():
@@ -177,7 +177,7 @@ def _number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _effects(study: Measured) -> Rows:
+def _effects(study: StudyData) -> Rows:
     plan, untouched = study.plan, study.untouched
     for name, target, factor, result in _conditions(study)[1:]:
         assert target is not None
@@ -211,7 +211,7 @@ def _effects(study: Measured) -> Rows:
             )
 
 
-def _attention_rows(study: Measured) -> Rows:
+def _attention_rows(study: StudyData) -> Rows:
     """Entropy and mixing of every position's attention, before and after each condition."""
     before_QBT = study.untouched.rows_QBT
     for name, target, factor, result in _conditions(study)[1:]:
@@ -233,7 +233,7 @@ def _attention_rows(study: Measured) -> Rows:
                 )
 
 
-def _norms(study: Measured) -> Rows:
+def _norms(study: StudyData) -> Rows:
     """Norm of the residual by layer: where a condition acts, at the sink, and elsewhere."""
     untouched = study.untouched
     for name, target, factor, result in _conditions(study)[1:]:
@@ -257,7 +257,7 @@ def _norms(study: Measured) -> Rows:
                 )
 
 
-def _mediation(study: Measured, judgements: Sequence[Judgement]) -> Rows:
+def _mediation(study: StudyData, judgements: Sequence[Judgement]) -> Rows:
     by_id = {judgement.id: judgement for judgement in judgements}
     for short, cause, dose in (("mask", "mask_to_self", None), ("amplification", "amplify_variance", DOSE)):
         for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
@@ -281,7 +281,7 @@ def _mediation(study: Measured, judgements: Sequence[Judgement]) -> Rows:
             )
 
 
-def _random_sets(study: Measured) -> Rows:
+def _random_sets(study: StudyData) -> Rows:
     if study.results:
         before, controls = study.at_sink_B().mean(), study.controls
         for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
@@ -289,13 +289,13 @@ def _random_sets(study: Measured) -> Rows:
             yield dict(set=number, num_units=len(units), write=level, rate=float(rate), remaining=float(rate / before))
 
 
-def _minimal_set(trace: Trace, study: Measured) -> Rows:
+def _minimal_set(trace: Trace, study: StudyData) -> Rows:
     shares = {as_unit(u): u.write_share for u in trace.findings.super_neurons if u.position == study.plan.sink}
     for unit in study.minimal:
         yield dict(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
 
 
-def _histograms(study: Measured) -> Rows:
+def _histograms(study: StudyData) -> Rows:
     plan = study.plan
     acted_on = (None, plan.sink, *plan.targets[:1])
     shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
@@ -325,7 +325,7 @@ def _histograms(study: Measured) -> Rows:
                     )
 
 
-def _output_energy(study: Measured) -> Rows:
+def _output_energy(study: StudyData) -> Rows:
     for unit in study.plan.super_neurons[:SHOWN_UNITS]:
         layer = study.anatomy.layers[unit.layer]
         weight_EF = layer.written_vectors(unit.expert).cpu()

@@ -1,4 +1,4 @@
-"""What a study measured: everything that its claims and tables use."""
+"""The data of a study: everything that its claims and tables use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class StudyData:
     """The untouched model and the result of every condition, on the judging sequences."""
 
     plan: Plan
