@@ -11,7 +11,7 @@ from sinkscope.statistics import bootstrap_p_value, bootstrap_tail, holm_levels,
 from sinkscope.studies.checks import MarkedError
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
-from sinkscope.studies.judging import ALSO_CONTROL, Bar, Claim, Empty, Judgement, Numbers, judge, second_over_first
+from sinkscope.studies.judging import ALSO_CONTROL, Bar, Claim, ClaimNumbers, Empty, Judgement, judge, second_over_first
 from sinkscope.studies.minimal_set import minimal_set, shortest
 from sinkscope.studies.study import _numbers
 
@@ -22,7 +22,7 @@ def found(*bars_and_values, name="sink"):
     """A claim of some bars, with its numbers."""
     bars, by_bar = zip(*bars_and_values, strict=True)
     claim = Claim(id=name, link="sink", statement="", bars=bars, numbers=lambda study: numbers, figures=())
-    numbers = Numbers(by_bar=[v if isinstance(v, Empty) else np.asarray(v, float) for v in by_bar])
+    numbers = ClaimNumbers(by_bar=[v if isinstance(v, Empty) else np.asarray(v, float) for v in by_bar])
     return claim, claim.numbers(None)
 
 

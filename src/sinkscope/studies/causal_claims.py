@@ -32,9 +32,8 @@ from sinkscope.studies.judging import (
     UP,
     Bar,
     Claim,
+    ClaimNumbers,
     Empty,
-    Found,
-    Numbers,
     Step,
     least_left,
     most_left,
@@ -59,34 +58,34 @@ def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, A
     return dict(control=None if empty else control, note="; ".join([*notes, *empty]))
 
 
-def _equalising(study: StudyData) -> Found:
+def _equalising(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     left, other = study.left_BS2("equalise_variance"), study.plan.targets[:1]
     judged = study.sides[side_of(least_left, left)]
-    return Numbers(
+    return ClaimNumbers(
         by_bar=[left],
         control=study.left_by("equalise_variance", other[0], judged) if other else None,
         note=study.by_side(left),
     )
 
 
-def _mean_suffices(study: StudyData) -> Found:
+def _mean_suffices(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     alike = study.left_BS2("remove_deviation")
     judged = study.sides[side_of(most_left, alike)]
     without_mean = study.left_by("remove_mean", study.plan.sink, judged)
-    return Numbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
+    return ClaimNumbers(by_bar=[alike], control=without_mean, note=study.by_side(alike))
 
 
-def _necessity(study: StudyData) -> Found:
+def _necessity(study: StudyData) -> ClaimNumbers | Empty:
     if not study.minimal:
         return Empty(NO_MINIMAL_SET, "does not hold")
     return _left_without(study, "ablate_minimal_set", study.minimal)
 
 
-def _writers_necessity(study: StudyData) -> Found:
+def _writers_necessity(study: StudyData) -> ClaimNumbers | Empty:
     if study.minimal:
         return Empty("a minimal set was found")
     if not study.writers:
@@ -99,13 +98,13 @@ def _writers_necessity(study: StudyData) -> Found:
     return _left_without(study, "ablate_writers", study.writers, where)
 
 
-def _left_without(study: StudyData, removal: str, units: Sequence[Unit], *notes: str) -> Numbers:
+def _left_without(study: StudyData, removal: str, units: Sequence[Unit], *notes: str) -> ClaimNumbers:
     """What is left of the sink without units, and without each of the random sets."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
     listed = f"{len(units)} units: {some_of(units)}"
-    return Numbers(
+    return ClaimNumbers(
         by_bar=[study.left_B2(Condition(removal, sink)), np.stack([before_B, *random_sets], 1)],
         **_beside(worst, study.controls.sets_level, "sets", listed, *notes),
     )
@@ -119,7 +118,7 @@ def _most_over_first(means: np.ndarray) -> np.ndarray:
     return means[..., 1:].max(-1) / means[..., 0]
 
 
-def _sparsity_necessity(study: StudyData) -> Found:
+def _sparsity_necessity(study: StudyData) -> ClaimNumbers | Empty:
     if not study.minimal:
         return Empty("no minimal set was found")
     if study.top_shares(study.minimal)[0] < TOP_SHARE:
@@ -132,7 +131,7 @@ def _sparsity_necessity(study: StudyData) -> Found:
     }
     spread, turned, moved = (values.mean(0)[1:] / before_B.mean() for values in left.values())
     basis = study.not_turned or float(study.at_sink_B(Condition(TURNED_BASIS, sink)).mean() / before_B.mean())
-    return Numbers(
+    return ClaimNumbers(
         by_bar=list(left.values()),
         control=None if isinstance(basis, str) else basis,
         note=what_it_is(spread, moved, turned, basis, study.evidence.locked_on or "direction or the coordinate"),
@@ -162,23 +161,23 @@ def what_it_is(
     return f"{found}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
 
 
-def _sufficiency(study: StudyData) -> Found:
+def _sufficiency(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.super_neurons or not study.plan.targets:
         return Empty(NO_UNITS)
     risen_B, control_B = study.rise_B("transplant_super_neurons"), study.rise_B("transplant_random_set")
-    return Numbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.units_level, "units"))
+    return ClaimNumbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.units_level, "units"))
 
 
-def _dimensions_suffice(study: StudyData) -> Found:
+def _dimensions_suffice(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.dimensions or not study.plan.targets:
         return Empty(NO_DIMENSION if study.plan.targets else NO_TARGET)
     risen_B, control_B = study.rise_B("transplant_dimensions"), study.rise_B("transplant_random_dimensions")
     beside = _beside(float(control_B.mean()), study.controls.dimensions_level, "dimensions", study.where)
-    return Numbers(by_bar=[risen_B], **beside)
+    return ClaimNumbers(by_bar=[risen_B], **beside)
 
 
-def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyData], Found]:
-    def numbers(study: StudyData) -> Found:
+def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyData], ClaimNumbers | Empty]:
+    def numbers(study: StudyData) -> ClaimNumbers | Empty:
         there = study.plan.super_neurons if held == SUPER_NEURONS else study.plan.dimensions
         if not study.plan.targets or not there:
             return Empty(NO_UNITS if held == SUPER_NEURONS else NO_DIMENSION)
@@ -189,7 +188,7 @@ def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyDa
         what = "units" if held == SUPER_NEURONS else "dimensions"
         gone = float(1 - random_B.mean() / total_B.mean())
         note = f"total effect {100 * total_B.mean():+.1f} points, direct {100 * direct_B.mean():+.1f}"
-        return Numbers(by_bar=[np.stack([total_B, random_B, direct_B], 1)], **_beside(gone, level, what, note))
+        return ClaimNumbers(by_bar=[np.stack([total_B, random_B, direct_B], 1)], **_beside(gone, level, what, note))
 
     return numbers
 

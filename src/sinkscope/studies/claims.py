@@ -26,9 +26,8 @@ from sinkscope.studies.judging import (
     LOCKED,
     Bar,
     Claim,
+    ClaimNumbers,
     Empty,
-    Found,
-    Numbers,
     gone,
     second_over_first,
     some_of,
@@ -36,8 +35,8 @@ from sinkscope.studies.judging import (
 from sinkscope.studies.study_data import NO_UNITS, NO_VARIANCE, StudyData
 
 
-def _sink(study: StudyData) -> Found:
-    return Numbers(by_bar=[study.untouched.rate_BS[:, study.plan.sink]])
+def _sink(study: StudyData) -> ClaimNumbers | Empty:
+    return ClaimNumbers(by_bar=[study.untouched.rate_BS[:, study.plan.sink]])
 
 
 def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
@@ -50,16 +49,16 @@ def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
     return variance_ratio(torch.from_numpy(means[..., -1, :, :])).numpy().max(-1)
 
 
-def _variance_discrepancy(study: StudyData) -> Found:
+def _variance_discrepancy(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     layers = study.plan.before_sink
     deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
     note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratios(deviation_BLST.mean(0))}"
     if study.fresh_variance_NLST is None:
-        return Numbers(by_bar=[deviation_BLST], note=f"{note}; this machine cannot hold a model drawn afresh")
+        return ClaimNumbers(by_bar=[deviation_BLST], note=f"{note}; this machine cannot hold a model drawn afresh")
     fresh_NLST = study.fresh_variance_NLST[:, layers]
-    return Numbers(
+    return ClaimNumbers(
         by_bar=[deviation_BLST],
         control=float(np.exp(np.log(_ratio_at_birth(fresh_NLST)).mean())),
         note=f"{note}, at initialisation {_mean_ratios(fresh_NLST)}",
@@ -88,35 +87,35 @@ def _mean_r_squared(means: np.ndarray) -> np.ndarray:
     return log_r_squared(variance, law.expand_as(variance)).mean(-2).numpy().max(-1)
 
 
-def _averaging_law(study: StudyData) -> Found:
+def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     law_LBT = study.evidence.averaging_law_LBT
     both = np.concatenate([law_LBT[:, :, None], study.squared_deviation_LBST], 2).swapaxes(0, 1)
     moved = both.mean(0)
     moved[:, 0] = np.roll(moved[:, 0], both.shape[-1] // 2, axis=-1)
-    return Numbers(by_bar=[both], control=float(_mean_r_squared(moved)))
+    return ClaimNumbers(by_bar=[both], control=float(_mean_r_squared(moved)))
 
 
-def _super_neurons(study: StudyData) -> Found:
+def _super_neurons(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.birth_units:
         return Empty(NO_UNITS, "does not hold")
     evidence = study.evidence
     elsewhere, here = evidence.super_write_elsewhere_B, evidence.super_write_B
-    return Numbers(
+    return ClaimNumbers(
         by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
         note=f"units {some_of(study.plan.birth_units)}",
     )
 
 
-def _channel_sparsity(study: StudyData) -> Found:
+def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.birth_units:
         return Empty(NO_UNITS)
     top_share, median = study.top_shares(study.plan.birth_units)
     every_sequence = np.ones(len(study.untouched.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
-    return Numbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
+    return ClaimNumbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
 
 
 def _elsewhere(study: StudyData) -> np.ndarray:
@@ -126,11 +125,11 @@ def _elsewhere(study: StudyData) -> np.ndarray:
     return elsewhere
 
 
-def _dimension_disparity(study: StudyData) -> Found:
+def _dimension_disparity(study: StudyData) -> ClaimNumbers | Empty:
     plan, elsewhere = study.plan, _elsewhere(study)
     ratio_BT = study.reading.dom_ratio_LBT[list(plan.alive)].double().nanmean(0).numpy()
     by_position = seen_mean(ratio_BT)
-    return Numbers(
+    return ClaimNumbers(
         by_bar=[np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)],
         control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
         note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, {len(plan.alive)} layers; {_any_basis(study)}",
@@ -148,7 +147,7 @@ def _any_basis(study: StudyData) -> str:
     return text
 
 
-def _lock(study: StudyData) -> Found:
+def _lock(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:  # all states are one, and without it nothing is left to read
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
@@ -159,10 +158,10 @@ def _lock(study: StudyData) -> Found:
     if gone(at_sink.mean(0)) >= LOCKED:
         alone = f"without its largest coordinate alone {study.evidence.gone_with_coordinate:.1%} is gone"
         note += f": a lock on a {study.evidence.locked_on}, {alone}"
-    return Numbers(by_bar=[at_sink], control=control, note=note)
+    return ClaimNumbers(by_bar=[at_sink], control=control, note=note)
 
 
-def _directional_collapse(study: StudyData) -> Found:
+def _directional_collapse(study: StudyData) -> ClaimNumbers | Empty:
     cosine_BAT = study.evidence.cosine_BAT
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
@@ -170,7 +169,7 @@ def _directional_collapse(study: StudyData) -> Found:
         return Empty("no attention follows a layer with disparity")
     cosine_BT = seen_mean(cosine_BAT, 1)
     at_sink_B, others_B = cosine_BT[:, study.plan.sink], seen_mean(cosine_BT[:, _elsewhere(study)], 1)
-    return Numbers(by_bar=[at_sink_B, at_sink_B - others_B], control=float(seen_mean(others_B)))
+    return ClaimNumbers(by_bar=[at_sink_B, at_sink_B - others_B], control=float(seen_mean(others_B)))
 
 
 LAW_INTERVAL = (

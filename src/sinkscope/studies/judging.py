@@ -123,16 +123,13 @@ class Empty:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class ClaimNumbers:
     """What a claim is judged on."""
 
     by_bar: Sequence[np.ndarray | Empty]
     """For each bar [B, ...] numbers by sequence, whose means its statistic takes; NaN is empty, and left out."""
     control: float | None = None
     note: str = ""
-
-
-Found = Numbers | Empty
 
 
 class Step(Enum):
@@ -161,8 +158,8 @@ class Claim:
     """The link of the chain that it is about, or causal."""
     statement: str
     bars: tuple[Bar, ...]
-    numbers: Callable[[Any], Numbers | Empty]
-    """From what a study measured."""
+    numbers: Callable[[Any], ClaimNumbers | Empty]
+    """From the data of a study."""
     figures: tuple[str, ...]
     """Where its evidence is drawn: the first of these that is on the page."""
     control_is: str | None = None
@@ -200,7 +197,7 @@ Estimates = list[Estimate | None]
 """By bar; None where a bar has no number."""
 
 
-def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) -> list[Judgement]:
+def judge(found: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: int) -> list[Judgement]:
     """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
     weights_RB = resample_weights(num_sequences)
     estimates = {
@@ -209,7 +206,7 @@ def judge(found: Sequence[tuple[Claim, Numbers | Empty]], num_sequences: int) ->
             for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)
         ]
         for claim, numbers in found
-        if isinstance(numbers, Numbers)
+        if isinstance(numbers, ClaimNumbers)
     }
     judged = [claim for claim, _ in found if any(estimates.get(claim.id, ()))]
     p_values = [_p_value(claim, estimates[claim.id]) for claim in judged]

@@ -35,9 +35,8 @@ from sinkscope.studies.judging import (
     UP_ON_A_SIDE,
     Bar,
     Claim,
+    ClaimNumbers,
     Empty,
-    Found,
-    Numbers,
     Step,
     least_left,
     most,
@@ -48,17 +47,17 @@ from sinkscope.studies.study_data import NO_TARGET, StudyData
 
 def _rise(
     name: str, factor: float | None = None, *, control: tuple, sides: bool = False
-) -> Callable[[StudyData], Found]:
+) -> Callable[[StudyData], ClaimNumbers | Empty]:
     """The rise under one condition, with that under another as its control. `sides`: both act on the aggregation, and
     the control's number is that of the side where the condition does most."""
 
-    def numbers(study: StudyData) -> Found:
+    def numbers(study: StudyData) -> ClaimNumbers | Empty:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, dict(name=name, factor=factor)) if sides else study.rise_B(name, factor)[:, None]
         judged = study.sides[side_of(most, risen_BS)]
         beside = control_unless_marked(lambda: float(study.rise_B(*control, before_norm=judged).mean()))
-        return Numbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
+        return ClaimNumbers(by_bar=[risen_BS], control=beside, note=_note(study.where, study, risen_BS))
 
     return numbers
 
@@ -73,13 +72,13 @@ def _note(text: str, study: StudyData, *by_side: np.ndarray | Empty) -> str:
     return "; ".join(filter(None, [text, *sides]))
 
 
-def _dose_response(study: StudyData) -> Found:
+def _dose_response(study: StudyData) -> ClaimNumbers | Empty:
     """Kendall's tau between factor and rate at the target, mean over targets; 0 where the rate never moves."""
     if not study.plan.targets:
         return Empty(NO_TARGET)
     tau_BS = np.stack([_tau_B(study, side) for side in study.sides], 1)
     note = "Kendall's tau of rate against factor, by sequence and position"
-    return Numbers(by_bar=[tau_BS], control=0.0, note=_note(note, study, tau_BS))
+    return ClaimNumbers(by_bar=[tau_BS], control=0.0, note=_note(note, study, tau_BS))
 
 
 def _tau_B(study: StudyData, before_norm: bool) -> np.ndarray:
@@ -96,12 +95,12 @@ def _tau_B(study: StudyData, before_norm: bool) -> np.ndarray:
     return (signs.sum(0) / np.sqrt(np.maximum(moved, 1) * len(first))).mean(0)
 
 
-def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[StudyData], Found]:
+def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[StudyData], ClaimNumbers | Empty]:
     """What cells of the factorial leave of the rise of a token that sees only itself. A control that sets a moment too
     has the number of the side where the first cell leaves least."""
     by_sides = len(control) > 1
 
-    def numbers(study: StudyData) -> Found:
+    def numbers(study: StudyData) -> ClaimNumbers | Empty:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         total_B = study.rise_B(SEE_SELF)
@@ -116,7 +115,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[St
         beside = dict(control)
         if by_sides and not isinstance(by_bar[0], Empty):
             beside["before_norm"] = study.sides[side_of(least_left, by_bar[0])]
-        return Numbers(
+        return ClaimNumbers(
             by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**beside).mean() / total_B.mean())),
             note=_note(f"of a rise of {total_B.mean():.1%}", study, *by_bar),
@@ -125,7 +124,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[St
     return numbers
 
 
-def _single_key(study: StudyData) -> Found:
+def _single_key(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.targets:
         return Empty(NO_TARGET)
     seen = {"the key before": SEE_PREVIOUS, "a far one": SEE_FAR}
@@ -134,13 +133,13 @@ def _single_key(study: StudyData) -> Found:
         f"{key} {100 * risen_B.mean():+.1f} points" for key, risen_B in risen.items() if not isinstance(risen_B, Empty)
     )
     control = control_unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
-    return Numbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
+    return ClaimNumbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
 
 
 def _suffices(
     cell: dict[str, Any], *, control: dict[str, Any], beats_control: bool = False
-) -> Callable[[StudyData], Found]:
-    def numbers(study: StudyData) -> Found:
+) -> Callable[[StudyData], ClaimNumbers | Empty]:
+    def numbers(study: StudyData) -> ClaimNumbers | Empty:
         if not study.plan.targets:
             return Empty(NO_TARGET)
         risen_BS = _risen_BS(study, cell)
@@ -149,7 +148,7 @@ def _suffices(
         judged = study.sides[side]
         if beats_control:  # on the same side
             by_bar.append(unless_marked(lambda: (risen_BS - _risen_BS(study, control))[:, [side]]))
-        return Numbers(
+        return ClaimNumbers(
             by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**control, before_norm=judged).mean())),
             note=_note(study.where, study, risen_BS),
@@ -158,7 +157,7 @@ def _suffices(
     return numbers
 
 
-def _variance_suffices(study: StudyData) -> Found:
+def _variance_suffices(study: StudyData) -> ClaimNumbers | Empty:
     found = _suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True)(study)
     return found if isinstance(found, Empty) else replace(found, note=f"{found.note}; {_other_ways(study)}")
 
@@ -176,12 +175,12 @@ def _other_ways(study: StudyData) -> str:
     return f"other ways to more variance: {'; '.join(said) or 'none'}"
 
 
-def _opening(study: StudyData) -> Found:
+def _opening(study: StudyData) -> ClaimNumbers | Empty:
     if study.plan.sink != 0:
         return Empty("the sink is not at position 0: it sees earlier keys already")
     hidden = study.plan.targets[:1]
     control = study.left_by("mask_but_self", hidden[0]) if hidden else None
-    return Numbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
+    return ClaimNumbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
 
 
 OTHER_WAYS = ("scale_norm", "swap_deviation", "random_direction")

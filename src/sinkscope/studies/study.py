@@ -45,7 +45,7 @@ from sinkscope.studies.controls import (
 )
 from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
-from sinkscope.studies.judging import CAUSAL, Claim, Empty, Found, Judgement, judge
+from sinkscope.studies.judging import CAUSAL, Claim, ClaimNumbers, Empty, Judgement, judge
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.study_data import StudyData
@@ -222,7 +222,7 @@ def _listed(units: Sequence[Unit]) -> list[dict]:
     return [{"layer": unit.layer, "expert": unit.expert, "neuron": unit.neuron} for unit in units]
 
 
-def _numbers(claim: Claim, data: StudyData) -> Found:
+def _numbers(claim: Claim, data: StudyData) -> ClaimNumbers | Empty:
     """What a claim is judged on. A condition that did not do what its name says supports nothing."""
     return unless_marked(lambda: claim.numbers(data))
 
