@@ -13,8 +13,8 @@ from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, d
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.studies.causal_claims import what_it_is
 from sinkscope.studies.controls import read_activity
-from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.judging import gone
+from sinkscope.studies.link_values import read_link_values
 from sinkscope.tracing.trace import trace
 
 IDS = torch.randint(3, 97, (20, 20), generator=torch.Generator().manual_seed(0))
@@ -149,7 +149,7 @@ def test_the_lock_equals_keys_made_by_hand():
         sink_heads=((1, 3), (2, 0)),
     )
     directions = read_activity(anatomy, model, IDS, plan).directions
-    found = read_evidence(anatomy, model, IDS, plan, directions).lock_BQ3N
+    found = read_link_values(anatomy, model, IDS, plan, directions).lock_BQ3N
     assert found.shape == (20, 2, 3, 2)
     for number, (layer, head) in enumerate(plan.sink_heads):
         attention, seen = anatomy.layers[layer].attention, {}

@@ -134,7 +134,7 @@ def _sparsity_necessity(study: StudyData) -> ClaimNumbers | Empty:
     return ClaimNumbers(
         by_bar=list(left.values()),
         control=None if isinstance(basis, str) else basis,
-        note=what_it_is(spread, moved, turned, basis, study.evidence.locked_on or "direction or the coordinate"),
+        note=what_it_is(spread, moved, turned, basis, study.link_values.locked_on or "direction or the coordinate"),
     )
 
 

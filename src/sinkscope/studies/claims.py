@@ -90,7 +90,7 @@ def _mean_r_squared(means: np.ndarray) -> np.ndarray:
 def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    law_LBT = study.evidence.averaging_law_LBT
+    law_LBT = study.link_values.averaging_law_LBT
     both = np.concatenate([law_LBT[:, :, None], study.squared_deviation_LBST], 2).swapaxes(0, 1)
     moved = both.mean(0)
     moved[:, 0] = np.roll(moved[:, 0], both.shape[-1] // 2, axis=-1)
@@ -100,10 +100,10 @@ def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
 def _super_neurons(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.birth_units:
         return Empty(NO_UNITS, "does not hold")
-    evidence = study.evidence
-    elsewhere, here = evidence.super_write_elsewhere_B, evidence.super_write_B
+    link_values = study.link_values
+    elsewhere, here = link_values.super_write_elsewhere_B, link_values.super_write_B
     return ClaimNumbers(
-        by_bar=[np.stack([evidence.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
+        by_bar=[np.stack([link_values.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
         note=f"units {some_of(study.plan.birth_units)}",
     )
@@ -138,7 +138,7 @@ def _dimension_disparity(study: StudyData) -> ClaimNumbers | Empty:
 
 def _any_basis(study: StudyData) -> str:
     """Of the disparity, what does not depend on the basis, and what is left in a turned one."""
-    sink, *others = study.evidence.direction_share_K
+    sink, *others = study.link_values.direction_share_K
     text = f"one direction across sequences holds {sink:.1%} of its energy"
     text += f" ({np.mean(others):.1%} at the targets)" if others else ""
     if (turned := study.results.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
@@ -152,17 +152,17 @@ def _lock(study: StudyData) -> ClaimNumbers | Empty:
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
         return Empty(f"no head has the sink in {percent(SINK_HEAD_RATE)} of sequences")
-    at_sink, *elsewhere = study.evidence.lock_BQ3N.swapaxes(0, 1)
+    at_sink, *elsewhere = study.link_values.lock_BQ3N.swapaxes(0, 1)
     control = float(gone(elsewhere[0].mean(0))) if elsewhere else None
     note = f"over {len(study.plan.sink_heads)} heads with the sink"
     if gone(at_sink.mean(0)) >= LOCKED:
-        alone = f"without its largest coordinate alone {study.evidence.gone_with_coordinate:.1%} is gone"
-        note += f": a lock on a {study.evidence.locked_on}, {alone}"
+        alone = f"without its largest coordinate alone {study.link_values.gone_with_coordinate:.1%} is gone"
+        note += f": a lock on a {study.link_values.locked_on}, {alone}"
     return ClaimNumbers(by_bar=[at_sink], control=control, note=note)
 
 
 def _directional_collapse(study: StudyData) -> ClaimNumbers | Empty:
-    cosine_BAT = study.evidence.cosine_BAT
+    cosine_BAT = study.link_values.cosine_BAT
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     if not cosine_BAT.shape[1]:

@@ -43,9 +43,9 @@ from sinkscope.studies.controls import (
     few_of_each_layer,
     read_activity,
 )
-from sinkscope.studies.evidence import read_evidence
 from sinkscope.studies.fresh import fresh_variance
 from sinkscope.studies.judging import CAUSAL, Claim, ClaimNumbers, Empty, Judgement, judge
+from sinkscope.studies.link_values import read_link_values
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.study_data import StudyData
@@ -296,7 +296,7 @@ class _Run:
             loss=True,
             moment_layers=len(plan.mixed),
         )
-        evidence = read_evidence(anatomy, model, ids_BT, plan, activity.directions)
+        link_values = read_link_values(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
         conditions = ConditionRunner(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
         results = self._results(conditions, sink_varies=sink_varies) if has_sink else {}
@@ -304,7 +304,7 @@ class _Run:
         return StudyData(
             plan=plan,
             anatomy=anatomy,
-            evidence=evidence,
+            link_values=link_values,
             reading=replay.untouched,
             untouched=reduced(replay.untouched, plan),
             results=results,

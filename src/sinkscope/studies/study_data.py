@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sinkscope.models.anatomy import Anatomy, Unit
     from sinkscope.studies.condition_result import ConditionResult
     from sinkscope.studies.controls import Controls
-    from sinkscope.studies.evidence import Evidence
+    from sinkscope.studies.link_values import LinkValues
     from sinkscope.tracing.replay import ConditionReading
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
@@ -32,7 +32,7 @@ class StudyData:
 
     plan: Plan
     anatomy: Anatomy
-    evidence: Evidence
+    link_values: LinkValues
     reading: ConditionReading
     """Of the untouched model."""
     untouched: ConditionResult

@@ -27,7 +27,7 @@ from sinkscope.tracing.recorder import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class LinkValues:
     """Numbers by sequence; a mean over sequences is a claim's statistic, or enters it."""
 
     averaging_law_LBT: np.ndarray
@@ -61,10 +61,10 @@ class Evidence:
         return None if share is None else "coordinate" if share >= LOCKED else "direction"
 
 
-def read_evidence(
+def read_link_values(
     anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
-) -> Evidence:
-    """The evidence of one untouched pass; `directions` by layer are those that the lock is read without."""
+) -> LinkValues:
+    """The values of one untouched pass; `directions` by layer are those that the lock is read without."""
     found = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
     shape = (ids_BT.shape[0], ids_BT.shape[1])
 
@@ -74,7 +74,7 @@ def read_evidence(
 
     writes = [values.cpu() for values in found.get("writes", {}).values()]
     super_write, all_write, elsewhere = sum(writes, torch.zeros(shape[0], 3)).double().numpy().T
-    return Evidence(
+    return LinkValues(
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
         direction_share_K=stacked("direction_share", 0).mean((0, 1)),
@@ -135,7 +135,7 @@ def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
 def _lock(
     anatomy: Anatomy, rows: Mapping[int, tuple[Any, ...]], plan: Plan, directions: Mapping[int, Tensor]
 ) -> np.ndarray:
-    """[B, Q, 3, N] as `Evidence.lock_BQ3N` says."""
+    """[B, Q, 3, N] as `LinkValues.lock_BQ3N` says."""
     found = []
     with making_keys(anatomy) as key_of:
         for index, ((state_BQE, *call), key_BKQD, query_sum_BHQD) in rows.items():
