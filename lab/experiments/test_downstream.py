@@ -39,7 +39,7 @@ def test_a_model_against_the_first_by_text():
 
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capsys):
     settings = {"length": 64, "window": 60, "first": 4}
-    with pytest.raises(InputError, match="found first 4, window 60, length 64"):
+    with pytest.raises(InputError, match="--first 4, --window 60 and --length 64 do not fit"):
         downstream.all_conditions(argparse.Namespace(**settings))
     tiny_model("llama").save_pretrained(tmp_path / "model")
     arguments = ["downstream", str(tmp_path / "model"), "--data", "nowhere", "--out", str(tmp_path / "out.json")]

@@ -98,5 +98,5 @@ def test_a_snapshot_that_is_the_model_tells_all_and_another_seed_nothing(tmp_pat
 
 
 def test_a_run_without_snapshots_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"0 snapshots, no model\. Train with sinkscope pretrain --keep"):
+    with pytest.raises(InputError, match=r"0 snapshots and no finished model\. Train with sinkscope pretrain --keep"):
         emergence.emergence(tmp_path, length=32, num_sequences=4)

@@ -49,7 +49,7 @@ def test_the_script_prints_and_draws(tmp_path, result, monkeypatch, capsys):
 
 
 def test_runs_without_probes_are_refused(tmp_path, result, monkeypatch, capsys):
-    with pytest.raises(InputError, match="a run of softmax without"):
+    with pytest.raises(InputError, match="A run of softmax has no held-out"):
         kept_probes.cells(result | {"probes": []})
     monkeypatch.setattr("sys.argv", ["kept_probes", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):

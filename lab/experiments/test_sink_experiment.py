@@ -104,7 +104,7 @@ def test_runs_are_measured_kept_and_left_out_the_next_time(stand_ins, tmp_path, 
     assert sink_experiment.carry_out(again) == []
     assert capsys.readouterr().out.count("begins") == 1
     assert len(read_results(tmp_path / "more")) == 3
-    with pytest.raises(InputError, match="found 'head_norm-9'"):
+    with pytest.raises(InputError, match="no run 'head_norm-9'"):
         sink_experiment.carry_out(options(tmp_path, only="head_norm-9"))
 
 
@@ -120,7 +120,7 @@ def test_measures_that_fail_lose_no_run_and_a_run_that_fails_stops_no_other(stan
         return fails if out.name == "scale-1" else works(config, out, data)
 
     monkeypatch.setattr(training_pool, "training_command", command)
-    with pytest.raises(InputError, match=r"scale-1 to train to its end; found exit code 1, broken"):
+    with pytest.raises(InputError, match=r"scale-1 did not train to its end: exit code 1, broken"):
         sink_experiment.carry_out(options(tmp_path, only="scale-1,softmax-2,head_norm-2", jobs=1))
     assert {result["name"] for result in read_results(tmp_path / "kept")} == {"softmax-2", "head_norm-2"}
 
@@ -175,7 +175,7 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
 
 def test_a_plan_with_other_verdicts_is_refused():
     other = read_plan(PROJECT / "lab" / "experiments" / "large_batches.yaml")
-    with pytest.raises(InputError, match="found no confirmed, accelerates, removes_the_sink, halves_the_sink"):
+    with pytest.raises(InputError, match="lacks the verdicts confirmed, accelerates, removes_the_sink, halves_the_sink"):
         sink_tables.tables([], [], other["verdicts"])
 
 
@@ -190,7 +190,7 @@ def test_the_card_of_the_bundled_models_has_the_numbers_that_are_kept_of_them():
         for number in (difference, loss, sink.replace("%", " %"), largest):
             assert number in card, run
     without_softmax = [result for result in results if not result["name"].startswith("softmax")]
-    with pytest.raises(InputError, match="a run of softmax"):
+    with pytest.raises(InputError, match="no run of softmax"):
         sink_tables.tables(without_softmax, books, PLAN["verdicts"])
 
 
@@ -224,7 +224,7 @@ def test_a_bounded_projection_written_out_computes_the_same():
     loaded = small_decoder(feed_forward_variant="bounded_swiglu")
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
     before = losses(loaded.model, ids)
-    with pytest.raises(InputError, match="found BoundedLinear"):
+    with pytest.raises(InputError, match="this model has BoundedLinear"):
         linear_layers(loaded.model)
     sink_measures.with_plain_projections(loaded.model)
     assert len(linear_layers(loaded.model)) == 7 * len(loaded.model.blocks), "quantisation sees them now"
