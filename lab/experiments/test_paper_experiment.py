@@ -135,7 +135,7 @@ def test_the_whole_experiment_then_nothing_is_left_to_do(options, monkeypatch, c
     options.done, options.keep = options.keep, options.keep.with_name("again")
     options.runs = options.runs.with_name("elsewhere")
     assert carry_out(options, BASE, TRIALS) == []
-    with pytest.raises(InputError, match="another one among the complete runs"):
+    with pytest.raises(InputError, match="with another configuration"):
         carry_out(options, BASE | {"training": {"steps": 8}}, TRIALS)
 
 
@@ -166,7 +166,7 @@ def test_a_diverged_trial_loses_and_a_broken_one_is_refused(options):
     assert best_trial(read_results(options.keep), "softmax").learning_rate == 0.001
     with pytest.raises(InputError, match="did not train to its end: exit code 1, sinkscope: expected more"):
         carry_out(options, BASE, tuning_groups([0.1], [0.1], [0.25], seed=0))
-    with pytest.raises(InputError, match="not finite in all of them"):
+    with pytest.raises(InputError, match="the loss is not finite in any"):
         carry_out(options, BASE, tuning_groups([0.9], [0.1], [0.25], seed=0))
 
 
@@ -215,7 +215,7 @@ def test_tables_of_losses_that_are_known(options):
         for v in [result["run"]["variant"]]
     ]
     assert "- confirmed: head_norm has the lower loss" not in "\n".join(paper_tables.tables(swapped))
-    with pytest.raises(InputError, match="at least one judged run each"):
+    with pytest.raises(InputError, match="judged runs lack"):
         paper_tables.tables([result for result in results if result["run"]["variant"] != "softmax"])
 
 
