@@ -35,7 +35,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.statistics import average_ranks
 from sinkscope.tracing.findings import Findings
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import trace
 
 NUM_SHUFFLES = 2000

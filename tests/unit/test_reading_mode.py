@@ -8,7 +8,7 @@ from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
 from sinkscope.tracing.observables import CHAIN
 from sinkscope.tracing.recorder import record, without_autograd
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 
 class Keeping(torch.nn.Module):

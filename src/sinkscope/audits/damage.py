@@ -18,7 +18,7 @@ from sinkscope.audits.schemes import Scheme, window_size
 from sinkscope.errors import InputError
 from sinkscope.models.loading import bare_model
 from sinkscope.statistics import bootstrap_mean_interval
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 BATCH_TOKENS = 4096
 """Tokens of one forward pass."""

@@ -21,7 +21,7 @@ from sinkscope.models.anatomy import anatomy_of
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import AttentionRule
 from sinkscope.tracing.attention_tap import attention_tap
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 OnLinear = Callable[[int, str, Tensor, Tensor], None]
 """(text, module, what it read [1, T, E], the gradient at its output [1, T, O]), in float32."""

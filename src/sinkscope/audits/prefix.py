@@ -34,7 +34,7 @@ from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.models.token_batches import context_length, token_batch
 from sinkscope.progress import Progress
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 MOST_TOKENS = 32
 """Longest prefix that is tried."""

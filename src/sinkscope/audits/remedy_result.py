@@ -27,7 +27,7 @@ from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import rows_where
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 MEASURED = (STATIC.name, "activations-8-dynamic")
 PLAIN = "16 bits"

@@ -29,7 +29,7 @@ from sinkscope.models.anatomy import anatomy_of, is_linear, is_transposed, proje
 from sinkscope.models.loading import bare_model
 from sinkscope.tracing.attention_rule import AttentionRule
 from sinkscope.tracing.attention_tap import attention_tap
-from sinkscope.tracing.sole_reader import in_this_thread, sole_reader
+from sinkscope.tracing.single_reader import in_this_thread, single_reader
 
 GROUP = 128
 """Inputs of a weight that share a scale, where groups do."""
@@ -88,7 +88,7 @@ class Scheme:
                 f"`Scheme.modules(model)`, such as {known[0]}."
             )
         chosen = known if modules is None else [name for name in known if name in modules]
-        with sole_reader(model):
+        with single_reader(model):
             if self.what == "weights":
                 opened = _rounded_weights(self, model, chosen)
             elif self.what == "activations":

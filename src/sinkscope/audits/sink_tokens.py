@@ -26,7 +26,7 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.recorder import record, without_autograd
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

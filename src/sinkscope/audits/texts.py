@@ -29,7 +29,7 @@ from sinkscope.models.tokenized_text import (
     without_leading,
 )
 from sinkscope.tracing.overflow import overflow
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

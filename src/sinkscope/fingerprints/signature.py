@@ -38,7 +38,7 @@ from sinkscope.results.parts import Parts
 from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
 from sinkscope.tracing.overflow import overflow
 from sinkscope.tracing.receipt import Receipt, receipt_of_own_pass
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 VERSION = 1
 """Of the file format and of the method; signatures of different versions are not compared."""

@@ -29,7 +29,7 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
 from sinkscope.tracing.overflow import overflow
 from sinkscope.tracing.recorder import Recorder
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 NUM_PREFERRED = 10
 NUM_GROUPS = BIAS_SEQUENCES

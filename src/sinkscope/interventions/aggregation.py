@@ -44,7 +44,7 @@ from sinkscope.tracing.edits import depth, suspend
 from sinkscope.tracing.kept_writes import KeptWrites
 from sinkscope.tracing.layer_call import wide
 from sinkscope.tracing.recorder import ending_after
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 
 AGGREGATION, BEFORE_NORM = "aggregation", "aggregation before its norm"
 """What is acted on: what enters the output projection, or the norm before it."""

@@ -36,7 +36,7 @@ from sinkscope.tracing.edits import (
 )
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.restored import restored
-from sinkscope.tracing.sole_reader import everything_eager, sole_reader
+from sinkscope.tracing.single_reader import everything_eager, single_reader
 from sinkscope.tracing.taps import entering
 
 Acted = Callable[[int], None]
@@ -164,7 +164,7 @@ class Intervention(contextlib.AbstractContextManager):
 
     def __enter__(self):
         decoder = self.anatomy.decoder
-        with sole_reader(decoder):  # refuses while another thread reads the model
+        with single_reader(decoder):  # refuses while another thread reads the model
             pass
         for other in active(self.anatomy):
             if other.place.overlaps(self.place):

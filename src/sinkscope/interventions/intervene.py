@@ -26,7 +26,7 @@ from sinkscope.models.prompts import check_one_length, prompt_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result
 from sinkscope.tracing.receipt import described
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
 
 if TYPE_CHECKING:

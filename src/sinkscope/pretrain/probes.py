@@ -34,7 +34,7 @@ from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.config import check_probe_length
 from sinkscope.pretrain.metrics import JsonLines, read_rows
 from sinkscope.tracing.findings import Findings
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import trace
 
 QUANTITIES = {

@@ -52,7 +52,7 @@ from sinkscope.studies.study_data import StudyData
 from sinkscope.studies.tables import study_tables
 from sinkscope.tracing.receipt import Receipt, described
 from sinkscope.tracing.replay import Replay
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
 
 NUM_CHOOSING = 32

@@ -28,7 +28,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, input_device
 from sinkscope.tracing.attention_rule import AttentionRule
 from sinkscope.tracing.edits import OwnHook, depth, row_edits
-from sinkscope.tracing.sole_reader import sole_reader
+from sinkscope.tracing.single_reader import single_reader
 
 NAME = "sinkscope"
 
@@ -122,7 +122,7 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: 
     )
     with contextlib.ExitStack() as stack:
         if not every_thread:
-            stack.enter_context(sole_reader(anatomy.decoder))
+            stack.enter_context(single_reader(anatomy.decoder))
         _enter_door(anatomy)
         stack.callback(_leave_door, anatomy.decoder)
         _taps.append(tap)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.models.anatomy import Layer
-from sinkscope.tracing.sole_reader import in_this_thread
+from sinkscope.tracing.single_reader import in_this_thread
 
 
 class KeptWrites:

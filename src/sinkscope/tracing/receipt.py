@@ -29,7 +29,7 @@ from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.edits import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
 from sinkscope.tracing.restored import weight_checksum
-from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
+from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
 PROBED = (2, 16)
 """Sequences and tokens of the short passes: what they cost does not grow with the text."""

@@ -30,7 +30,7 @@ from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point
 from sinkscope.tracing.merges import Cosine, Moments
 from sinkscope.tracing.observables import SURVEY, Observable, Tap
 from sinkscope.tracing.receipt import check_reading
-from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
+from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 from sinkscope.tracing.taps import open_taps
 
 CHUNK_TOKENS = 1 << 17

@@ -26,7 +26,7 @@ from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.merges import Merge, Own, Rows
 from sinkscope.tracing.observables import Observable, Tap
 from sinkscope.tracing.recorder import Recorder
-from sinkscope.tracing.sole_reader import evaluation_mode, in_this_thread
+from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 from sinkscope.tracing.taps import besides, entering, leaving
 
 LOSS_TOKENS = 1024

@@ -22,7 +22,7 @@ from sinkscope.tracing.layer_call import LayerCall, Passing, blame, value_varian
 from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS
 from sinkscope.tracing.observables import Tap
 from sinkscope.tracing.overflow import check_finite
-from sinkscope.tracing.sole_reader import in_this_thread
+from sinkscope.tracing.single_reader import in_this_thread
 from sinkscope.tracing.units import LayerUnits
 
 NO_KEYS = torch.empty(0, dtype=torch.long)

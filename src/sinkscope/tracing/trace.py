@@ -27,7 +27,7 @@ from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described, t
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.tracing.schemas import TRACE_TABLES, schema_with
 from sinkscope.tracing.sequences import Sequences, TokenSink, read_sequences
-from sinkscope.tracing.sole_reader import evaluation_mode
+from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.tables import recorded_tables, sequence_tables, trace_tables
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.kernels.token_statistics import weighted_largest
 from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, held
 from sinkscope.tracing.edits import expert_edits
-from sinkscope.tracing.sole_reader import in_this_thread
+from sinkscope.tracing.single_reader import in_this_thread
 
 
 class UnitWrites(NamedTuple):

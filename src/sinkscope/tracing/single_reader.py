@@ -25,7 +25,7 @@ _eager = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def sole_reader(model: nn.Module) -> Iterator[None]:
+def single_reader(model: nn.Module) -> Iterator[None]:
     """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled,
     since a compiled graph may leave out our hooks."""
     check_owner(model)
@@ -66,7 +66,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off while reading, by this thread alone; each module's own mode is put back."""
-    with sole_reader(model):
+    with single_reader(model):
         training = [module for module in model.modules() if module.training]
         for module in training:
             module.training = False
