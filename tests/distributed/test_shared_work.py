@@ -19,12 +19,12 @@ from sinkscope.models.anatomy import Unit
 from sinkscope.results.parts import Parts
 from sinkscope.studies import controls, minimal_set
 from sinkscope.tracing.merges import Mean
-from sinkscope.tracing.observables import CHAIN, Observable, Tap
+from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
     name="residual_norm",
-    tap=Tap.RESIDUAL_OUT,
+    hook_point=HookPoint.RESIDUAL_OUT,
     reduce=lambda call: call.residual.norm(dim=-1),
     merge=Mean(),
     axes="LT",

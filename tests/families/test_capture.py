@@ -22,9 +22,9 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import averaging_law
 from sinkscope.models.anatomy import SHARED_EXPERT, anatomy_of
-from sinkscope.tracing import attention_tap as tap_module
+from sinkscope.tracing import attention_hook as hook_module
+from sinkscope.tracing import hooks as hooks_module
 from sinkscope.tracing import layer_call
-from sinkscope.tracing import taps as taps_module
 from sinkscope.tracing import tiles as tiles_module
 from sinkscope.tracing import trace as trace_module
 from sinkscope.tracing.recorder import Recording
@@ -660,7 +660,7 @@ def test_the_model_is_as_it_was(family):
     trace(model, ids)
     assert snapshot(model) == state
     assert torch.equal(logits_of(model, ids), before)
-    assert not tap_module._taps
+    assert not hook_module._hooks
 
 
 class InterruptionError(Exception):
@@ -698,7 +698,7 @@ def test_the_model_is_as_it_was_after_an_exception(family, where):
     with pytest.raises(InterruptionError):
         trace(model, ids)
     assert snapshot(model) == state
-    assert not tap_module._taps
+    assert not hook_module._hooks
     handle.remove()
     assert torch.equal(logits_of(model, ids), before)
     assert trace(model, ids).recording["received"].isfinite().all()
@@ -766,19 +766,19 @@ RULE_CONTROLS = {
 def test_control_with_a_part_of_the_rule_dropped_the_trace_is_wrong(control, monkeypatch):
     family, change = RULE_CONTROLS[control]
     this = case(family)
-    rule = tap_module.AttentionRule
-    monkeypatch.setattr(tap_module, "AttentionRule", lambda **options: replace(rule(**options), **change))
+    rule = hook_module.AttentionRule
+    monkeypatch.setattr(hook_module, "AttentionRule", lambda **options: replace(rule(**options), **change))
     assert_refused_and_wrong(this, monkeypatch, 1e-2)
 
 
 def test_control_a_window_off_by_one_shows(monkeypatch):
     this = case("mistral")
-    rule = tap_module.AttentionRule
+    rule = hook_module.AttentionRule
 
     def longer(*, window, **options):
         return rule(window=None if window is None else window + 1, **options)
 
-    monkeypatch.setattr(tap_module, "AttentionRule", longer)
+    monkeypatch.setattr(hook_module, "AttentionRule", longer)
     assert_refused_and_wrong(this, monkeypatch, 1e-3)
 
 
@@ -1045,5 +1045,5 @@ def test_statistics_of_bfloat16_states_are_as_exact_as_float32():
 
 def test_names_of_the_taps_are_those_the_controls_patch():
     """The controls above replace these names; were they renamed, the controls would prove nothing."""
-    assert tap_module.AttentionRule is tiles_module.AttentionRule
-    assert taps_module.attention_tap is tap_module.attention_tap
+    assert hook_module.AttentionRule is tiles_module.AttentionRule
+    assert hooks_module.attention_hook is hook_module.attention_hook

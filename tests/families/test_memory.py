@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.tracing import taps
+from sinkscope.tracing import hooks
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.trace import trace
 from sinkscope.tracing.units import LayerUnits
@@ -114,13 +114,13 @@ def test_control_eager_attention_makes_squares(family):
 
 
 def test_control_a_square_made_by_the_reader_would_show(monkeypatch):
-    read = taps.read_attention
+    read = hooks.read_attention
 
     def read_with_square(query, key, *rest):
         torch.matmul(query, key.repeat_interleave(2, dim=1).transpose(2, 3))
         return read(query, key, *rest)
 
-    monkeypatch.setattr(taps, "read_attention", read_with_square)
+    monkeypatch.setattr(hooks, "read_attention", read_with_square)
     assert watched_trace(long_model("llama"), tokens()).squares
 
 
@@ -140,7 +140,7 @@ class WatchedUnits(LayerUnits):
 @pytest.mark.parametrize("family", [*KINDS, "olmo2", "gpt2"])
 def test_units_hold_nothing_once_their_layer_has_ended(family, monkeypatch):
     monkeypatch.setattr(WatchedUnits, "made", weakref.WeakSet(), raising=False)
-    monkeypatch.setattr(taps, "LayerUnits", WatchedUnits)
+    monkeypatch.setattr(hooks, "LayerUnits", WatchedUnits)
     model, ids = long_model(family, 3), tokens(64, 2)
     anatomy = anatomy_of(model)
     held_inside, held_between = [], []

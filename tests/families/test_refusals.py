@@ -8,9 +8,9 @@ from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausa
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.given_ids import given_batch
-from sinkscope.tracing import attention_tap as tap_module
+from sinkscope.tracing import attention_hook as hook_module
+from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import ReadingRequest
-from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.tiles import tiled_attention
 from sinkscope.tracing.trace import trace
 
@@ -33,12 +33,12 @@ def refusal(call, *words: str) -> InputError:
 
 
 def run_tapped(model, **inputs):
-    """The decoder inside the tap, attention computed as it stands."""
+    """The decoder inside the hook, attention computed as it stands."""
 
     def attend(layer, query, key, value, rule):
         return tiled_attention(query, key, value, rule, ReadingRequest()).output
 
-    with torch.no_grad(), attention_tap(anatomy_of(model), attend):
+    with torch.no_grad(), attention_hook(anatomy_of(model), attend):
         return model.get_decoder()(input_ids=tokens(), use_cache=False, **inputs)
 
 
@@ -65,7 +65,7 @@ def test_a_padding_mask_at_the_model_is_refused(family):
     before = model.config._attn_implementation
     refusal(lambda: run_tapped(model, attention_mask=padded_mask()), "padding")
     assert model.config._attn_implementation == before
-    assert not tap_module._taps
+    assert not hook_module._hooks
     # Control: without the mask, and with a mask of ones, the same call goes through.
     plain = run_tapped(model).last_hidden_state
     if family != "falcon":

@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from sinkscope.kernels import token_statistics
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
-from sinkscope.tracing import taps
+from sinkscope.tracing import hooks
 from sinkscope.tracing.attention import _fused_attention
 from sinkscope.tracing.observables import CHAIN
 from sinkscope.tracing.recorder import record
@@ -28,7 +28,7 @@ def by_kernels(monkeypatch):
     """Sends the recording of CPU tensors the way of CUDA's; only torch's fused attention is written out."""
     monkeypatch.setattr(token_statistics, "_has_kernel", lambda tensor: True)
     monkeypatch.setattr("sinkscope.tracing.attention._attention_and_log_sum_exp", log_sum_exp_by_definition)
-    monkeypatch.setattr(taps, "read_attention", lambda *inputs: (_fused_attention(*inputs), "kernels"))
+    monkeypatch.setattr(hooks, "read_attention", lambda *inputs: (_fused_attention(*inputs), "kernels"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

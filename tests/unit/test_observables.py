@@ -14,7 +14,7 @@ from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import read_table
 from sinkscope.tracing.merges import Cosine, Largest, Mean, Moments, Rows, Total
-from sinkscope.tracing.observables import CHAIN, Observable, Tap
+from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
@@ -22,7 +22,7 @@ IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 # The example of CONTRIBUTING.md.
 RESIDUAL_NORM = Observable(
     name="residual_norm",
-    tap=Tap.RESIDUAL_OUT,
+    hook_point=HookPoint.RESIDUAL_OUT,
     reduce=lambda call: call.residual.norm(dim=-1),
     merge=Mean(),
     axes="LT",
@@ -77,7 +77,12 @@ def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():
     with pytest.raises(sinkscope.InputError, match="dom_ration"):
         sinkscope.trace(tiny_model("llama"), IDS, observables=["dom_ration"])
     impostor = Observable(
-        name="dom_ratio", tap=Tap.UNITS, reduce=lambda call: None, merge=Mean(), axes="LT", meaning="another"
+        name="dom_ratio",
+        hook_point=HookPoint.UNITS,
+        reduce=lambda call: None,
+        merge=Mean(),
+        axes="LT",
+        meaning="another",
     )
     with pytest.raises(sinkscope.InputError, match="two observables named dom_ratio"):
         sinkscope.trace(tiny_model("llama"), IDS, observables=[*CHAIN, impostor])

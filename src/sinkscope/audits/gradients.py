@@ -19,8 +19,8 @@ from sinkscope.audits.damage import Prefix
 from sinkscope.audits.schemes import attend, linear_layers
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.progress import Progress
+from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule
-from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.single_reader import evaluation_mode
 
 OnLinear = Callable[[int, str, Tensor, Tensor], None]
@@ -80,7 +80,7 @@ def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttenti
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if on_attention is not None:
-            stack.enter_context(attention_tap(anatomy_of(model), attention))
+            stack.enter_context(attention_hook(anatomy_of(model), attention))
         stack.callback(model.get_input_embeddings().register_forward_hook(on_embedding).remove)
         for name, layer in linear_layers(model).items():
             stack.callback(layer.register_forward_hook(linear(name)).remove)

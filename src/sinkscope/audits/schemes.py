@@ -27,8 +27,8 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of, is_linear, is_transposed, projection_weight
 from sinkscope.models.loading import bare_model
+from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule
-from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.single_reader import in_this_thread, single_reader
 
 GROUP = 128
@@ -303,7 +303,7 @@ def _other_attention(
             return attend(query, *rounded_cache(scheme, key, value, keep_BT), rule)
         return attend(query, key, value, rule, window_mask(scheme, query, keep_BT))
 
-    return attention_tap(anatomy_of(model), on_attention)
+    return attention_hook(anatomy_of(model), on_attention)
 
 
 def window_size(scheme: Scheme, length: int) -> int:

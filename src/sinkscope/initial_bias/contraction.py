@@ -19,7 +19,7 @@ from sinkscope.measures.contraction import pairwise_cosine, principal, split_hal
 from sinkscope.measures.directional_collapse import cosine_from_sum
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.merges import Cosine, Moments, Rows
-from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
 
 NUM_CURVE_POSITIONS = 64
@@ -50,33 +50,33 @@ class Contraction:
 def contraction_observables(length: int) -> list[Observable]:
     """The observables that `contraction` needs."""
     positions_P = curve_positions(length)
-    sites = [("", Tap.RESIDUAL_OUT), ("_mid", Tap.RESIDUAL_MID)]
+    sites = [("", HookPoint.RESIDUAL_OUT), ("_mid", HookPoint.RESIDUAL_MID)]
     return [
         *(
             Observable(
                 name=f"last{suffix}",
-                tap=tap,
+                hook_point=hook_point,
                 reduce=lambda call: _directions(call)[:, -1].cpu(),
                 merge=Rows(),
                 axes="LBE",
                 meaning="The unit state at the last position",
             )
-            for suffix, tap in sites
+            for suffix, hook_point in sites
         ),
         *(
             Observable(
                 name=f"intra{suffix}",
-                tap=tap,
+                hook_point=hook_point,
                 reduce=_intra,
                 merge=Rows(),
                 axes="LB",
                 meaning="Mean cosine of the states of a sequence over pairs of positions",
             )
-            for suffix, tap in sites
+            for suffix, hook_point in sites
         ),
         Observable(
             name="inter",
-            tap=Tap.RESIDUAL_OUT,
+            hook_point=HookPoint.RESIDUAL_OUT,
             reduce=lambda call: _directions(call)[:, positions_P],
             merge=Cosine(),
             axes="LT",
@@ -84,7 +84,7 @@ def contraction_observables(length: int) -> list[Observable]:
         ),
         Observable(
             name="value_variance",
-            tap=Tap.AGGREGATION,
+            hook_point=HookPoint.AGGREGATION,
             reduce=lambda call: call.aggregation[:, positions_P].double(),
             merge=Moments(),
             axes="LT",

@@ -20,8 +20,8 @@ from sinkscope.models.anatomy import AnyModule, Layer, anatomy_of, input_device
 from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.hooks import besides, between_parts, entering, leaving
 from sinkscope.tracing.single_reader import evaluation_mode
-from sinkscope.tracing.taps import besides, between_parts, entering, leaving
 
 
 @dataclass(frozen=True)

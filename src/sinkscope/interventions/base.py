@@ -34,10 +34,10 @@ from sinkscope.tracing.edits import (
     opened,
     owner,
 )
+from sinkscope.tracing.hooks import entering
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.restored import restored
 from sinkscope.tracing.single_reader import everything_eager, single_reader
-from sinkscope.tracing.taps import entering
 
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""

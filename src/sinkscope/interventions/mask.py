@@ -20,8 +20,8 @@ from sinkscope.interventions.base import (
     one_index,
 )
 from sinkscope.tracing.attention import read_attention
+from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.edits import RowEdit, editing_rows
 
 
@@ -59,8 +59,8 @@ class MaskEdit(Intervention):
         if not self.place.layers:
             return  # also the last bit of the logits stays as it is
         # With no key to read this is attention and nothing else: the model may be called as its owner calls it.
-        # A trace inside opens a tap of its own.
-        stack.enter_context(attention_tap(self.anatomy, _attend, every_thread=True))
+        # A trace inside hooks attention by itself.
+        stack.enter_context(attention_hook(self.anatomy, _attend, every_thread=True))
         attentions = {layer.index: layer.attention for layer in self.layers()}
         stack.enter_context(editing_rows(attentions, self.edit, acted))
 

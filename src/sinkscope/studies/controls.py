@@ -22,7 +22,7 @@ from sinkscope.models.anatomy import Anatomy, Group, Unit
 from sinkscope.studies.conditions import MAX_UNITS, NUM_RANDOM_SETS
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.merges import Mean
-from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
 
 
@@ -100,10 +100,14 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     recorder = Recorder(
         anatomy,
         [
-            _at_sink("writes", Tap.UNITS, lambda call: _writes(call, plan.sink)),
-            _at_sink("direction", Tap.ATTENTION_IN, lambda call: _top_direction(wide(call.state[:, plan.sink]))[None]),
-            _at_sink("written", Tap.RESIDUAL_OUT, lambda call: _top_direction(wide(call.residual[:, plan.sink]))[None]),
-            _at_sink("magnitude", Tap.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
+            _at_sink("writes", HookPoint.UNITS, lambda call: _writes(call, plan.sink)),
+            _at_sink(
+                "direction", HookPoint.ATTENTION_IN, lambda call: _top_direction(wide(call.state[:, plan.sink]))[None]
+            ),
+            _at_sink(
+                "written", HookPoint.RESIDUAL_OUT, lambda call: _top_direction(wide(call.residual[:, plan.sink]))[None]
+            ),
+            _at_sink("magnitude", HookPoint.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
         ],
     )
     found = recorder.read(model, ids_BT)
@@ -153,8 +157,8 @@ def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, .
     return tuple(few)
 
 
-def _at_sink(name: str, tap: Tap, reduce: Any) -> Observable:
-    return Observable(name=name, tap=tap, reduce=reduce, merge=Mean())
+def _at_sink(name: str, hook_point: HookPoint, reduce: Any) -> Observable:
+    return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=Mean())
 
 
 def _top_direction(states_BE: Tensor) -> Tensor:

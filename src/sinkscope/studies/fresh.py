@@ -22,7 +22,7 @@ from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.merges import Rows
-from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
 
 SEEDS = (0, 1, 2)
@@ -64,7 +64,9 @@ def _shortened(config: Any, num_layers: int) -> Any:
 
 def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     anatomy, name = anatomy_of(model), "squared_deviation"
-    observable = Observable(name=name, tap=Tap.AGGREGATION, reduce=_squared_deviation, merge=Rows(), layers=layers)
+    observable = Observable(
+        name=name, hook_point=HookPoint.AGGREGATION, reduce=_squared_deviation, merge=Rows(), layers=layers
+    )
     found = Recorder(anatomy, [observable]).read(model, ids_BT)
     return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])
 

@@ -22,7 +22,7 @@ from sinkscope.tracing.attention_rule import sampled_queries
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.lock import later_queries, making_keys
 from sinkscope.tracing.merges import Own, Rows
-from sinkscope.tracing.observables import Observable, Tap, averaging_law
+from sinkscope.tracing.observables import HookPoint, Observable, averaging_law
 from sinkscope.tracing.recorder import Recorder
 
 
@@ -86,21 +86,23 @@ def read_link_values(
 
 
 def _observables(plan: Plan) -> list[Observable]:
-    def by_sequence(name: str, tap: Tap, reduce, layers, **others: Any) -> Observable:
-        return Observable(name=name, tap=tap, reduce=reduce, merge=Rows(), layers=layers, **others)
+    def by_sequence(name: str, hook_point: HookPoint, reduce, layers, **others: Any) -> Observable:
+        return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=Rows(), layers=layers, **others)
 
     return [
-        by_sequence("averaging_law", Tap.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
-        by_sequence("cosine", Tap.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
-        by_sequence("direction_share", Tap.RESIDUAL_OUT, lambda call: _direction_share(call, plan), plan.alive),
+        by_sequence("averaging_law", HookPoint.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
+        by_sequence("cosine", HookPoint.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
+        by_sequence("direction_share", HookPoint.RESIDUAL_OUT, lambda call: _direction_share(call, plan), plan.alive),
         Observable(
             name="lock",
-            tap=Tap.ATTENTION,
+            hook_point=HookPoint.ATTENTION,
             reduce=lambda call: _lock_rows(call, [plan.sink, *plan.targets[:1]]),
             merge=Own(),
             layers={layer for layer, _ in plan.sink_heads},
         ),
-        by_sequence("writes", Tap.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}),
+        by_sequence(
+            "writes", HookPoint.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}
+        ),
     ]
 
 

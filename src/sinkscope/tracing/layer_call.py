@@ -1,4 +1,4 @@
-"""One layer while it runs: what its call holds at each tap, and what several observables share, worked out once.
+"""One layer while it runs: what its call holds at each hook point, and what several observables share, worked out once.
 
 Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
 channels of the value aggregation, U units, P positions that stand out, Q lock positions.
@@ -238,7 +238,7 @@ class LayerCall:
         return self.units_standing_out * scale_N[self.tokens_standing_out].view(*self.units_standing_out.shape[:2], 1)
 
     def let_go(self, *names: str) -> None:
-        """Drops activations that no later tap needs."""
+        """Drops activations that no later hook needs."""
         for name in names:
             self.__dict__.pop(name, None)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy, Layer
 from sinkscope.processes import moved
-from sinkscope.tracing.attention_tap import CausalMask, attention_tap, direct_call
+from sinkscope.tracing.attention_hook import CausalMask, attention_hook, direct_call
 from sinkscope.tracing.edits import suspend
 
 LOCK_SEQUENCES = 8
@@ -111,7 +111,7 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
         return made[layer.index]
 
     # An active intervention has acted on these rows already, and must not act again.
-    with suspend(), attention_tap(anatomy, keep_key):
+    with suspend(), attention_hook(anatomy, keep_key):
         yield key_of
 
 

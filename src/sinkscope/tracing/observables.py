@@ -29,7 +29,7 @@ TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
 """Which table an observable fills: by layer and position, by layer and head, or by layer."""
 
 
-class Tap(Enum):
+class HookPoint(Enum):
     """Where in a layer an observable listens. The comments say what a LayerCall holds by then."""
 
     ATTENTION_IN = "attention_in"  # state
@@ -48,7 +48,7 @@ class Observable:
 
     name: str
     """Its name in a recording and, unless `column` says another, in a table."""
-    tap: Tap
+    hook_point: HookPoint
     reduce: Callable[[Any], Any]
     """From a layer's call (`LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
     nothing."""
@@ -77,7 +77,7 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
 
         return reduce
 
-    same: dict[str, Any] = dict(tap=Tap.ATTENTION, merge=Mean(), nullable=True)
+    same: dict[str, Any] = dict(hook_point=HookPoint.ATTENTION, merge=Mean(), nullable=True)
     return (
         Observable(
             name=name,
@@ -105,7 +105,7 @@ def averaging_law(call: Any) -> Any:
 
 RECEIVED = Observable(
     name="received",
-    tap=Tap.ATTENTION,
+    hook_point=HookPoint.ATTENTION,
     reduce=lambda call: call.alpha,
     merge=Mean(),
     axes="LHS",
@@ -113,7 +113,7 @@ RECEIVED = Observable(
 )
 VALUE_VARIANCE_BY_KEY = Observable(
     name="value_variance_by_key",
-    tap=Tap.ATTENTION,
+    hook_point=HookPoint.ATTENTION,
     reduce=lambda call: call.value,
     merge=Moments(),
     axes="LKS",
@@ -121,7 +121,7 @@ VALUE_VARIANCE_BY_KEY = Observable(
 )
 DOM_RATIO = Observable(
     name="dom_ratio",
-    tap=Tap.RESIDUAL_OUT,
+    hook_point=HookPoint.RESIDUAL_OUT,
     reduce=lambda call: call.dom_ratio,
     merge=Mean(of_ratios=True),
     axes="LT",
@@ -131,7 +131,7 @@ DOM_RATIO = Observable(
 )
 EFFECTIVE_RANK = Observable(
     name="rank_tokens",
-    tap=Tap.RESIDUAL_OUT,
+    hook_point=HookPoint.RESIDUAL_OUT,
     reduce=lambda call: call.rank_tokens,
     merge=Rows(RANK_TOKENS),
     axes="LNE",
@@ -139,7 +139,7 @@ EFFECTIVE_RANK = Observable(
 )
 SINK_HEADS = Observable(
     name="sink_heads",
-    tap=Tap.ATTENTION,
+    hook_point=HookPoint.ATTENTION,
     reduce=lambda call: call.sink_heads,
     merge=Rows(),
     axes="LBS",
@@ -147,7 +147,7 @@ SINK_HEADS = Observable(
 )
 RECEIVED_BY_SEQUENCE = Observable(
     name="received_by_sequence",
-    tap=Tap.ATTENTION,
+    hook_point=HookPoint.ATTENTION,
     reduce=lambda call: call.alpha.mean(1),
     merge=Rows(),
     axes="LBS",
@@ -155,7 +155,7 @@ RECEIVED_BY_SEQUENCE = Observable(
 )
 LOCK = Observable(
     name="lock",
-    tap=Tap.ATTENTION,
+    hook_point=HookPoint.ATTENTION,
     reduce=lambda call: call.lock_rows,
     merge=Own(),
     meaning="The rows that the lock is worked out from",
@@ -167,7 +167,7 @@ CHAIN: tuple[Observable, ...] = (
     RECEIVED,
     Observable(
         name="head_sink_rate",
-        tap=Tap.ATTENTION,
+        hook_point=HookPoint.ATTENTION,
         reduce=lambda call: call.is_sink.float(),
         merge=Mean(),
         axes="LHS",
@@ -179,7 +179,7 @@ CHAIN: tuple[Observable, ...] = (
     *_heads_and_positions("mixing", "sum a^2"),
     Observable(
         name="value_variance",
-        tap=Tap.AGGREGATION,
+        hook_point=HookPoint.AGGREGATION,
         reduce=lambda call: call.aggregation,
         merge=Moments(),
         axes="LT",
@@ -189,7 +189,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="value_variance_before_norm",
-        tap=Tap.BEFORE_NORM,
+        hook_point=HookPoint.BEFORE_NORM,
         reduce=lambda call: call.before_norm,
         merge=Moments(),
         axes="LT",
@@ -198,7 +198,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="averaging_law",
-        tap=Tap.ATTENTION,
+        hook_point=HookPoint.ATTENTION,
         reduce=averaging_law,
         merge=Mean(),
         axes="LT",
@@ -208,7 +208,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="projected_variance",
-        tap=Tap.PROJECTED,
+        hook_point=HookPoint.PROJECTED,
         reduce=lambda call: call.projected,
         merge=Moments(),
         axes="LT",
@@ -217,7 +217,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="second_moment",
-        tap=Tap.AGGREGATION,
+        hook_point=HookPoint.AGGREGATION,
         reduce=lambda call: call.second_moment,
         merge=Mean(),
         axes="LT",
@@ -225,7 +225,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="cosine",
-        tap=Tap.ATTENTION_IN,
+        hook_point=HookPoint.ATTENTION_IN,
         reduce=lambda call: call.direction,
         merge=Cosine(),
         axes="LT",
@@ -235,7 +235,7 @@ CHAIN: tuple[Observable, ...] = (
     DOM_RATIO,
     Observable(
         name="direction_share",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
         merge=TopDirection(DIRECTION_SEQUENCES),
         axes="LT",
@@ -246,7 +246,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="dom_ratio_turned",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.dom_ratio_turned,
         merge=Mean(of_ratios=True),
         axes="LT",
@@ -256,7 +256,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="dom_ratio_normed",
-        tap=Tap.ATTENTION_IN,
+        hook_point=HookPoint.ATTENTION_IN,
         reduce=lambda call: call.state_dom_ratio,
         merge=Mean(of_ratios=True),
         axes="LT",
@@ -265,7 +265,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="participation_ratio",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.tokens.participation_ratio,
         merge=Mean(of_ratios=True),
         axes="LT",
@@ -274,7 +274,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="top_energy_share",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.tokens.largest.square() / call.tokens.energy,
         merge=Mean(of_ratios=True),
         axes="LT",
@@ -283,7 +283,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="kurtosis",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.tokens.kurtosis,
         merge=Mean(of_ratios=True),
         axes="LT",
@@ -292,7 +292,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="largest_residual",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: (call.tokens.largest, call.tokens.largest_at),
         merge=Largest("dimension"),
         axes="LT",
@@ -300,7 +300,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="largest_write",
-        tap=Tap.UNITS,
+        hook_point=HookPoint.UNITS,
         reduce=lambda call: (call.writes.largest, call.writes.largest_at),
         merge=Largest("unit"),
         axes="LT",
@@ -308,7 +308,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="by_distance",
-        tap=Tap.ATTENTION,
+        hook_point=HookPoint.ATTENTION,
         reduce=lambda call: call.attention.by_distance,
         merge=Mean(),
         axes="LHR",
@@ -317,7 +317,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="standing_out",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.standing_out[None],
         merge=Rows(1),
         axes="LP",
@@ -325,7 +325,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="dimension",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.rows_standing_out,
         merge=Mean(),
         axes="LPE",
@@ -333,7 +333,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="dimension_abs",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.rows_standing_out.abs(),
         merge=Mean(),
         axes="LPE",
@@ -341,7 +341,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="dimension_total",
-        tap=Tap.RESIDUAL_OUT,
+        hook_point=HookPoint.RESIDUAL_OUT,
         reduce=lambda call: call.tokens.channel_abs,
         merge=Total(),
         axes="LE",
@@ -349,7 +349,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="unit_activation",
-        tap=Tap.UNITS,
+        hook_point=HookPoint.UNITS,
         reduce=lambda call: call.units_standing_out,
         merge=Mean(),
         axes="LPU",
@@ -357,7 +357,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="unit_written",
-        tap=Tap.UNITS,
+        hook_point=HookPoint.UNITS,
         reduce=lambda call: call.written_standing_out,
         merge=Mean(),
         axes="LPU",
@@ -365,7 +365,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="unit_square",
-        tap=Tap.UNITS,
+        hook_point=HookPoint.UNITS,
         reduce=lambda call: call.written_standing_out.square(),
         merge=Mean(),
         axes="LPU",
@@ -373,7 +373,7 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="unit_energy",
-        tap=Tap.UNITS,
+        hook_point=HookPoint.UNITS,
         reduce=lambda call: call.writes.energy,
         merge=Total(),
         axes="LU",

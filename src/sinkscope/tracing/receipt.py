@@ -25,8 +25,8 @@ from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.loading import find_bos
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.attention import read_attention
+from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.tracing.attention_tap import attention_tap
 from sinkscope.tracing.edits import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
 from sinkscope.tracing.restored import weight_checksum
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
@@ -204,7 +204,7 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> _Comparison:
     with suspend(), torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(devices=[]):
         with _final_state(anatomy) as plain:
             model(ids_BT)
-        with _final_state(anatomy) as read, _calls(anatomy), attention_tap(anatomy, attend):
+        with _final_state(anatomy) as read, _calls(anatomy), attention_hook(anatomy, attend):
             anatomy.decoder(input_ids=ids_BT, use_cache=False)
     if not plain:
         raise InputError(

@@ -26,19 +26,19 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances
 from sinkscope.tracing.edits import check_acted, check_chunks
+from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.tracing.merges import Cosine, Moments
-from sinkscope.tracing.observables import SURVEY, Observable, Tap
+from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
-from sinkscope.tracing.taps import open_taps
 
 CHUNK_TOKENS = 1 << 17
 """Tokens in one forward pass: as many as one long context, so memory is what the longest text would need."""
 
 
 class Recorder:
-    """Listens at the taps of a model for some observables, and joins what it keeps of each pass."""
+    """Records some observables at the hook points of a model, and joins what several passes gave."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class Recorder:
         )
         left: dict[str, dict[int, Any]] = defaultdict(dict)
 
-        def on_tap(tap: Tap, call: LayerCall) -> None:
-            for observable in self._at(tap, call.index):
+        def on_hook(hook_point: HookPoint, call: LayerCall) -> None:
+            for observable in self._at(hook_point, call.index):
                 if (values := observable.reduce(call)) is not None:
                     left[observable.name][call.index] = observable.merge.of(values, self.mergeable)
 
         stands_out = any(map(_stands_out, self.observables))
-        with open_taps(passing, layers or self.anatomy.layers, self._taps, on_tap, stands_out=stands_out):
+        with open_hooks(passing, layers or self.anatomy.layers, self._hook_points, on_hook, stands_out=stands_out):
             yield
         self.attention_path = passing.attention_path
         self._check_complete(left, layers or self.anatomy.layers)
@@ -91,7 +91,7 @@ class Recorder:
 
     def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
         """The results of one pass of some sequences, as far as the last layer that is listened at."""
-        last = max(layer.index for layer in self.anatomy.layers if self._taps(layer.index))
+        last = max(layer.index for layer in self.anatomy.layers if self._hook_points(layer.index))
         layers, shape = self.anatomy.layers[: last + 1], (ids_BT.shape[0], ids_BT.shape[1])
         with (
             torch.no_grad(),
@@ -128,11 +128,11 @@ class Recorder:
                     found[observable.name + suffix][layer] = values
         return dict(found)
 
-    def _at(self, tap: Tap, layer: int) -> list[Observable]:
-        return [o for o in self.observables if o.tap is tap and (o.layers is None or layer in o.layers)]
+    def _at(self, hook_point: HookPoint, layer: int) -> list[Observable]:
+        return [o for o in self.observables if o.hook_point is hook_point and (o.layers is None or layer in o.layers)]
 
-    def _taps(self, layer: int) -> set[Tap]:
-        return {o.tap for o in self.observables if o.layers is None or layer in o.layers}
+    def _hook_points(self, layer: int) -> set[HookPoint]:
+        return {o.hook_point for o in self.observables if o.layers is None or layer in o.layers}
 
     def _check_complete(self, left: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
         """Raises if a layer reported nothing."""
@@ -140,7 +140,11 @@ class Recorder:
             wanted = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
             if left.get(observable.name) and (silent := sorted(wanted - left[observable.name].keys())):
                 raise RuntimeError(f"layer {silent[0]} reported no {observable.name}: {blame(self.anatomy)}")
-            if observable.name not in left and wanted and observable.tap not in (Tap.ATTENTION, Tap.BEFORE_NORM):
+            if (
+                observable.name not in left
+                and wanted
+                and observable.hook_point not in (HookPoint.ATTENTION, HookPoint.BEFORE_NORM)
+            ):
                 raise RuntimeError(f"no layer reported {observable.name}: {blame(self.anatomy)}")
 
 

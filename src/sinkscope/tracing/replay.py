@@ -21,13 +21,13 @@ from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.tracing.edits import check_acted, suspend
+from sinkscope.tracing.hooks import besides, entering, leaving
 from sinkscope.tracing.kept_writes import KeptWrites
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.merges import Merge, Own, Rows
-from sinkscope.tracing.observables import Observable, Tap
+from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
-from sinkscope.tracing.taps import besides, entering, leaving
 
 LOSS_TOKENS = 1024
 """Tokens whose logits are held at once."""
@@ -92,13 +92,13 @@ class ConditionReading:
 
 
 BY_SEQUENCE = {
-    "sink_heads_LBS": (Tap.ATTENTION, lambda call: call.is_sink.sum(1)),
-    "received_LBS": (Tap.ATTENTION, lambda call: call.alpha.mean(1)),
-    "entropy_LBT": (Tap.ATTENTION, lambda call: call.attention.entropy.mean(1)),
-    "mixing_LBT": (Tap.ATTENTION, lambda call: call.attention.mixing.mean(1)),
-    "aggregation_norm_LBT": (Tap.AGGREGATION, lambda call: call.aggregation.float().norm(dim=-1)),
-    "residual_norm_LBT": (Tap.RESIDUAL_OUT, lambda call: call.residual.float().norm(dim=-1)),
-    "dom_ratio_LBT": (Tap.RESIDUAL_OUT, lambda call: dom_ratio(call.residual.float())),
+    "sink_heads_LBS": (HookPoint.ATTENTION, lambda call: call.is_sink.sum(1)),
+    "received_LBS": (HookPoint.ATTENTION, lambda call: call.alpha.mean(1)),
+    "entropy_LBT": (HookPoint.ATTENTION, lambda call: call.attention.entropy.mean(1)),
+    "mixing_LBT": (HookPoint.ATTENTION, lambda call: call.attention.mixing.mean(1)),
+    "aggregation_norm_LBT": (HookPoint.AGGREGATION, lambda call: call.aggregation.float().norm(dim=-1)),
+    "residual_norm_LBT": (HookPoint.RESIDUAL_OUT, lambda call: call.residual.float().norm(dim=-1)),
+    "dom_ratio_LBT": (HookPoint.RESIDUAL_OUT, lambda call: dom_ratio(call.residual.float())),
 }
 """Where each is recorded, and what a layer's call leaves of it."""
 
@@ -112,28 +112,28 @@ def _observables(
     layers = range(len(anatomy.layers))
 
     def by_sequence(
-        name: str, tap: Tap, reduce, merge: Merge, layers: Collection[int] = layers, **others: Any
+        name: str, hook_point: HookPoint, reduce, merge: Merge, layers: Collection[int] = layers, **others: Any
     ) -> Observable:
-        return Observable(name=name, tap=tap, reduce=reduce, merge=merge, layers=layers, **others)
+        return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=merge, layers=layers, **others)
 
     return [
-        *(by_sequence(name, tap, reduce, Rows()) for name, (tap, reduce) in BY_SEQUENCE.items()),
+        *(by_sequence(name, hook_point, reduce, Rows()) for name, (hook_point, reduce) in BY_SEQUENCE.items()),
         by_sequence(
-            "dimensions_LBTM", Tap.RESIDUAL_OUT, lambda call: call.residual.float()[..., list(dimensions)], Rows()
+            "dimensions_LBTM", HookPoint.RESIDUAL_OUT, lambda call: call.residual.float()[..., list(dimensions)], Rows()
         ),
         by_sequence(
-            "later_heads_LBS", Tap.ATTENTION, lambda call: call.is_sink_later.sum(1), Rows(), asks="own weights"
+            "later_heads_LBS", HookPoint.ATTENTION, lambda call: call.is_sink_later.sum(1), Rows(), asks="own weights"
         ),
         by_sequence(
             "own_mixing_LBT",
-            Tap.ATTENTION,
+            HookPoint.ATTENTION,
             lambda call: call.attention.own.square().mean(1),
             Rows(),
             asks="own weights",
         ),
-        by_sequence("squares_LBS2T", Tap.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
+        by_sequence("squares_LBS2T", HookPoint.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
         _activations(units),
-        by_sequence("last", Tap.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
+        by_sequence("last", HookPoint.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
     ]
 
 
@@ -149,7 +149,7 @@ def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
         return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
     layers = {layer for layer, _ in units}
-    return Observable(name="units", tap=Tap.UNITS, reduce=reduce, merge=Own(), layers=layers)
+    return Observable(name="units", hook_point=HookPoint.UNITS, reduce=reduce, merge=Own(), layers=layers)
 
 
 def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:

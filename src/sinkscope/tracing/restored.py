@@ -13,7 +13,7 @@ from torch import nn
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
 from sinkscope.models.weights import weight_checksum
-from sinkscope.tracing.attention_tap import implementation_of
+from sinkscope.tracing.attention_hook import implementation_of
 
 NOTED_BY_SAVING = {"architectures", "dtype", "transformers_version"}
 

@@ -1,4 +1,4 @@
-"""Lets one thread at a time read a model, through hooks that act only on passes of their own thread.
+"""Lets one thread at a time read a model, through hooks that act only in passes of that thread.
 
 Reading changes what all threads share: hooks, the attention implementation, the mode of dropout. So a second thread
 that wants to read the same model is refused. A plain forward pass in another thread is not affected.

@@ -3,7 +3,7 @@
 Most families look up a function by name in the attention registry of transformers. A mask function of the same name
 must be registered too, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal,
 with or without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch
-function mode sees. Registration is process-wide, so both functions look for a tap that acts on the pass that runs.
+function mode sees. Registration is process-wide, so both functions look for a hook that acts on the pass that runs.
 Where there is none, in another thread's pass or in a copy of the model, they use what the model used before.
 """
 
@@ -60,7 +60,7 @@ class CausalMask:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Tap:
+class _AttentionHook:
     """A function that the attention of one model goes through."""
 
     decoder: nn.Module
@@ -79,10 +79,10 @@ class _Tap:
         return self.depth == depth() and self.thread in (None, threading.get_ident())
 
 
-_taps: list[_Tap] = []
+_hooks: list[_AttentionHook] = []
 """The open ones of all models; what was opened last comes first."""
 _doors: WeakKeyDictionary[nn.Module, tuple[int, contextlib.ExitStack]] = WeakKeyDictionary()
-"""By decoder: how many taps are open, and what undoes the change that the first of them made to the model."""
+"""By decoder: how many hooks are open, and what undoes the change that the first of them made to the model."""
 _doors_lock = threading.Lock()
 
 
@@ -109,10 +109,10 @@ def implementation_of(config: Any) -> str:
 
 
 @contextlib.contextmanager
-def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
+def attention_hook(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
     """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every one.
-    Taps may be closed in any order; after the last one the model is as it was."""
-    tap = _Tap(
+    Hooks may be closed in any order; after the last one the model is as it was."""
+    hook = _AttentionHook(
         decoder=anatomy.decoder,
         config=getattr(anatomy.decoder, "config", None),
         layer_of={id(layer.attention): layer.index for layer in anatomy.layers},
@@ -125,8 +125,8 @@ def attention_tap(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: 
             stack.enter_context(single_reader(anatomy.decoder))
         _enter_door(anatomy)
         stack.callback(_leave_door, anatomy.decoder)
-        _taps.append(tap)
-        stack.callback(_taps.remove, tap)
+        _hooks.append(hook)
+        stack.callback(_hooks.remove, hook)
         yield
 
 
@@ -191,7 +191,7 @@ def _name_back(config: Any) -> None:
 @cache
 def _name_over(before: str) -> str:
     """The name under which our functions are registered for models that use the implementation `before`. It says what
-    to use where no tap is open: in other threads, and in a copy of the model."""
+    to use where no hook is open: in other threads, and in a copy of the model."""
     name = f"{NAME}_over_{len(_names)}"
     _names[name] = before
     AttentionInterface.register(name, partial(_attention, before))
@@ -202,19 +202,19 @@ def _name_over(before: str) -> str:
 _names: dict[str, str] = {}
 
 
-def _tap_of(attention: nn.Module) -> _Tap | None:
-    """The tap that acts on a call of an attention."""
-    return next((tap for tap in reversed(_taps) if id(attention) in tap.layer_of and tap.acts), None)
+def _hook_of(attention: nn.Module) -> _AttentionHook | None:
+    """The hook that acts on a call of an attention."""
+    return next((hook for hook in reversed(_hooks) if id(attention) in hook.layer_of and hook.acts), None)
 
 
-def _has_tap(config: Any) -> bool:
-    """Whether a tap acts on passes of a model with this configuration."""
-    return any(tap.config is config and tap.acts for tap in _taps)
+def _has_hook(config: Any) -> bool:
+    """Whether a hook acts on passes of a model with this configuration."""
+    return any(hook.config is config and hook.acts for hook in _hooks)
 
 
 def _is_strange(attention: nn.Module) -> bool:
-    """Whether an attention is part of none of the models that a tap acts on."""
-    return not any(attention is part for tap in _taps if tap.acts for part in tap.decoder.modules())
+    """Whether an attention is part of none of the models that a hook acts on."""
+    return not any(attention is part for hook in _hooks if hook.acts for part in hook.decoder.modules())
 
 
 def _attention(
@@ -231,10 +231,10 @@ def _attention(
     sigmoid_bias=None,
     **others,
 ):
-    tap = _tap_of(module)
-    if tap is None and isinstance(attention_mask, CausalMask) and attention_mask.plain and _is_strange(module):
+    hook = _hook_of(module)
+    if hook is None and isinstance(attention_mask, CausalMask) and attention_mask.plain and _is_strange(module):
         attention_mask = attention_mask.plain()
-    if tap is None and not isinstance(attention_mask, CausalMask):
+    if hook is None and not isinstance(attention_mask, CausalMask):
         if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
             own = variant.attend_plain if before == "eager" else variant.attend
             found = own(query, key, value, attention_mask)
@@ -245,11 +245,11 @@ def _attention(
         given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
         others |= {name: value for name, value in given.items() if value is not None}
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
-    if tap is None:
+    if hook is None:
         raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
     if not isinstance(attention_mask, CausalMask):
         raise RuntimeError(
-            f"layer {tap.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
+            f"layer {hook.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
         )
     if attention_mask.refused is not None:
         raise attention_mask.refused
@@ -259,7 +259,7 @@ def _attention(
         raise InputError(
             f"Attention is called with {given}, which cannot be read. What can be read is scaling, a causal mask, "
             "windows, soft-capping, learned sinks and a sigmoid. Use a model without the rest, or teach "
-            "sinkscope/tracing/attention_tap.py what it means."
+            "sinkscope/tracing/attention_hook.py what it means."
         )
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -269,7 +269,7 @@ def _attention(
         edits=row_edits(module),
         sigmoid_bias=sigmoid_bias,
     )
-    return tap.on_attention(tap.layer_of[id(module)], query, key, value, rule), None
+    return hook.on_attention(hook.layer_of[id(module)], query, key, value, rule), None
 
 
 def _mask(
@@ -290,7 +290,7 @@ def _mask(
         AttentionMaskInterface()[before], *asked, **({} if local_size is None else {"local_size": local_size})
     )
     plain = cache(partial(make, **others))  # each layer asks for it
-    if not _has_tap(others.get("config")):
+    if not _has_hook(others.get("config")):
         return plain()
     window = local_size if local_size is not None and local_size < kv_length else None
     refused = None
@@ -324,7 +324,7 @@ def _mask_by_marker(decoder: nn.Module, marker: Tensor):
     """A hook that gives the decoder the marker for a mask, unless the caller hides tokens."""
 
     def hook(module, args, kwargs):
-        if module is not decoder or not _has_tap(module.config):
+        if module is not decoder or not _has_hook(module.config):
             return None
         given = kwargs.get("attention_mask")
         if given is not None and given is not marker and not bool(given.all()):
@@ -345,8 +345,8 @@ class _CallsOfLayer:
 
     def enter(self, module, args) -> None:
         """A hook before the attention."""
-        tap = _tap_of(module) if module is self.layer.attention else None
-        calls = None if tap is None else _SdpaCalls(tap, self.layer, self.marker, self.by_flag)
+        hook = _hook_of(module) if module is self.layer.attention else None
+        calls = None if hook is None else _SdpaCalls(hook, self.layer, self.marker, self.by_flag)
         if calls is not None:
             calls.__enter__()
         self.running[threading.get_ident()].append(calls)
@@ -370,19 +370,19 @@ def direct_call(anatomy: Anatomy, layer: Layer) -> Iterator[None]:
     if anatomy.family.attention_door == "registry":
         yield
         return
-    tap = _tap_of(layer.attention)
-    assert tap is not None
+    hook = _hook_of(layer.attention)
+    assert hook is not None
     marker = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    with _SdpaCalls(tap, layer, marker, anatomy.family.attention_door == "causal_sdpa"):
+    with _SdpaCalls(hook, layer, marker, anatomy.family.attention_door == "causal_sdpa"):
         yield
 
 
 class _SdpaCalls(TorchFunctionMode):
     """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
 
-    def __init__(self, tap: _Tap, layer: Layer, marker: Tensor, by_flag: bool) -> None:
+    def __init__(self, hook: _AttentionHook, layer: Layer, marker: Tensor, by_flag: bool) -> None:
         super().__init__()
-        self.tap, self.layer, self.marker, self.by_flag = tap, layer, marker, by_flag
+        self.hook, self.layer, self.marker, self.by_flag = hook, layer, marker, by_flag
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -402,4 +402,4 @@ class _SdpaCalls(TorchFunctionMode):
         rule = AttentionRule(
             scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.layer.attention)
         )
-        return self.tap.on_attention(self.layer.index, query, key, value, rule).transpose(1, 2)
+        return self.hook.on_attention(self.layer.index, query, key, value, rule).transpose(1, 2)
