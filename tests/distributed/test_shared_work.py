@@ -18,15 +18,15 @@ from sinkscope.fingerprints.signature import Inputs, sign
 from sinkscope.models.anatomy import Unit
 from sinkscope.results.parts import Parts
 from sinkscope.studies import controls, minimal_set
-from sinkscope.tracing.merges import Mean
 from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
+from sinkscope.tracing.reducers import Mean
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
     name="residual_norm",
     hook_point=HookPoint.RESIDUAL_OUT,
-    reduce=lambda call: call.residual.norm(dim=-1),
-    merge=Mean(),
+    value=lambda call: call.residual.norm(dim=-1),
+    reducer=Mean(),
     axes="LT",
     meaning="Euclidean norm of the residual that leaves the layer, mean over sequences",
 )

@@ -13,9 +13,9 @@ from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.tables import read_table
-from sinkscope.tracing.merges import Cosine, Largest, Mean, Moments, Rows, Total
 from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Cosine, Largest, Mean, Moments, Rows, Total
 
 IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 
@@ -23,8 +23,8 @@ IDS = torch.randint(3, 97, (5, 24), generator=torch.Generator().manual_seed(0))
 RESIDUAL_NORM = Observable(
     name="residual_norm",
     hook_point=HookPoint.RESIDUAL_OUT,
-    reduce=lambda call: call.residual.norm(dim=-1),
-    merge=Mean(),
+    value=lambda call: call.residual.norm(dim=-1),
+    reducer=Mean(),
     axes="LT",
     meaning="Euclidean norm of the residual that leaves the layer, mean over sequences",
 )
@@ -79,8 +79,8 @@ def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():
     impostor = Observable(
         name="dom_ratio",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: None,
-        merge=Mean(),
+        value=lambda call: None,
+        reducer=Mean(),
         axes="LT",
         meaning="another",
     )
@@ -102,20 +102,21 @@ def test_every_observable_says_what_it_means_and_has_a_name_of_its_own():
     assert all(len(observable.meaning) > 10 for observable in CHAIN)
 
 
-def joined(merge, values, parts):
+def joined(reducer, values, parts):
     found = [
-        merge.of(tuple(x[part] for x in values) if isinstance(values, tuple) else values[part], True) for part in parts
+        reducer.of(tuple(x[part] for x in values) if isinstance(values, tuple) else values[part], True)
+        for part in parts
     ]
     while len(found) > 1:
-        found[:2] = [merge.join(found[0], found[1])]
-    return merge.result(found[0])
+        found[:2] = [reducer.join(found[0], found[1])]
+    return reducer.result(found[0])
 
 
 PARTS = ([slice(0, 7)], [slice(0, 3), slice(3, 4), slice(4, 7)])
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["whole", "in parts"])
-def test_merges_against_their_definitions(parts):
+def test_reducers_against_their_definitions(parts):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 4, 5, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(joined(Mean(), x, parts)[""], x.mean(0))
@@ -134,8 +135,10 @@ def test_merges_against_their_definitions(parts):
 
 
 def test_totals_add_up():
-    merge = Total()
-    assert merge.result(merge.join(merge.of(torch.ones(3), True), merge.of(torch.ones(3), True)))[""].tolist() == [
+    reducer = Total()
+    assert reducer.result(reducer.join(reducer.of(torch.ones(3), True), reducer.of(torch.ones(3), True)))[
+        ""
+    ].tolist() == [
         2,
         2,
         2,

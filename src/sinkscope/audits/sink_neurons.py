@@ -26,9 +26,9 @@ from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.hooks import leaving
 from sinkscope.tracing.layer_call import LayerCall
-from sinkscope.tracing.merges import Rows
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import record
+from sinkscope.tracing.reducers import Rows
 from sinkscope.tracing.units import LayerUnits
 
 NUM_CANDIDATES = 8
@@ -114,7 +114,7 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
             seen[Unit(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
         return torch.zeros(1)
 
-    listening = Observable(name="candidates", hook_point=HookPoint.UNITS, reduce=keep_candidates, merge=Rows())
+    listening = Observable(name="candidates", hook_point=HookPoint.UNITS, value=keep_candidates, reducer=Rows())
     record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
     return _chosen(seen, mask_BT, loaded.name)
 

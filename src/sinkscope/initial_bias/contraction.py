@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from sinkscope.measures.contraction import pairwise_cosine, principal, split_half_cosine
 from sinkscope.measures.directional_collapse import cosine_from_sum
 from sinkscope.tracing.layer_call import LayerCall, wide
-from sinkscope.tracing.merges import Cosine, Moments, Rows
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Cosine, Moments, Rows
 
 NUM_CURVE_POSITIONS = 64
 """Positions of the curves in longer sequences, closer together where the variance falls fastest."""
@@ -56,8 +56,8 @@ def contraction_observables(length: int) -> list[Observable]:
             Observable(
                 name=f"last{suffix}",
                 hook_point=hook_point,
-                reduce=lambda call: _directions(call)[:, -1].cpu(),
-                merge=Rows(),
+                value=lambda call: _directions(call)[:, -1].cpu(),
+                reducer=Rows(),
                 axes="LBE",
                 meaning="The unit state at the last position",
             )
@@ -67,8 +67,8 @@ def contraction_observables(length: int) -> list[Observable]:
             Observable(
                 name=f"intra{suffix}",
                 hook_point=hook_point,
-                reduce=_intra,
-                merge=Rows(),
+                value=_intra,
+                reducer=Rows(),
                 axes="LB",
                 meaning="Mean cosine of the states of a sequence over pairs of positions",
             )
@@ -77,16 +77,16 @@ def contraction_observables(length: int) -> list[Observable]:
         Observable(
             name="inter",
             hook_point=HookPoint.RESIDUAL_OUT,
-            reduce=lambda call: _directions(call)[:, positions_P],
-            merge=Cosine(),
+            value=lambda call: _directions(call)[:, positions_P],
+            reducer=Cosine(),
             axes="LT",
             meaning="Mean cosine of the states at a position over pairs of sequences",
         ),
         Observable(
             name="value_variance",
             hook_point=HookPoint.AGGREGATION,
-            reduce=lambda call: call.aggregation[:, positions_P].double(),
-            merge=Moments(),
+            value=lambda call: call.aggregation[:, positions_P].double(),
+            reducer=Moments(),
             axes="LT",
             meaning="Variance of the value aggregation across sequences, mean over channels",
         ),

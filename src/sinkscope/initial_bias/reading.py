@@ -119,7 +119,7 @@ def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
     """The preference and the contraction of a model on a batch of random tokens, shared among processes."""
     anatomy = anatomy_of(loaded.model)
     _check_size(batch, vocabulary_of(loaded))
-    recorder = Recorder(anatomy, contraction_observables(batch.length), mergeable=True)
+    recorder = Recorder(anatomy, contraction_observables(batch.length), joinable=True)
     parts = []
     for ids_BT in processes.share(batch.ids).split(max(1, CHUNK_TOKENS // batch.length)):
         with evaluation_mode(loaded.model), torch.no_grad(), recorder.listening(tuple(ids_BT.shape)):

@@ -21,9 +21,9 @@ from sinkscope.interventions.plan import Plan, most_super_neurons
 from sinkscope.models.anatomy import Anatomy, Group, Unit
 from sinkscope.studies.conditions import MAX_UNITS, NUM_RANDOM_SETS
 from sinkscope.tracing.layer_call import LayerCall, wide
-from sinkscope.tracing.merges import Mean
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, .
     return tuple(few)
 
 
-def _at_sink(name: str, hook_point: HookPoint, reduce: Any) -> Observable:
-    return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=Mean())
+def _at_sink(name: str, hook_point: HookPoint, value: Any) -> Observable:
+    return Observable(name=name, hook_point=hook_point, value=value, reducer=Mean())
 
 
 def _top_direction(states_BE: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
 from sinkscope.models.loading import LoadedModel
 from sinkscope.tracing.layer_call import LayerCall
-from sinkscope.tracing.merges import Rows
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Rows
 
 SEEDS = (0, 1, 2)
 SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")
@@ -65,7 +65,7 @@ def _shortened(config: Any, num_layers: int) -> Any:
 def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     anatomy, name = anatomy_of(model), "squared_deviation"
     observable = Observable(
-        name=name, hook_point=HookPoint.AGGREGATION, reduce=_squared_deviation, merge=Rows(), layers=layers
+        name=name, hook_point=HookPoint.AGGREGATION, value=_squared_deviation, reducer=Rows(), layers=layers
     )
     found = Recorder(anatomy, [observable]).read(model, ids_BT)
     return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])

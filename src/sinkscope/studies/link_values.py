@@ -21,9 +21,9 @@ from sinkscope.studies.judging import LOCKED, gone
 from sinkscope.tracing.attention_rule import sampled_queries
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.lock import later_queries, making_keys
-from sinkscope.tracing.merges import Own, Rows
 from sinkscope.tracing.observables import HookPoint, Observable, averaging_law
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Rows, SelfJoining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ def read_link_values(
 
 
 def _observables(plan: Plan) -> list[Observable]:
-    def by_sequence(name: str, hook_point: HookPoint, reduce, layers, **others: Any) -> Observable:
-        return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=Rows(), layers=layers, **others)
+    def by_sequence(name: str, hook_point: HookPoint, value, layers, **others: Any) -> Observable:
+        return Observable(name=name, hook_point=hook_point, value=value, reducer=Rows(), layers=layers, **others)
 
     return [
         by_sequence("averaging_law", HookPoint.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
@@ -96,8 +96,8 @@ def _observables(plan: Plan) -> list[Observable]:
         Observable(
             name="lock",
             hook_point=HookPoint.ATTENTION,
-            reduce=lambda call: _lock_rows(call, [plan.sink, *plan.targets[:1]]),
-            merge=Own(),
+            value=lambda call: _lock_rows(call, [plan.sink, *plan.targets[:1]]),
+            reducer=SelfJoining(),
             layers={layer for layer, _ in plan.sink_heads},
         ),
         by_sequence(

@@ -98,8 +98,8 @@ class Findings:
         rates = recording.sequence_sink_rate.double()
         found = are_sinks(rates.mean(0), recording.batch.length, recording.keys).nonzero().flatten()
         low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
-        rate_LN = recording.each("head_sink_rate", lambda rate_HS: rate_HS[:, found].mean(0))
-        received_LN = recording.each("received", lambda received_HS: received_HS[:, found].mean(0))
+        rate_LN = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, found].mean(0))
+        received_LN = recording.reduced("received", lambda received_HS: received_HS[:, found].mean(0))
         sinks = []
         for number, index in enumerate(found.tolist()):
             sinks.append(

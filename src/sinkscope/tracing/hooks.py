@@ -127,10 +127,8 @@ class _LayerHooks:
                 raise RuntimeError(f"layer {stray} attends outside the module named for it: {blame(passing.anatomy)}")
             self.attended.add(layer)
             if passing.weigh_mixing and HookPoint.ATTENTION in points:
-                if passing.known is None:
-                    weights_KS = value_variance(value)
-                else:
-                    weights_KS = passing.known.value_variance_LKS[layer]
+                known = passing.known
+                weights_KS = value_variance(value) if known is None else known.value_variance_LKS[layer]
                 request = replace(request, key_weights=weights_KS)
             reading, passing.attention_path = read_attention(query, key, value, rule, request)
             if HookPoint.ATTENTION in points:

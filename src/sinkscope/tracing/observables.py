@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from sinkscope.errors import InputError
-from sinkscope.tracing.merges import Cosine, Largest, Mean, Merge, Moments, Own, Rows, TopDirection, Total
+from sinkscope.tracing.reducers import Cosine, Largest, Mean, Moments, Reducer, Rows, SelfJoining, TopDirection, Total
 
 RANK_TOKENS = 1024
 """Tokens that the effective rank of a layer is taken over."""
@@ -49,10 +49,11 @@ class Observable:
     name: str
     """Its name in a recording and, unless `column` says another, in a table."""
     hook_point: HookPoint
-    reduce: Callable[[Any], Any]
-    """From a layer's call (`LayerCall`) to what is kept of it, sequences first, as `merge` takes it; None for
-    nothing."""
-    merge: Merge
+    value: Callable[[Any], Any]
+    """Takes a layer's call (`LayerCall`) and gives what to record of it, sequences first, as `reducer` takes it; None
+    for nothing."""
+    reducer: Reducer
+    """How the values of several sequences become one."""
     axes: str = ""
     """Axes of the result; those of TABLE_OF_AXES fill a table."""
     meaning: str = ""
@@ -71,17 +72,17 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
     """A number of each query's row of attention, by position and by head."""
 
     def over(axis: int) -> Callable[[Any], Any]:
-        def reduce(call: Any) -> Any:
+        def mean_over(call: Any) -> Any:
             values_BHT = getattr(call.attention, name)
             return None if values_BHT is None else values_BHT.mean(axis)
 
-        return reduce
+        return mean_over
 
-    same: dict[str, Any] = dict(hook_point=HookPoint.ATTENTION, merge=Mean(), nullable=True)
+    same: dict[str, Any] = dict(hook_point=HookPoint.ATTENTION, reducer=Mean(), nullable=True)
     return (
         Observable(
             name=name,
-            reduce=over(1),
+            value=over(1),
             axes="LT",
             meaning=f"{meaning} of the query's attention, mean over heads and sequences",
             **same,
@@ -89,7 +90,7 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
         Observable(
             name=f"{name}_by_head",
             column=name,
-            reduce=over(2),
+            value=over(2),
             axes="LH",
             meaning=f"{meaning} of the head's attention, mean over queries and sequences",
             **same,
@@ -106,24 +107,24 @@ def averaging_law(call: Any) -> Any:
 RECEIVED = Observable(
     name="received",
     hook_point=HookPoint.ATTENTION,
-    reduce=lambda call: call.alpha,
-    merge=Mean(),
+    value=lambda call: call.alpha,
+    reducer=Mean(),
     axes="LHS",
     meaning="alpha: attention received, mean over the queries from the key on, and over sequences",
 )
 VALUE_VARIANCE_BY_KEY = Observable(
     name="value_variance_by_key",
     hook_point=HookPoint.ATTENTION,
-    reduce=lambda call: call.value,
-    merge=Moments(),
+    value=lambda call: call.value,
+    reducer=Moments(),
     axes="LKS",
     meaning="Variance across sequences of each key's value, mean over channels",
 )
 DOM_RATIO = Observable(
     name="dom_ratio",
     hook_point=HookPoint.RESIDUAL_OUT,
-    reduce=lambda call: call.dom_ratio,
-    merge=Mean(of_ratios=True),
+    value=lambda call: call.dom_ratio,
+    reducer=Mean(of_ratios=True),
     axes="LT",
     meaning="max |h| / mean |h| of the residual that leaves the layer, mean over sequences; null, like every ratio, "
     "where all their states are zeros",
@@ -132,32 +133,32 @@ DOM_RATIO = Observable(
 EFFECTIVE_RANK = Observable(
     name="rank_tokens",
     hook_point=HookPoint.RESIDUAL_OUT,
-    reduce=lambda call: call.rank_tokens,
-    merge=Rows(RANK_TOKENS),
+    value=lambda call: call.rank_tokens,
+    reducer=Rows(RANK_TOKENS),
     axes="LNE",
     meaning="The tokens of the residual that the effective rank is taken over",
 )
 SINK_HEADS = Observable(
     name="sink_heads",
     hook_point=HookPoint.ATTENTION,
-    reduce=lambda call: call.sink_heads,
-    merge=Rows(),
+    value=lambda call: call.sink_heads,
+    reducer=Rows(),
     axes="LBS",
     meaning="How many heads count the key as a sink, by sequence",
 )
 RECEIVED_BY_SEQUENCE = Observable(
     name="received_by_sequence",
     hook_point=HookPoint.ATTENTION,
-    reduce=lambda call: call.alpha.mean(1),
-    merge=Rows(),
+    value=lambda call: call.alpha.mean(1),
+    reducer=Rows(),
     axes="LBS",
     meaning="alpha: attention received, mean over the queries from the key on, and over heads, by sequence",
 )
 LOCK = Observable(
     name="lock",
     hook_point=HookPoint.ATTENTION,
-    reduce=lambda call: call.lock_rows,
-    merge=Own(),
+    value=lambda call: call.lock_rows,
+    reducer=SelfJoining(),
     meaning="The rows that the lock is worked out from",
 )
 SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
@@ -168,8 +169,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="head_sink_rate",
         hook_point=HookPoint.ATTENTION,
-        reduce=lambda call: call.is_sink.float(),
-        merge=Mean(),
+        value=lambda call: call.is_sink.float(),
+        reducer=Mean(),
         axes="LHS",
         meaning="Share of sequences in which the head counts the key as a sink",
     ),
@@ -180,8 +181,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="value_variance",
         hook_point=HookPoint.AGGREGATION,
-        reduce=lambda call: call.aggregation,
-        merge=Moments(),
+        value=lambda call: call.aggregation,
+        reducer=Moments(),
         axes="LT",
         meaning="Variance across sequences of the value aggregation that enters the output projection, mean over "
         "channels",
@@ -190,8 +191,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="value_variance_before_norm",
         hook_point=HookPoint.BEFORE_NORM,
-        reduce=lambda call: call.before_norm,
-        merge=Moments(),
+        value=lambda call: call.before_norm,
+        reducer=Moments(),
         axes="LT",
         meaning="The same before the norm on the aggregation; null where there is none",
         nullable=True,
@@ -199,8 +200,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="averaging_law",
         hook_point=HookPoint.ATTENTION,
-        reduce=averaging_law,
-        merge=Mean(),
+        value=averaging_law,
+        reducer=Mean(),
         axes="LT",
         meaning="sum_j E[a_tj^2] Var(v_j), mean over heads",
         nullable=True,
@@ -209,8 +210,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="projected_variance",
         hook_point=HookPoint.PROJECTED,
-        reduce=lambda call: call.projected,
-        merge=Moments(),
+        value=lambda call: call.projected,
+        reducer=Moments(),
         axes="LT",
         meaning="Variance across sequences after the output projection, mean over dimensions",
         nullable=True,
@@ -218,16 +219,16 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="second_moment",
         hook_point=HookPoint.AGGREGATION,
-        reduce=lambda call: call.second_moment,
-        merge=Mean(),
+        value=lambda call: call.second_moment,
+        reducer=Mean(),
         axes="LT",
         meaning="E[o^2] of the value aggregation, over sequences and channels",
     ),
     Observable(
         name="cosine",
         hook_point=HookPoint.ATTENTION_IN,
-        reduce=lambda call: call.direction,
-        merge=Cosine(),
+        value=lambda call: call.direction,
+        reducer=Cosine(),
         axes="LT",
         meaning="Mean cosine of the state that enters attention over pairs of sequences",
         nullable=True,
@@ -236,8 +237,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="direction_share",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
-        merge=TopDirection(DIRECTION_SEQUENCES),
+        value=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
+        reducer=TopDirection(DIRECTION_SEQUENCES),
         axes="LT",
         meaning="Energy share of the top direction of the residual across the first 16 sequences, in any basis; at "
         "positions that stand out, null elsewhere and with one sequence",
@@ -247,8 +248,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="dom_ratio_turned",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.dom_ratio_turned,
-        merge=Mean(of_ratios=True),
+        value=lambda call: call.dom_ratio_turned,
+        reducer=Mean(of_ratios=True),
         axes="LT",
         meaning="DomRatio in a fixed random basis, mean over sequences; at the same positions",
         nullable=True,
@@ -257,8 +258,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="dom_ratio_normed",
         hook_point=HookPoint.ATTENTION_IN,
-        reduce=lambda call: call.state_dom_ratio,
-        merge=Mean(of_ratios=True),
+        value=lambda call: call.state_dom_ratio,
+        reducer=Mean(of_ratios=True),
         axes="LT",
         meaning="max |x| / mean |x| of the state that enters attention, mean over sequences",
         nullable=True,
@@ -266,8 +267,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="participation_ratio",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.tokens.participation_ratio,
-        merge=Mean(of_ratios=True),
+        value=lambda call: call.tokens.participation_ratio,
+        reducer=Mean(of_ratios=True),
         axes="LT",
         meaning="(sum h^2)^2 / sum h^4, mean over sequences",
         nullable=True,
@@ -275,8 +276,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="top_energy_share",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.tokens.largest.square() / call.tokens.energy,
-        merge=Mean(of_ratios=True),
+        value=lambda call: call.tokens.largest.square() / call.tokens.energy,
+        reducer=Mean(of_ratios=True),
         axes="LT",
         meaning="Energy share of the largest dimension, mean over sequences",
         nullable=True,
@@ -284,8 +285,8 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="kurtosis",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.tokens.kurtosis,
-        merge=Mean(of_ratios=True),
+        value=lambda call: call.tokens.kurtosis,
+        reducer=Mean(of_ratios=True),
         axes="LT",
         meaning="Kurtosis over dimensions, mean over sequences",
         nullable=True,
@@ -293,24 +294,24 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="largest_residual",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: (call.tokens.largest, call.tokens.largest_at),
-        merge=Largest("dimension"),
+        value=lambda call: (call.tokens.largest, call.tokens.largest_at),
+        reducer=Largest("dimension"),
         axes="LT",
         meaning="Largest |h| of any sequence",
     ),
     Observable(
         name="largest_write",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: (call.writes.largest, call.writes.largest_at),
-        merge=Largest("unit"),
+        value=lambda call: (call.writes.largest, call.writes.largest_at),
+        reducer=Largest("unit"),
         axes="LT",
         meaning="Largest |n_j| ||W_down[:, j]|| of any unit in any sequence",
     ),
     Observable(
         name="by_distance",
         hook_point=HookPoint.ATTENTION,
-        reduce=lambda call: call.attention.by_distance,
-        merge=Mean(),
+        value=lambda call: call.attention.by_distance,
+        reducer=Mean(),
         axes="LHR",
         meaning="Mean attention on the key so far back, over at most 256 queries that have one",
         asks="distances",
@@ -318,64 +319,64 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="standing_out",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.standing_out[None],
-        merge=Rows(1),
+        value=lambda call: call.standing_out[None],
+        reducer=Rows(1),
         axes="LP",
         meaning="The positions that are recorded in full",
     ),
     Observable(
         name="dimension",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.rows_standing_out,
-        merge=Mean(),
+        value=lambda call: call.rows_standing_out,
+        reducer=Mean(),
         axes="LPE",
         meaning="Value of each dimension at the positions that stand out, mean over sequences",
     ),
     Observable(
         name="dimension_abs",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.rows_standing_out.abs(),
-        merge=Mean(),
+        value=lambda call: call.rows_standing_out.abs(),
+        reducer=Mean(),
         axes="LPE",
         meaning="Its magnitude, mean over sequences",
     ),
     Observable(
         name="dimension_total",
         hook_point=HookPoint.RESIDUAL_OUT,
-        reduce=lambda call: call.tokens.channel_abs,
-        merge=Total(),
+        value=lambda call: call.tokens.channel_abs,
+        reducer=Total(),
         axes="LE",
         meaning="Magnitude of each dimension, summed over tokens",
     ),
     Observable(
         name="unit_activation",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: call.units_standing_out,
-        merge=Mean(),
+        value=lambda call: call.units_standing_out,
+        reducer=Mean(),
         axes="LPU",
         meaning="Activation of each unit at the positions that stand out, mean over sequences",
     ),
     Observable(
         name="unit_written",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: call.written_standing_out,
-        merge=Mean(),
+        value=lambda call: call.written_standing_out,
+        reducer=Mean(),
         axes="LPU",
         meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
     ),
     Observable(
         name="unit_square",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: call.written_standing_out.square(),
-        merge=Mean(),
+        value=lambda call: call.written_standing_out.square(),
+        reducer=Mean(),
         axes="LPU",
         meaning="Its square, mean over sequences",
     ),
     Observable(
         name="unit_energy",
         hook_point=HookPoint.UNITS,
-        reduce=lambda call: call.writes.energy,
-        merge=Total(),
+        value=lambda call: call.writes.energy,
+        reducer=Total(),
         axes="LU",
         meaning="Its square, summed over tokens",
     ),

@@ -1,7 +1,7 @@
 """record(model, batch, observables): every observable from one forward pass, reduced while the model runs.
 
 A batch of more tokens than a chunk holds is run in chunks, and under torchrun each process runs its share of the
-sequences. Each observable says how its values join (`merges`). Some observables must know something of all sequences
+sequences. Each observable says how its values join (`reducers`). Some observables must know something of all sequences
 beforehand (the variance of the values, the positions to record in full): a first pass, the survey, finds it.
 """
 
@@ -28,9 +28,9 @@ from sinkscope.tracing.attention_rule import ReadingRequest, distances
 from sinkscope.tracing.edits import check_acted, check_chunks
 from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
-from sinkscope.tracing.merges import Cosine, Moments
 from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
 from sinkscope.tracing.receipt import check_reading
+from sinkscope.tracing.reducers import Cosine, Moments
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
 CHUNK_TOKENS = 1 << 17
@@ -48,12 +48,14 @@ class Recorder:
         keys: Tensor | None = None,
         known: Known | None = None,
         several: bool = True,
-        mergeable: bool = False,
+        joinable: bool = False,
     ) -> None:
-        """`several`: whether the batch has several sequences in all; `mergeable`: whether passes are to be joined."""
-        self.anatomy, self.keys, self.known, self.several, self.mergeable = anatomy, keys, known, several, mergeable
+        """`several`: whether the batch has several sequences in all; `joinable`: whether passes are to be joined."""
+        self.anatomy, self.keys, self.known, self.several, self.joinable = anatomy, keys, known, several, joinable
         self.observables = [
-            o for o in observables if several or not (isinstance(o.merge, Moments | Cosine) or o.asks == "standing out")
+            o
+            for o in observables
+            if several or not (isinstance(o.reducer, Moments | Cosine) or o.asks == "standing out")
         ]
         self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
         """By observable and layer."""
@@ -79,8 +81,8 @@ class Recorder:
 
         def on_hook(hook_point: HookPoint, call: LayerCall) -> None:
             for observable in self._at(hook_point, call.index):
-                if (values := observable.reduce(call)) is not None:
-                    left[observable.name][call.index] = observable.merge.of(values, self.mergeable)
+                if (values := observable.value(call)) is not None:
+                    left[observable.name][call.index] = observable.reducer.of(values, self.joinable)
 
         stands_out = any(map(_stands_out, self.observables))
         with open_hooks(passing, layers or self.anatomy.layers, self._hook_points, on_hook, stands_out=stands_out):
@@ -104,11 +106,11 @@ class Recorder:
 
     def add(self, left: dict[str, dict[int, Any]]) -> None:
         """Joins what another pass kept."""
-        merges = {observable.name: observable.merge for observable in self.observables}
+        reducers = {observable.name: observable.reducer for observable in self.observables}
         for name, by_layer in left.items():
             for layer, values in by_layer.items():
                 before = self.joined[name].get(layer)
-                self.joined[name][layer] = values if before is None else merges[name].join(before, values)
+                self.joined[name][layer] = values if before is None else reducers[name].join(before, values)
 
     def join_processes(self) -> None:
         """Joins what the other processes recorded of their sequences, in the order of the processes."""
@@ -124,7 +126,7 @@ class Recorder:
         found: dict[str, dict[int, Any]] = defaultdict(dict)
         for observable in self.observables:
             for layer, joined in sorted(self.joined.get(observable.name, {}).items()):
-                for suffix, values in observable.merge.result(joined).items():
+                for suffix, values in observable.reducer.result(joined).items():
                     found[observable.name + suffix][layer] = values
         return dict(found)
 
@@ -173,7 +175,7 @@ class Recording:
         """The same of the residual stream with one row more, the first, for the stream that enters layer 0."""
         return self._stack(name, least=-1)
 
-    def each(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def reduced(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """[L, ...] what `reduce` leaves of each layer's values, on their own device: all of a long text's are slow to
         move."""
         return _on_cpu([reduce(values) for _, values in sorted(self.at_layers(name).items())])
@@ -242,7 +244,7 @@ def record(
 
     def run(wanted: Sequence[Observable], known: Known | None) -> Recorder:
         nonlocal done
-        recorder = Recorder(anatomy, wanted, keys=keys_S, known=known, several=several, mergeable=not whole)
+        recorder = Recorder(anatomy, wanted, keys=keys_S, known=known, several=several, joinable=not whole)
         for chunk in chunks:
             with without_autograd(loaded), evaluation_mode(loaded.model), recorder.listening(tuple(chunk.shape)):
                 anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)

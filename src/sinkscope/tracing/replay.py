@@ -24,9 +24,9 @@ from sinkscope.tracing.edits import check_acted, suspend
 from sinkscope.tracing.hooks import besides, entering, leaving
 from sinkscope.tracing.kept_writes import KeptWrites
 from sinkscope.tracing.layer_call import LayerCall
-from sinkscope.tracing.merges import Merge, Own, Rows
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.reducers import Reducer, Rows, SelfJoining
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
 LOSS_TOKENS = 1024
@@ -112,12 +112,12 @@ def _observables(
     layers = range(len(anatomy.layers))
 
     def by_sequence(
-        name: str, hook_point: HookPoint, reduce, merge: Merge, layers: Collection[int] = layers, **others: Any
+        name: str, hook_point: HookPoint, value, reducer: Reducer, layers: Collection[int] = layers, **others: Any
     ) -> Observable:
-        return Observable(name=name, hook_point=hook_point, reduce=reduce, merge=merge, layers=layers, **others)
+        return Observable(name=name, hook_point=hook_point, value=value, reducer=reducer, layers=layers, **others)
 
     return [
-        *(by_sequence(name, hook_point, reduce, Rows()) for name, (hook_point, reduce) in BY_SEQUENCE.items()),
+        *(by_sequence(name, hook_point, value, Rows()) for name, (hook_point, value) in BY_SEQUENCE.items()),
         by_sequence(
             "dimensions_LBTM", HookPoint.RESIDUAL_OUT, lambda call: call.residual.float()[..., list(dimensions)], Rows()
         ),
@@ -133,14 +133,14 @@ def _observables(
         ),
         by_sequence("squares_LBS2T", HookPoint.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
         _activations(units),
-        by_sequence("last", HookPoint.RESIDUAL_OUT, lambda call: call.residual, Own(), layers[-1:]),
+        by_sequence("last", HookPoint.RESIDUAL_OUT, lambda call: call.residual, SelfJoining(), layers[-1:]),
     ]
 
 
 def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
     """By group [B, T, n], of the positions that the feed-forward runs at."""
 
-    def reduce(call: LayerCall) -> dict[Group, Tensor]:
+    def chosen_activations(call: LayerCall) -> dict[Group, Tensor]:
         values = {
             group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
             for group, neurons in units.items()
@@ -149,7 +149,9 @@ def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
         return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
     layers = {layer for layer, _ in units}
-    return Observable(name="units", hook_point=HookPoint.UNITS, reduce=reduce, merge=Own(), layers=layers)
+    return Observable(
+        name="units", hook_point=HookPoint.UNITS, value=chosen_activations, reducer=SelfJoining(), layers=layers
+    )
 
 
 def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:

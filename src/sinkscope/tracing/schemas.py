@@ -9,8 +9,8 @@ from sinkscope.results.kinds import OF_A_MODEL, Kind
 from sinkscope.results.run import Run
 from sinkscope.results.tables import Column, Schema
 from sinkscope.results.validated import Int, Maybe, Real, Text, refused
-from sinkscope.tracing.merges import Largest
 from sinkscope.tracing.observables import CHAIN, TABLE_OF_AXES, Observable
+from sinkscope.tracing.reducers import Largest
 
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _POSITION = Column("position", "int", "Position in the sequence, counted from 0")
@@ -20,7 +20,7 @@ _EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; 
 def columns(observable: Observable) -> list[Column]:
     """The columns that an observable fills."""
     found = [Column(observable.column or observable.name, "float", observable.meaning, observable.nullable)]
-    place = observable.merge.place if isinstance(observable.merge, Largest) else None
+    place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
     if place == "unit":
         meaning = "Expert of that unit; -1 is the shared expert; null in a dense layer"
         found.append(Column(f"{observable.name}_expert", "int", meaning, True))

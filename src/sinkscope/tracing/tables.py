@@ -13,9 +13,9 @@ from sinkscope.models.anatomy import DENSE
 from sinkscope.results.tables import Schema
 from sinkscope.statistics import kendall_tau
 from sinkscope.tracing.findings import Findings
-from sinkscope.tracing.merges import Largest
 from sinkscope.tracing.observables import TABLE_OF_AXES, Observable
 from sinkscope.tracing.recorder import Recording
+from sinkscope.tracing.reducers import Largest
 from sinkscope.tracing.schemas import (
     DIMENSIONS,
     DISTANCES,
@@ -107,7 +107,7 @@ def _of_observable(recording: Recording, observable: Observable) -> dict[str, np
     if observable.name not in recording:
         return dict.fromkeys(declared, np.full(_num_rows(recording, observable.axes), np.nan))
     values = [recording[observable.name].flatten().numpy()]
-    place = observable.merge.place if isinstance(observable.merge, Largest) else None
+    place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
     if place == "unit":
         units_LT = recording[f"{observable.name}_unit"]
         places = [layer.unit_places(units_LT[layer.index]) for layer in recording.anatomy.layers]
@@ -145,7 +145,7 @@ def _positions(findings: Findings) -> dict:
     columns: dict[str, np.ndarray] = {"layer": layer, "position": position}
     for name, by_head in BY_HEAD.items():
         values_LT = torch.full((recording.num_layers, recording.batch.length), float("nan"))
-        values_LT[:, recording.keys] = recording.each(by_head, lambda values_HS: values_HS.mean(0)).float()
+        values_LT[:, recording.keys] = recording.reduced(by_head, lambda values_HS: values_HS.mean(0)).float()
         columns[name] = values_LT.flatten().numpy()
     return columns | recorded_columns(recording, "LT")
 
@@ -175,7 +175,7 @@ def _heads(findings: Findings) -> dict:
             for name, values_LHQ in (("positive_queries", positive_LHQ), ("lock_share", lock_share_LHQ))
         }
         received = {
-            name: recording.each(by_head, lambda values_HS, key=key: values_HS[:, key])
+            name: recording.reduced(by_head, lambda values_HS, key=key: values_HS[:, key])
             for name, by_head in BY_HEAD.items()
         }
         by_head = {name: values_LH.flatten().numpy() for name, values_LH in (received | locks).items()}

@@ -1,7 +1,8 @@
-"""How an observable's values on some sequences join: those of chunks and those of several processes, in the same way.
+"""Reducers: how the values of an observable on several sequences become one, over chunks and over processes alike.
 
-A merge takes what one layer's call gave on some sequences (`of`), joins two such states (`join`), and gives the value
-of all (`result`). Nothing else knows how they join. A state is a tuple of tensors and counts.
+A reducer makes a state of what one layer's call gave on some sequences (`of`), joins two such states (`join`), and
+gives the value of all (`result`). A state is a tensor, or a tuple of tensors and counts. `joinable` says whether the
+state will be joined to others; where it will not, what only joining needs is left out.
 Axes: B sequences, C channels, T positions.
 """
 
@@ -21,8 +22,8 @@ class Mean:
     of_ratios: bool = False
     """Whether NaN means an empty ratio, 0 / 0, which is left out."""
 
-    def of(self, values: Tensor, mergeable: bool) -> Any:
-        if len(values) == 1 and not mergeable:  # its own mean: on a GPU each launch saved counts, in every layer
+    def of(self, values: Tensor, joinable: bool) -> Any:
+        if len(values) == 1 and not joinable:  # its own mean: on a GPU each launch saved counts, in every layer
             return values[0], 1
         if not self.of_ratios:
             return values.sum(0), len(values)
@@ -40,7 +41,7 @@ class Mean:
 class Total:
     """The sum over all calls."""
 
-    def of(self, values: Tensor, mergeable: bool) -> Any:
+    def of(self, values: Tensor, joinable: bool) -> Any:
         return values
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -56,7 +57,7 @@ class Largest:
 
     place: str
 
-    def of(self, values: tuple[Tensor, Tensor], mergeable: bool) -> Any:
+    def of(self, values: tuple[Tensor, Tensor], joinable: bool) -> Any:
         if len(values[0]) == 1:
             return values[0][0], values[1][0]
         largest, sequence = values[0].max(0)
@@ -74,14 +75,14 @@ class Moments:
     """The unbiased variance over sequences of [B, ..., C], by Chan's formula: averaged over channels and, as
     `_by_channel`, over all else. NaN for a single sequence."""
 
-    def of(self, values: Tensor, mergeable: bool) -> Any:
+    def of(self, values: Tensor, joinable: bool) -> Any:
         import torch
 
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         mean = values.mean(0)
         squares = (values - mean).square_().sum(0)
         # The mean is as large as one sequence's value, and only needed to join others to it.
-        return len(values), mean if mergeable else None, squares.sum(-1), squares.flatten(0, -2).sum(0)
+        return len(values), mean if joinable else None, squares.sum(-1), squares.flatten(0, -2).sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
         num_mine, mean_mine, *deviations_mine = mine
@@ -105,13 +106,13 @@ class Moments:
 class Cosine:
     """The mean cosine over pairs of sequences of unit vectors [B, T, E]; a vector of zeros has no direction."""
 
-    def of(self, values: Tensor, mergeable: bool) -> Any:
+    def of(self, values: Tensor, joinable: bool) -> Any:
         import torch
 
         total = values.sum(0)
         has_direction = torch.linalg.vector_norm(values, dim=-1) > 0
         # The sum is as large as what one sequence leaves, and only needed to join other sequences' to it.
-        return total if mergeable else None, total.square().sum(-1), has_direction.sum(0)
+        return total if joinable else None, total.square().sum(-1), has_direction.sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
         total = mine[0] + theirs[0]
@@ -130,7 +131,7 @@ class Rows:
 
     most: int | None = None
 
-    def of(self, values: Tensor, mergeable: bool) -> Any:
+    def of(self, values: Tensor, joinable: bool) -> Any:
         return values[: self.most]
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -143,10 +144,10 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Own:
+class SelfJoining:
     """Values that join by their own method, `mine.joined(theirs)`."""
 
-    def of(self, values: Any, mergeable: bool) -> Any:
+    def of(self, values: Any, joinable: bool) -> Any:
         return values
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -167,9 +168,9 @@ class TopDirection:
 
     most: int
 
-    def of(self, values: tuple[Tensor, Tensor, int], mergeable: bool) -> Any:
+    def of(self, values: tuple[Tensor, Tensor, int], joinable: bool) -> Any:
         rows_PBE = values[0][: self.most].transpose(0, 1)
-        return rows_PBE if mergeable else None, None if mergeable else rows_PBE @ rows_PBE.mT, *values[1:]
+        return rows_PBE if joinable else None, None if joinable else rows_PBE @ rows_PBE.mT, *values[1:]
 
     def join(self, mine: Any, theirs: Any) -> Any:
         import torch
@@ -187,4 +188,4 @@ class TopDirection:
         return {"": share_T}
 
 
-Merge = Mean | Total | Largest | Moments | Cosine | Rows | Own | TopDirection
+Reducer = Mean | Total | Largest | Moments | Cosine | Rows | SelfJoining | TopDirection
