@@ -52,11 +52,7 @@ class Recorder:
     ) -> None:
         """`several`: whether the batch has several sequences in all; `joinable`: whether passes are to be joined."""
         self.anatomy, self.keys, self.known, self.several, self.joinable = anatomy, keys, known, several, joinable
-        self.observables = [
-            o
-            for o in observables
-            if several or not (isinstance(o.reducer, Moments | Cosine) or o.asks == "standing out")
-        ]
+        self.observables = [o for o in observables if several or not _needs_several(o)]
         self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
         """By observable and layer."""
         self.attention_path = ""
@@ -275,6 +271,11 @@ def _on_cpu(rows: list[Tensor]) -> Tensor:
     """In one tensor, by one transfer for all layers, unless a model is spread over several devices."""
     alike = len({row.device for row in rows}) == 1
     return torch.stack(rows if alike else [row.cpu() for row in rows]).cpu()
+
+
+def _needs_several(observable: Observable) -> bool:
+    """Whether it compares sequences, so that a single one has no value."""
+    return isinstance(observable.reducer, Moments | Cosine) or observable.asks == "standing out"
 
 
 def _stands_out(observable: Observable) -> bool:
