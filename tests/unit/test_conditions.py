@@ -106,7 +106,7 @@ def test_feed_forwards_from_a_later_position_give_the_same_reading(family):
         whole, later, too_late = (replay.read(first_layer, position) for position in (0, 8, 11))
     edited = ablate_neurons(model, units, positions=9)
     with together([*edits, edited]) as first_layer:
-        both = [replay.read(first_layer, position, edited_units=edited.place.layers) for position in (0, 8)]
+        both = [replay.read(first_layer, position, changed_units=edited.place.layers) for position in (0, 8)]
     assert not all(torch.equal(both[0].units[group], whole.units[group]) for group in whole.units)
     for one, other in ((later, whole), both):
         for name in (*BY_SEQUENCE, "dimensions_LBTM"):

@@ -215,7 +215,7 @@ def attend(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, visible: Visible | None = None
 ) -> Tensor:
     """[B, T, H, D] attention written out, a tile of queries at a time, under a model's own rule and a mask of ours."""
-    if rule.edits:
+    if rule.mask_changes:
         raise InputError("This scheme cannot act beside an intervention on the mask. Leave the intervention out.")
     num_batch, num_heads, length, _ = query_BHTD.shape
     groups = num_heads // key_BKSD.shape[1]

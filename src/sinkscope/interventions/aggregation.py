@@ -40,9 +40,9 @@ from sinkscope.interventions.neurons import NeuronEdit
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.edits import depth, suspend
-from sinkscope.tracing.kept_writes import KeptWrites
+from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.layer_call import wide
+from sinkscope.tracing.open_interventions import depth, suspend
 from sinkscope.tracing.recorder import ending_after
 from sinkscope.tracing.single_reader import evaluation_mode
 
@@ -247,7 +247,7 @@ def run_with_aggregations(
             at_aggregation(anatomy, layer, place, stack, edit(layer))
         if isinstance(batch, KeptBatch) and not any(isinstance(other, NeuronEdit) for other in others):
             first = min((*(place.positions or (0,)), *(other.first_position for other in others)))
-            stack.enter_context(batch.kept.used_before(first))
+            stack.enter_context(batch.cache.used_before(first))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluation_mode(model))
         with ending_after(layers[-1].output_projection):
@@ -256,17 +256,18 @@ def run_with_aggregations(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptBatch(TokenBatch):
-    """A batch that many calibrations share, with what the untouched model's feed-forwards write for it."""
+    """A batch that many calibrations share, with what the baseline's feed-forwards write for it."""
 
-    kept: KeptWrites
+    cache: FeedForwardCache
 
 
 def kept_batch(model: torch.nn.Module, batch: TokenBatch, layers: Sequence[int]) -> KeptBatch:
     """For calibrations in these layers, which must see the weights that the model has now."""
-    kept, place = KeptWrites(anatomy_of(model).layers[: max(layers)]), Place(on=AGGREGATION, layers=tuple(layers))
-    with kept.keeping():
+    cache = FeedForwardCache(anatomy_of(model).layers[: max(layers)])
+    place = Place(on=AGGREGATION, layers=tuple(layers))
+    with cache.filling():
         run_with_aggregations(model, batch, place, (), lambda layer: lambda aggregation, chosen: None, whole=True)
-    return KeptBatch(**vars(batch), kept=kept)
+    return KeptBatch(**vars(batch), cache=cache)
 
 
 def amplify_variance(

@@ -24,7 +24,8 @@ from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.prompts import check_one_length
 from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
-from sinkscope.tracing.edits import (
+from sinkscope.tracing.hooks import entering
+from sinkscope.tracing.open_interventions import (
     OpenIntervention,
     OwnHook,
     check_acted,
@@ -34,7 +35,6 @@ from sinkscope.tracing.edits import (
     opened,
     owner,
 )
-from sinkscope.tracing.hooks import entering
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.restored import restored
 from sinkscope.tracing.single_reader import everything_eager, single_reader

@@ -22,7 +22,7 @@ from sinkscope.interventions.base import (
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.tracing.edits import RowEdit, editing_rows
+from sinkscope.tracing.open_interventions import MaskChange, changing_mask
 
 
 class MaskEdit(Intervention):
@@ -53,7 +53,7 @@ class MaskEdit(Intervention):
         )
         super().__init__(model, place)
         self.needs = (*rows, *columns)
-        self.edit = RowEdit(queries=rows, mode=mode, keys=columns, heads=place.heads, sequences=place.sequences)
+        self.change = MaskChange(queries=rows, mode=mode, keys=columns, heads=place.heads, sequences=place.sequences)
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         if not self.place.layers:
@@ -62,7 +62,7 @@ class MaskEdit(Intervention):
         # A trace inside hooks attention by itself.
         stack.enter_context(attention_hook(self.anatomy, _attend, every_thread=True))
         attentions = {layer.index: layer.attention for layer in self.layers()}
-        stack.enter_context(editing_rows(attentions, self.edit, acted))
+        stack.enter_context(changing_mask(attentions, self.change, acted))
 
 
 def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> MaskEdit:

@@ -33,7 +33,7 @@ from sinkscope.interventions.base import (
 from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.edits import ExpertEdit, check_indices, editing_experts, suspend
+from sinkscope.tracing.open_interventions import ExpertChange, changing_experts, check_indices, suspend
 from sinkscope.tracing.replay import ConditionReading, read_units
 from sinkscope.tracing.units import LayerUnits
 
@@ -84,8 +84,8 @@ class NeuronEdit(Intervention):
                 hook = self._expert_hook(group, neurons, shape, acted)
                 hook_on(stack, layer.experts, hook, after=True, with_kwargs=True)
                 values = self._expert_values(group, shape)
-                edit = ExpertEdit(expert=group[1], neurons=neurons, new_values=values)
-                stack.enter_context(editing_experts(layer.index, layer.experts, edit))
+                change = ExpertChange(expert=group[1], neurons=neurons, new_values=values)
+                stack.enter_context(changing_experts(layer.index, layer.experts, change))
 
     def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, acted: Acted):
         def hook(module, args):

@@ -35,8 +35,8 @@ from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.edits import check_indices
 from sinkscope.tracing.hooks import leaving
+from sinkscope.tracing.open_interventions import check_indices
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.replay import ConditionReading, read_condition
 

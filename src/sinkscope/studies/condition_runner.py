@@ -245,7 +245,7 @@ class ConditionRunner:
         first_position = min(each.first_position for each in interventions)
         edited = {layer for each in interventions if isinstance(each, NeuronEdit) for layer in each.place.layers}
         with together(interventions) as first_layer:
-            reading = self.replay.read(first_layer, first_position, edited_units=edited, loss=loss)
+            reading = self.replay.read(first_layer, first_position, changed_units=edited, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.
             means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
         return replace(reduced(reading, self.plan), means=means)

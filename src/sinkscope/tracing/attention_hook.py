@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, input_device
 from sinkscope.tracing.attention_rule import AttentionRule
-from sinkscope.tracing.edits import OwnHook, depth, row_edits
+from sinkscope.tracing.open_interventions import OwnHook, depth, mask_changes
 from sinkscope.tracing.single_reader import single_reader
 
 NAME = "sinkscope"
@@ -266,7 +266,7 @@ def _attention(
         window=attention_mask.window,
         softcap=softcap,
         sink_logits=s_aux,
-        edits=row_edits(module),
+        mask_changes=mask_changes(module),
         sigmoid_bias=sigmoid_bias,
     )
     return hook.on_attention(hook.layer_of[id(module)], query, key, value, rule), None
@@ -400,6 +400,6 @@ class _SdpaCalls(TorchFunctionMode):
                 "causal call can be read. Cut the sequences to one length, or use a model without an attention bias."
             )
         rule = AttentionRule(
-            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, edits=row_edits(self.layer.attention)
+            scaling=kwargs.get("scale") or query.shape[-1] ** -0.5, mask_changes=mask_changes(self.layer.attention)
         )
         return self.hook.on_attention(self.layer.index, query, key, value, rule).transpose(1, 2)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sinkscope.tracing.edits import RowEdit
+from sinkscope.tracing.open_interventions import MaskChange
 
 SAMPLED_QUERIES = 256
 """Attention by distance and the lock are measured at no more queries than this, evenly spaced."""
@@ -49,7 +49,7 @@ class AttentionRule:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     """[H] learned logits that take part in the softmax and have no key."""
-    edits: tuple[RowEdit, ...] = ()
+    mask_changes: tuple[MaskChange, ...] = ()
     """Queries that see other keys; `read_attention` honours them."""
     sigmoid_bias: float | None = None
     """If given, a weight is sigmoid(score + bias), whatever the other keys; there is no softmax."""

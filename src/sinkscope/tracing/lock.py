@@ -19,7 +19,7 @@ from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy, Layer
 from sinkscope.processes import moved
 from sinkscope.tracing.attention_hook import CausalMask, attention_hook, direct_call
-from sinkscope.tracing.edits import suspend
+from sinkscope.tracing.open_interventions import suspend
 
 LOCK_SEQUENCES = 8
 """Sequences that the lock is measured on."""

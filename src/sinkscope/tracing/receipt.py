@@ -27,7 +27,7 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.tracing.edits import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
+from sinkscope.tracing.open_interventions import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
 from sinkscope.tracing.restored import weight_checksum
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 

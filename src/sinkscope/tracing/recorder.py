@@ -25,10 +25,10 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances
-from sinkscope.tracing.edits import check_acted, check_chunks
 from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
 from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
+from sinkscope.tracing.open_interventions import check_acted, check_chunks
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.reducers import Cosine, Moments
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread

@@ -2,7 +2,7 @@
 
 A trace records everything once. A study runs the same batch under dozens of interventions and needs numbers by
 sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an intervention begins
-at the first layer that the intervention can touch, and what feed-forwards write (`kept_writes`).
+at the first layer that the intervention can touch, and what feed-forwards write (`FeedForwardCache`).
 Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n units of one group.
 """
 
@@ -20,11 +20,11 @@ from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units, input_device
 from sinkscope.models.loading import bare_model
-from sinkscope.tracing.edits import check_acted, suspend
+from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.hooks import besides, entering, leaving
-from sinkscope.tracing.kept_writes import KeptWrites
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
+from sinkscope.tracing.open_interventions import check_acted, suspend
 from sinkscope.tracing.recorder import Recorder
 from sinkscope.tracing.reducers import Reducer, Rows, SelfJoining
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
@@ -188,14 +188,14 @@ class Replay:
         self._groups = checked_units(self.anatomy, self.units)
         self._calls: dict[int, tuple[tuple, dict]] = {}
         self._entering: dict[int, Tensor] = {}
-        self._kept = KeptWrites(self.anatomy.layers if self.keep_writes else ())
+        self._cache = FeedForwardCache(self.anatomy.layers if self.keep_writes else ())
         self.restarts = {0, *self.restarts}
         with contextlib.ExitStack() as stack:
             for layer in self.anatomy.layers:
                 keep = in_this_thread(self._keep_call(layer.index))
                 hook = layer.block.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(self._kept.keeping())
+            stack.enter_context(self._cache.filling())
             self.untouched = self._read(None, loss=self.loss)
 
     def read(
@@ -203,15 +203,15 @@ class Replay:
         first_layer: int | None,
         first_position: int = 0,
         *,
-        edited_units: Collection[int] = (),
+        changed_units: Collection[int] = (),
         loss: bool = False,
     ) -> ConditionReading:
         """The reading under the active interventions, which act from `first_layer` and `first_position` on; None if
-        there are none. `edited_units`: layers whose units they edit, by their positions among all."""
+        there are none. `changed_units`: layers whose units they change, by their positions among all."""
         if first_layer is None:
             return self.untouched
         start = max(layer for layer in self.restarts if layer <= first_layer)
-        with self._kept.used_before(first_position, but_in=edited_units):
+        with self._cache.used_before(first_position, but_in=changed_units):
             return self._read(start, loss=loss)
 
     def _keep_call(self, layer: int):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.tracing.edits import check_owner
+from sinkscope.tracing.open_interventions import check_owner
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making = threading.Lock()

@@ -20,9 +20,9 @@ from sinkscope.progress import Progress
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
-from sinkscope.tracing.edits import check_is_object, check_one_pass
 from sinkscope.tracing.findings import NEEDED, Findings
 from sinkscope.tracing.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
+from sinkscope.tracing.open_interventions import check_is_object, check_one_pass
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described, take_receipt
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
 from sinkscope.tracing.schemas import TRACE_TABLES, schema_with

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.kernels.token_statistics import weighted_largest
 from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, held
-from sinkscope.tracing.edits import expert_edits
+from sinkscope.tracing.open_interventions import expert_changes
 from sinkscope.tracing.single_reader import in_this_thread
 
 
@@ -154,22 +154,23 @@ class LayerUnits:
         return values
 
     def _uses(self, expert: int | None) -> Tensor:
-        """[N] tokens at which an expert's units may be other than 0: those routed to it, or all where it is edited."""
+        """[N] tokens at which an expert's units may be other than 0: those routed to it, or all of them where an
+        intervention changes it."""
         assert self.routed is not None
-        edited = any(edit.expert == expert for edit in expert_edits(self.layer.experts))
+        is_changed = any(change.expert == expert for change in expert_changes(self.layer.experts))
         routed_N = (self.routed[1] == expert).any(-1)
-        return torch.ones_like(routed_N) if edited else routed_N
+        return torch.ones_like(routed_N) if is_changed else routed_N
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
         """[n, F] neurons of one expert, as an intervention leaves them."""
         assert self.routed is not None
-        edits = [edit for edit in expert_edits(self.layer.experts) if edit.expert == expert]
-        if not edits:
+        changes = [change for change in expert_changes(self.layer.experts) if change.expert == expert]
+        if not changes:
             return self._routed_neurons(expert, tokens_n)
         neurons_NF = self._routed_neurons(expert, torch.arange(self.routed[0].shape[0], device=tokens_n.device))
-        for edit in edits:
-            chosen = torch.tensor(edit.neurons, device=tokens_n.device)
-            neurons_NF[:, chosen] = edit.new_values(neurons_NF[:, chosen])
+        for change in changes:
+            chosen = torch.tensor(change.neurons, device=tokens_n.device)
+            neurons_NF[:, chosen] = change.new_values(neurons_NF[:, chosen])
         return neurons_NF[tokens_n]
 
     def _routed_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:

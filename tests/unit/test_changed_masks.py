@@ -1,4 +1,4 @@
-"""Attention with edited rows against the plain definition: every score, every mask, one softmax, in float64.
+"""Attention with changed masks against the plain definition: every score, every mask, one softmax, in float64.
 
 Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size.
 """
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.tracing import edited_rows as rows_module
+from sinkscope.tracing import attention as attention_module
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
-from sinkscope.tracing.edits import RowEdit
+from sinkscope.tracing.open_interventions import MaskChange
 
 B, H, K, T, D = 2, 6, 3, 70, 8
 """Three groups of two heads, and a text longer than one tile of 64 queries."""
@@ -24,15 +24,15 @@ RULES = {
     "learned sinks": dict(sink_logits=torch.linspace(-1, 3, H)),
     "all of them": dict(window=20, softcap=2.0, sink_logits=torch.linspace(2, -1, H)),
 }
-EDITS = {
-    "only": (RowEdit(queries=(10, 65), mode="only", keys=(10,)),),
-    "only a later key": (RowEdit(queries=(3,), mode="only", keys=(50, 69), heads=(1, 4), sequences=(1,)),),
-    "allow": (RowEdit(queries=(0, 30), mode="allow", keys=tuple(range(40))),),
-    "block": (RowEdit(queries=(5, 64, 69), mode="block", keys=(0, 4, 62, 63), heads=(0, 5)),),
+CHANGES = {
+    "only": (MaskChange(queries=(10, 65), mode="only", keys=(10,)),),
+    "only a later key": (MaskChange(queries=(3,), mode="only", keys=(50, 69), heads=(1, 4), sequences=(1,)),),
+    "allow": (MaskChange(queries=(0, 30), mode="allow", keys=tuple(range(40))),),
+    "block": (MaskChange(queries=(5, 64, 69), mode="block", keys=(0, 4, 62, 63), heads=(0, 5)),),
     "several": (
-        RowEdit(queries=(10,), mode="only", keys=(10,), heads=(0,)),
-        RowEdit(queries=(10,), mode="allow", keys=(60,), heads=(1, 2), sequences=(0,)),
-        RowEdit(queries=(69,), mode="block", keys=(69, 68)),
+        MaskChange(queries=(10,), mode="only", keys=(10,), heads=(0,)),
+        MaskChange(queries=(10,), mode="allow", keys=(60,), heads=(1, 2), sequences=(0,)),
+        MaskChange(queries=(69,), mode="block", keys=(69, 68)),
     ),
 }
 
@@ -44,8 +44,8 @@ def inputs(dtype=torch.float32):
     return tuple(x.to(dtype) for x in (query, key, value))
 
 
-def rule_of(name: str, edits=()) -> AttentionRule:
-    return AttentionRule(scaling=0.4, **RULES[name], edits=edits)
+def rule_of(name: str, changes=()) -> AttentionRule:
+    return AttentionRule(scaling=0.4, **RULES[name], mask_changes=changes)
 
 
 def definition(query, key, value, rule, *, keys=None, key_weights=None) -> dict:
@@ -59,15 +59,15 @@ def definition(query, key, value, rule, *, keys=None, key_weights=None) -> dict:
     for t in range(T):
         for s in range(t + 1):
             seen[:, :, t, s] = rule.window is None or t - s < rule.window
-    for edit in rule.edits:
-        for b in range(B) if edit.sequences is None else edit.sequences:
-            for h in range(H) if edit.heads is None else edit.heads:
-                for t in edit.queries:
+    for change in rule.mask_changes:
+        for b in range(B) if change.sequences is None else change.sequences:
+            for h in range(H) if change.heads is None else change.heads:
+                for t in change.queries:
                     for s in range(T):
-                        if edit.mode == "only":
-                            seen[b, h, t, s] = s in edit.keys
-                        elif s in edit.keys:
-                            seen[b, h, t, s] = edit.mode == "allow"
+                        if change.mode == "only":
+                            seen[b, h, t, s] = s in change.keys
+                        elif s in change.keys:
+                            seen[b, h, t, s] = change.mode == "allow"
     weights = torch.exp(scores.masked_fill(~seen, -torch.inf))
     total = weights.sum(-1, keepdim=True)
     if rule.sink_logits is not None:
@@ -99,30 +99,30 @@ def differs(reading, expected: dict, *names: str) -> bool:
     return all(float((getattr(reading, name) - expected[name]).abs().max()) > 1e-3 for name in names)
 
 
-@pytest.mark.parametrize("edits", EDITS)
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("rule", RULES)
-def test_readings_equal_the_definition(rule, edits):
+def test_readings_equal_the_definition(rule, changes):
     query, key, value = inputs()
     weights = torch.rand(K, T, generator=torch.Generator().manual_seed(1))
     request = ReadingRequest(distances=DISTANCES, key_weights=weights, own=True)
-    expected = definition(query, key, value, rule_of(rule, EDITS[edits]), key_weights=weights)
-    reading, _ = read_attention(query, key, value, rule_of(rule, EDITS[edits]), request)
+    expected = definition(query, key, value, rule_of(rule, CHANGES[changes]), key_weights=weights)
+    reading, _ = read_attention(query, key, value, rule_of(rule, CHANGES[changes]), request)
     assert reading.output.shape == (B, T, H, D)
     assert_equal(reading, expected, 2e-6)
-    # Control: without the edits every reading is another.
+    # Control: without the changes every reading is another.
     plain, _ = read_attention(query, key, value, rule_of(rule), request)
     assert differs(plain, expected, "output", "entropy", "mixing", "weighted_mixing")
-    assert differs(plain, expected, "received") or edits == "only a later key"
+    assert differs(plain, expected, "received") or changes == "only a later key"
 
 
-@pytest.mark.parametrize("edits", EDITS)
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("rule", ["plain", "all of them"])
-def test_chosen_keys_equal_the_definition(rule, edits):
+def test_chosen_keys_equal_the_definition(rule, changes):
     query, key, value = inputs()
     keys = torch.tensor([0, 10, 62, 69])
-    expected = definition(query, key, value, rule_of(rule, EDITS[edits]), keys=keys)
+    expected = definition(query, key, value, rule_of(rule, CHANGES[changes]), keys=keys)
     request = ReadingRequest(distances=DISTANCES, keys=keys)
-    reading, _ = read_attention(query, key, value, rule_of(rule, EDITS[edits]), request)
+    reading, _ = read_attention(query, key, value, rule_of(rule, CHANGES[changes]), request)
     assert reading.entropy is None
     assert reading.mixing is None
     assert_equal(reading, expected, 2e-6)
@@ -132,42 +132,42 @@ def test_chosen_keys_equal_the_definition(rule, edits):
 def test_float64_is_read_in_float64(rule):
     query, key, value = inputs(torch.float64)
     request = ReadingRequest(distances=DISTANCES, own=True)
-    edited = rule_of(rule, EDITS["several"])
-    reading, _ = read_attention(query, key, value, edited, request)
+    changed = rule_of(rule, CHANGES["several"])
+    reading, _ = read_attention(query, key, value, changed, request)
     assert reading.output.dtype == reading.received.dtype == torch.float64
-    assert_equal(reading, definition(query, key, value, edited), 1e-12)
+    assert_equal(reading, definition(query, key, value, changed), 1e-12)
 
 
 def test_bfloat16_values_keep_their_dtype():
     query, key, value = inputs(torch.bfloat16)
-    edited = rule_of("plain", EDITS["several"])
-    reading, _ = read_attention(query, key, value, edited, ReadingRequest(distances=DISTANCES, own=True))
+    changed = rule_of("plain", CHANGES["several"])
+    reading, _ = read_attention(query, key, value, changed, ReadingRequest(distances=DISTANCES, own=True))
     assert reading.output.dtype == torch.bfloat16
-    expected = definition(query, key, value, edited)
+    expected = definition(query, key, value, changed)
     assert_equal(reading, {name: expected[name] for name in ("received", "by_distance", "entropy", "mixing")}, 2e-6)
     np.testing.assert_allclose(reading.output.double(), expected["output"], rtol=2**-8, atol=1e-6)
 
 
 def test_rows_in_several_portions_equal_those_in_one(monkeypatch):
     query, key, value = inputs()
-    edited = rule_of("window", (RowEdit(queries=tuple(range(5, 40)), mode="allow", keys=(0,)),))
+    changed = rule_of("window", (MaskChange(queries=tuple(range(5, 40)), mode="allow", keys=(0,)),))
     request = ReadingRequest(distances=DISTANCES, own=True)
-    monkeypatch.setattr(rows_module, "TILE_ELEMENTS", B * H * T * 4)
-    reading, _ = read_attention(query, key, value, edited, request)
-    assert_equal(reading, definition(query, key, value, edited), 2e-6)
+    monkeypatch.setattr(attention_module, "TILE_ELEMENTS", B * H * T * 4)
+    reading, _ = read_attention(query, key, value, changed, request)
+    assert_equal(reading, definition(query, key, value, changed), 2e-6)
 
 
 def test_a_key_receives_at_most_all_attention():
     """What an earlier query is let see of a late key is not part of a mean over the queries from that key on."""
     query, key, value = inputs()
-    edited = rule_of("plain", (RowEdit(queries=(0, 1, 2, 3), mode="only", keys=(69,)),))
-    reading, _ = read_attention(query, key, value, edited, ReadingRequest())
+    changed = rule_of("plain", (MaskChange(queries=(0, 1, 2, 3), mode="only", keys=(69,)),))
+    reading, _ = read_attention(query, key, value, changed, ReadingRequest())
     assert float(reading.received[..., 69].max()) <= 1
     assert float(reading.mixing[:, :, 0].min()) == 1  # the earlier query does put all its attention there
 
 
 def test_longer_texts_are_sampled_at_the_same_queries():
-    """Attention by distance is a mean over 256 sampled queries: an edited query that is not one of them counts for
+    """Attention by distance is a mean over 256 sampled queries: a changed query that is not one of them counts for
     nothing."""
     length = 300
     generator = torch.Generator().manual_seed(0)
@@ -178,12 +178,13 @@ def test_longer_texts_are_sampled_at_the_same_queries():
         next(t for t in range(50, 299) if t not in sampled),
     )
     request, rows = ReadingRequest(distances=(0, 16)), {}
-    for name, edits in {
+    for name, changes in {
         "none": (),
-        "inside": (RowEdit(queries=(inside,), mode="only", keys=(inside,)),),
-        "outside": (RowEdit(queries=(outside,), mode="only", keys=(outside,)),),
+        "inside": (MaskChange(queries=(inside,), mode="only", keys=(inside,)),),
+        "outside": (MaskChange(queries=(outside,), mode="only", keys=(outside,)),),
     }.items():
-        rows[name] = read_attention(query, key, value, AttentionRule(scaling=0.4, edits=edits), request)[0].by_distance
+        rule = AttentionRule(scaling=0.4, mask_changes=changes)
+        rows[name] = read_attention(query, key, value, rule, request)[0].by_distance
     assert torch.equal(rows["outside"], rows["none"])
     change = (rows["inside"] - rows["none"]).double()
     scores = torch.einsum("hd,hsd->hs", query[0, :, inside].double(), key[0, :, : inside + 1].double()) * 0.4
@@ -194,21 +195,21 @@ def test_longer_texts_are_sampled_at_the_same_queries():
 
 
 @pytest.mark.parametrize(
-    ("edit", "wrong", "advice"),
+    ("change", "wrong", "advice"),
     [
-        (RowEdit(queries=(T,), mode="only", keys=(0,)), "no position 70", "from 0 to 69"),
-        (RowEdit(queries=(5,), mode="only", keys=(0, T + 3)), "no position 73", "from 0 to 69"),
-        (RowEdit(queries=(5,), mode="block", keys=(-1,)), "no position -1", "from 0 to 69"),
-        (RowEdit(queries=(5,), mode="only", keys=(0,), heads=(H,)), "no head 6", "from 0 to 5"),
-        (RowEdit(queries=(5,), mode="only", keys=(0,), sequences=(0, 2)), "no sequence 2", "from 0 to 1"),
-        (RowEdit(queries=(5,), mode="only", keys=()), "no key at all", "at least its own key"),
-        (RowEdit(queries=(2,), mode="block", keys=(0, 1, 2), heads=(3,)), "no key at all", "at least its own key"),
+        (MaskChange(queries=(T,), mode="only", keys=(0,)), "no position 70", "from 0 to 69"),
+        (MaskChange(queries=(5,), mode="only", keys=(0, T + 3)), "no position 73", "from 0 to 69"),
+        (MaskChange(queries=(5,), mode="block", keys=(-1,)), "no position -1", "from 0 to 69"),
+        (MaskChange(queries=(5,), mode="only", keys=(0,), heads=(H,)), "no head 6", "from 0 to 5"),
+        (MaskChange(queries=(5,), mode="only", keys=(0,), sequences=(0, 2)), "no sequence 2", "from 0 to 1"),
+        (MaskChange(queries=(5,), mode="only", keys=()), "no key at all", "at least its own key"),
+        (MaskChange(queries=(2,), mode="block", keys=(0, 1, 2), heads=(3,)), "no key at all", "at least its own key"),
     ],
 )
-def test_edits_that_cannot_be_made_are_refused(edit, wrong, advice):
+def test_changes_that_cannot_be_made_are_refused(change, wrong, advice):
     query, key, value = inputs()
     with pytest.raises(InputError) as error:
-        read_attention(query, key, value, rule_of("plain", (edit,)), ReadingRequest())
+        read_attention(query, key, value, rule_of("plain", (change,)), ReadingRequest())
     assert wrong in str(error.value)
     assert advice in str(error.value)
 
@@ -219,6 +220,6 @@ def test_the_reading_that_was_corrected_is_left_alone():
     request = ReadingRequest(distances=DISTANCES, own=True)
     plain, _ = read_attention(query, key, value, rule_of("plain"), request)
     copies = {name: getattr(plain, name).clone() for name in ("output", "received", "by_distance", "entropy", "mixing")}
-    rows_module.with_edited_rows(plain, query, key, value, rule_of("plain", EDITS["only"]), request)
+    attention_module.with_changed_masks(plain, query, key, value, rule_of("plain", CHANGES["only"]), request)
     for name, before in copies.items():
         assert torch.equal(getattr(plain, name), before), name

@@ -1,4 +1,4 @@
-"""What feed-forwards write in an untouched pass, most of a layer's cost, kept for passes under an intervention.
+"""What feed-forwards write in the baseline's pass, most of a layer's cost, kept for passes under an intervention.
 
 In a causal model the positions before the first one that an intervention acts on stay as they are, so feed-forwards
 run from that one on. Axes: B sequences, T positions, E width.
@@ -16,7 +16,7 @@ from sinkscope.models.anatomy import Layer
 from sinkscope.tracing.single_reader import in_this_thread
 
 
-class KeptWrites:
+class FeedForwardCache:
     """Of some layers of a model, for one batch."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
@@ -25,8 +25,8 @@ class KeptWrites:
         """By layer [B, T, E]."""
 
     @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """While open, a pass leaves what its feed-forwards write."""
+    def filling(self) -> Iterator[None]:
+        """While open, a pass fills the cache with what its feed-forwards write."""
         with contextlib.ExitStack() as stack:
             for layer, module in self.modules.items():
                 keep = in_this_thread(self._keep(layer))

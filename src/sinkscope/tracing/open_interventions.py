@@ -1,7 +1,7 @@
-"""Which interventions are on, model by model, and what they change where a hook on a module is not enough: who may
-attend to whom, and the neurons of experts.
+"""Which interventions are on, model by model, and what they change where a hook on a module is not enough: which keys
+a query may see, and the neurons of experts.
 
-Interventions belong to a higher layer of the package. What capture must know of them is kept here, by model and not by
+Interventions belong to a higher layer of the package. What tracing must know of them is kept here, by model and not by
 call, so that they may be closed in any order. An open intervention changes the model for every pass. The thread or
 task that opened it owns the model meanwhile: another one's reading or intervention is refused.
 """
@@ -24,7 +24,7 @@ from sinkscope.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowEdit:
+class MaskChange:
     """A change of the keys that some queries of one attention may see."""
 
     queries: tuple[int, ...]
@@ -36,7 +36,7 @@ class RowEdit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertEdit:
+class ExpertChange:
     """A change of some neurons of one expert, for every token of a pass, routed there or not."""
 
     expert: int
@@ -69,9 +69,9 @@ class OpenIntervention:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Entry:
-    """An edit of one module of one layer, opened at some depth."""
+    """A change of one module of one layer, opened at some depth."""
 
-    edit: Any
+    change: Any
     layer: int
     acted: Callable[[int], None]
     depth: int
@@ -79,8 +79,8 @@ class _Entry:
 
 _open: list[OpenIntervention] = []
 """In the order in which they were opened, of all models."""
-_row_edits: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
-_expert_edits: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+_mask_changes: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+_expert_changes: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
 _depth: ContextVar[int] = ContextVar("sinkscope_depth", default=0)
 
 
@@ -117,15 +117,15 @@ def owner() -> tuple[int, int]:
 
 def open_interventions(decoder: nn.Module | None = None) -> list[OpenIntervention]:
     """Those that act now, on one model or on any that this thread or task works with."""
-    acting = [each for each in _open if each.depth == depth()]
+    acting = [intervention for intervention in _open if intervention.depth == depth()]
     if decoder is None:
-        return [each for each in acting if each.owner == owner()]
-    return [each for each in acting if each.decoder is decoder]
+        return [intervention for intervention in acting if intervention.owner == owner()]
+    return [intervention for intervention in acting if intervention.decoder is decoder]
 
 
 def any_open(decoder: nn.Module) -> bool:
     """Whether an intervention on the model is open, suspended or not."""
-    return any(each.decoder is decoder for each in _open)
+    return any(intervention.decoder is decoder for intervention in _open)
 
 
 @contextlib.contextmanager
@@ -141,44 +141,44 @@ def opened(intervention: OpenIntervention) -> Iterator[None]:
 def check_owner(model: nn.Module) -> None:
     """Refuses a model that another thread or task has changed by an intervention: what is read of it would be of the
     changed model, without a word."""
-    strangers = [each for each in _open if each.owner != owner()]
+    strangers = [intervention for intervention in _open if intervention.owner != owner()]
     if not strangers:
         return
     modules = set(model.modules())
-    for each in strangers:
-        if each.decoder in modules or model in set(each.decoder.modules()):
+    for intervention in strangers:
+        if intervention.decoder in modules or model in set(intervention.decoder.modules()):
             raise InputError(
-                f"Another thread or task has {each.name} open on this model. Wait until it is closed, or load the "
-                "model a second time."
+                f"Another thread or task has {intervention.name} open on this model. Wait until it is closed, or load "
+                "the model a second time."
             )
 
 
 def check_acted(decoder: nn.Module) -> None:
     """Refuses the result of a pass in which an intervention did not act in every layer that it names."""
-    for each in open_interventions(decoder):
-        if silent := sorted(set(each.layers) - each.acted_in):
+    for intervention in open_interventions(decoder):
+        if silent := sorted(set(intervention.layers) - intervention.acted_in):
             raise InputError(
-                f"{each.name} did not act in layer {silent[0]}: this model's forward pass goes around the module that "
-                "it changes, so nothing was changed there. Call the model as it was loaded, without a compiled, traced "
-                "or overridden forward."
+                f"{intervention.name} did not act in layer {silent[0]}: this model's forward pass goes around the "
+                "module that it changes, so nothing was changed there. Call the model as it was loaded, without a "
+                "compiled, traced or overridden forward."
             )
 
 
-def row_edits(attention: nn.Module) -> tuple[RowEdit, ...]:
-    """The edits of one attention module that are on now, for the attention that is about to use them."""
-    return _edits(_row_edits, attention)
+def mask_changes(attention: nn.Module) -> tuple[MaskChange, ...]:
+    """What is changed now of the mask of one attention, for the attention that is about to use them."""
+    return _acting_on(_mask_changes, attention)
 
 
-def expert_edits(experts: Any) -> tuple[ExpertEdit, ...]:
-    """The edits of one module of experts that are on now."""
-    return _edits(_expert_edits, experts)
+def expert_changes(experts: Any) -> tuple[ExpertChange, ...]:
+    """What is changed now of one module of experts."""
+    return _acting_on(_expert_changes, experts)
 
 
-def _edits(registry: WeakKeyDictionary[nn.Module, list[_Entry]], module: nn.Module) -> tuple:
+def _acting_on(registry: WeakKeyDictionary[nn.Module, list[_Entry]], module: nn.Module) -> tuple:
     acting = [entry for entry in registry.get(module, ()) if entry.depth == depth()]
     for entry in acting:
         entry.acted(entry.layer)
-    return tuple(entry.edit for entry in acting)
+    return tuple(entry.change for entry in acting)
 
 
 def depth() -> int:
@@ -225,7 +225,7 @@ def check_one_pass(num_lengths: int) -> None:
 
 def _by_sequence() -> str | None:
     """The name of an intervention that is on and tells sequences apart."""
-    return next((each.name for each in open_interventions() if each.by_sequence), None)
+    return next((intervention.name for intervention in open_interventions() if intervention.by_sequence), None)
 
 
 @contextlib.contextmanager
@@ -238,26 +238,28 @@ def suspend() -> Iterator[None]:
         _depth.reset(token)
 
 
-def editing_rows(
-    attentions: dict[int, nn.Module], edit: RowEdit, acted: Callable[[int], None]
+def changing_mask(
+    attentions: dict[int, nn.Module], change: MaskChange, acted: Callable[[int], None]
 ) -> contextlib.AbstractContextManager:
-    """Adds an edit to the attention of some layers; `acted` is called with the layer when it is used."""
-    return _adding(_row_edits, attentions, edit, acted)
+    """Adds a change to the attention of some layers; `acted` is called with the layer when it is used."""
+    return _adding(_mask_changes, attentions, change, acted)
 
 
-def editing_experts(layer: int, experts: nn.Module, edit: ExpertEdit) -> contextlib.AbstractContextManager:
-    """Adds an edit to the experts of a layer, for readings: what acts on the pass is a hook on them."""
-    return _adding(_expert_edits, {layer: experts}, edit, lambda layer: None)
+def changing_experts(layer: int, experts: nn.Module, change: ExpertChange) -> contextlib.AbstractContextManager:
+    """Adds a change to the experts of a layer, for readings: what acts on the pass is a hook on them."""
+    return _adding(_expert_changes, {layer: experts}, change, lambda layer: None)
 
 
 @contextlib.contextmanager
 def _adding(
     registry: WeakKeyDictionary[nn.Module, list[_Entry]],
     modules: dict[int, nn.Module],
-    edit: Any,
+    change: Any,
     acted: Callable[[int], None],
 ) -> Iterator[None]:
-    added = [(module, _Entry(edit=edit, layer=layer, acted=acted, depth=depth())) for layer, module in modules.items()]
+    added = [
+        (module, _Entry(change=change, layer=layer, acted=acted, depth=depth())) for layer, module in modules.items()
+    ]
     for module, entry in added:
         registry.setdefault(module, []).append(entry)
     try:
