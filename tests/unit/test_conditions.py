@@ -112,7 +112,7 @@ def test_feed_forwards_from_a_later_position_give_the_same_reading(family):
         for name in (*BY_SEQUENCE, "dimensions_LBTM"):
             torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True)
         torch.testing.assert_close(one.units, other.units)
-    if not replay._kept.writes:  # a feed-forward that is no module of its own, or gives more than what it writes
+    if not replay._cache.writes:  # a feed-forward that is no module of its own, or gives more than what it writes
         return
     assert not torch.equal(too_late.residual_norm_LBT, whole.residual_norm_LBT)
     feed_forward = replay.anatomy.layers[0].feed_forward
