@@ -25,6 +25,7 @@ from sinkscope.models.anatomy import SHARED_EXPERT, anatomy_of
 from sinkscope.tracing import attention_hook as hook_module
 from sinkscope.tracing import hooks as hooks_module
 from sinkscope.tracing import layer_call
+from sinkscope.tracing import recorder as recorder_module
 from sinkscope.tracing import tiles as tiles_module
 from sinkscope.tracing import trace as trace_module
 from sinkscope.tracing.recorder import Recording
@@ -735,7 +736,7 @@ def assert_refused_and_wrong(this: SimpleNamespace, monkeypatch, least: float) -
     """The receipt sees that another pass is read; without it the comparison of values does."""
     with pytest.raises(InputError, match="end in different states"):
         trace(copy.deepcopy(this.model), this.ids)
-    monkeypatch.setattr(trace_module, "check_reading", lambda *_: None)
+    monkeypatch.setattr(recorder_module, "check_reading", lambda *_: None)
     monkeypatch.setattr(trace_module, "take_receipt", lambda *_: None)
     assert mismatch(trace(this.model, this.ids, effective_rank=False).recording, this.plain) > least
 
