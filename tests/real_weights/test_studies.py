@@ -61,4 +61,4 @@ def test_a_sink_that_needs_bos(name, request):
     if found.minimal_set:
         left = found.data.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
         assert left < found.data.at_sink_B().mean()
-    assert found.data.untouched.rate_BS[:, 0].mean() >= SINK_RATE
+    assert found.data.baseline.rate_BS[:, 0].mean() >= SINK_RATE

@@ -48,7 +48,7 @@ def test_chance_alone_seldom_marks_and_a_fifth_off_seldom_passes():
     assert single > 40
 
 
-UNTOUCHED = dict(variance=1.0, energy=3.0, mixing=0.2, own=0.05)
+BASELINE = dict(variance=1.0, energy=3.0, mixing=0.2, own=0.05)
 DONE: dict[Condition, dict[str, float]] = {
     Condition("amplify_variance", TARGET, 8.0): dict(variance=64.0),
     Condition("scale_norm", TARGET, 8.0): dict(energy=192.0),
@@ -71,7 +71,7 @@ SEEN = dict(variance=4.0, energy=9.0, mixing=1.0, own=1.0)
 
 
 def result(numbers: dict[str, float]) -> Any:
-    full = {name: level(*[value] * L) for name, value in (UNTOUCHED | numbers).items()}
+    full = {name: level(*[value] * L) for name, value in (BASELINE | numbers).items()}
     return SimpleNamespace(
         squares=lambda position, before_norm: np.stack([full["variance"], full["energy"]]),
         later_squares=lambda before_norm: np.stack([level(*[0.3] * L)] * 2),
@@ -82,7 +82,7 @@ def result(numbers: dict[str, float]) -> Any:
 def test_without_its_mean_a_token_that_never_varies_has_nothing_left_but_rounding():
     condition = Condition("remove_mean", TARGET)
     found = {condition: result({"variance": 1e-19, "energy": 1e-13})}
-    study: Any = SimpleNamespace(plan=SimpleNamespace(layers=range(L)), untouched=result({}), results=found)
+    study: Any = SimpleNamespace(plan=SimpleNamespace(layers=range(L)), baseline=result({}), results=found)
     assert missed(study, condition) is None
 
 
@@ -91,7 +91,7 @@ def test_a_condition_is_held_to_its_name(condition):
     def study(numbers: dict[str, float]) -> Any:
         return SimpleNamespace(
             plan=SimpleNamespace(layers=range(L)),
-            untouched=result({"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}),
+            baseline=result({"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}),
             results={Condition("see_self", TARGET): result(SEEN), condition: result(numbers)},
         )
 

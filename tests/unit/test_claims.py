@@ -427,7 +427,7 @@ def test_a_trend_over_doses_may_be_on_either_side_of_a_norm():
         study: Any = SimpleNamespace(
             plan=SimpleNamespace(targets=(10,)),
             sides=sides,
-            untouched=SimpleNamespace(later_BS=np.zeros((N, 11))),
+            baseline=SimpleNamespace(later_BS=np.zeros((N, 11))),
             results={condition: result(condition) for condition in conditions},
             at_targets=lambda name, factor, **side: [Condition(name, 10, factor, **side)],
             supports=lambda *conditions: None,

@@ -133,14 +133,14 @@ def test_the_referees_table_says_what_a_condition_left_alone():
     assert max(changed["clamp_norms+mask_to_self", "target"] + changed["clamp_norms+mask_to_self", "elsewhere"]) < 1e-4
     assert max(changed["mask_to_self", "target"]) > 1  # control: what makes the sink makes a large norm
     # A sink by direction, which the norm has no part in.
-    untouched, free, held = (
+    baseline, free, held = (
         result.later_BS[:, target].mean()
         for result in (
-            found.data.untouched,
+            found.data.baseline,
             *(found.data.results[Condition("mask_to_self", target, held=of)] for of in (None, "norms")),
         )
     )
-    assert held - untouched > 0.8 * (free - untouched) > 0.1
+    assert held - baseline > 0.8 * (free - baseline) > 0.1
 
 
 def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():

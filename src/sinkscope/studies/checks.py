@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
-from sinkscope.studies.conditions import TOLERANCE, UNTOUCHED, AtTarget, Condition, Expected
+from sinkscope.studies.conditions import BASELINE, TOLERANCE, AtTarget, Condition, Expected
 from sinkscope.studies.judging import Empty
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Ran(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def untouched(self) -> ConditionResult: ...
+    def baseline(self) -> ConditionResult: ...
     @property
     def results(self) -> dict[Condition, ConditionResult]: ...
 
@@ -82,13 +82,13 @@ def _expected(study: Ran, condition: Condition) -> list[Expected]:
         levels = []
         for row, moment in enumerate(("variance", "energy")):
             if (mixing := getattr(condition, moment)) is not None:
-                level = study.untouched if mixing == UNTOUCHED else study.results[Condition(mixing, target)]
+                level = study.baseline if mixing == BASELINE else study.results[Condition(mixing, target)]
                 expected_BL = level.squares(target, side)[row]
                 levels.append(Expected(moment, "equal", result.squares(target, side)[row], expected_BL))
         return levels
     acted_on = slice(len(study.plan.layers))
     variance_BL, energy_BL = result.squares(target, side)[..., acted_on]
-    baseline_variance_BL, baseline_energy_BL = study.untouched.squares(target, side)[..., acted_on]
+    baseline_variance_BL, baseline_energy_BL = study.baseline.squares(target, side)[..., acted_on]
     weights_BL, own_weight_BL = result.weights(target)
     at_target = AtTarget(
         factor=condition.factor or 1.0,
@@ -99,7 +99,7 @@ def _expected(study: Ran, condition: Condition) -> list[Expected]:
         later_variance_BL=result.later_squares(side)[0, :, acted_on],
         baseline_variance_BL=baseline_variance_BL,
         baseline_energy_BL=baseline_energy_BL,
-        baseline_weights_BL=study.untouched.weights(target)[0],
+        baseline_weights_BL=study.baseline.weights(target)[0],
     )
     return condition.kind.check(at_target)
 

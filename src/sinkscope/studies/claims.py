@@ -1,7 +1,7 @@
 """The claims of a study, the same for every model. Each is one entry: its statement, its bars, where its
 numbers come from, and what its control is. `judging` says how they are judged.
 
-These are the links in the untouched model; cause and effect follow in `causal_claims`. torch is imported inside the
+These are the links in the baseline; cause and effect follow in `causal_claims`. torch is imported inside the
 functions: the page of a saved study reads the entries without it.
 """
 
@@ -36,7 +36,7 @@ from sinkscope.studies.study_data import NO_UNITS, NO_VARIANCE, StudyData
 
 
 def _sink(study: StudyData) -> ClaimNumbers | Empty:
-    return ClaimNumbers(by_bar=[study.untouched.rate_BS[:, study.plan.sink]])
+    return ClaimNumbers(by_bar=[study.baseline.rate_BS[:, study.plan.sink]])
 
 
 def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
@@ -113,14 +113,14 @@ def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.birth_units:
         return Empty(NO_UNITS)
     top_share, median = study.top_shares(study.plan.birth_units)
-    every_sequence = np.ones(len(study.untouched.rate_BS))
+    every_sequence = np.ones(len(study.baseline.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
     return ClaimNumbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
 
 
 def _elsewhere(study: StudyData) -> np.ndarray:
     """Positions that are no sink."""
-    elsewhere = study.untouched.rate_BS.mean(0) < SINK_RATE
+    elsewhere = study.baseline.rate_BS.mean(0) < SINK_RATE
     elsewhere[study.plan.sink] = False
     return elsewhere
 
@@ -142,7 +142,7 @@ def _any_basis(study: StudyData) -> str:
     text = f"one direction across sequences holds {sink:.1%} of its energy"
     text += f" ({np.mean(others):.1%} at the targets)" if others else ""
     if (turned := study.results.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
-        before, after = (float(o.at("dom_ratio", study.plan.sink).mean()) for o in (study.untouched, turned))
+        before, after = (float(o.at("dom_ratio", study.plan.sink).mean()) for o in (study.baseline, turned))
         text += f"; with the basis turned DomRatio falls from {before:.3g} to {after:.3g}, mean over all layers"
     return text
 

@@ -25,6 +25,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.condition_result import ConditionResult, reduced
 from sinkscope.studies.conditions import (
+    BASELINE,
     CONDITIONS,
     DIMENSIONS,
     DOSE,
@@ -34,7 +35,6 @@ from sinkscope.studies.conditions import (
     RANDOM_OF,
     SEE_SELF,
     SUPER_NEURONS,
-    UNTOUCHED,
     Condition,
     draws,
     sides_of_norm,
@@ -131,15 +131,15 @@ class ConditionRunner:
             return self._matched(condition)
         free = replace(condition, held=None)
         made = free.kind.make(self, free)
-        untouched, where = self.replay.untouched, TokenPlace(positions=condition.target)
+        baseline, where = self.replay.untouched, TokenPlace(positions=condition.target)
         units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
         if condition.held in units:
-            return [*made, ClampNeurons(self.loaded, units[condition.held], untouched, **where)]
+            return [*made, ClampNeurons(self.loaded, units[condition.held], baseline, **where)]
         if condition.held in dimensions:
-            return [*made, ClampDimensions(self.loaded, untouched, dimensions[condition.held], **where)]
+            return [*made, ClampDimensions(self.loaded, baseline, dimensions[condition.held], **where)]
         if condition.held == NORMS:  # of every token after every layer: directions alone may change
-            return [*made, ClampNorms(self.loaded, untouched)]
+            return [*made, ClampNorms(self.loaded, baseline)]
         return made
 
     # What the entries of CONDITIONS are made of.
@@ -164,7 +164,7 @@ class ConditionRunner:
             self.loaded,
             condition.target,
             condition.factor or 1.0,
-            variance=self.level(UNTOUCHED, condition.target, condition.before_norm),
+            variance=self.level(BASELINE, condition.target, condition.before_norm),
             calibration=self.calibration,
             layers=self.plan.layers,
             before_norm=condition.before_norm,
@@ -252,10 +252,10 @@ class ConditionRunner:
 
 
 def _levelled(mixing: str, target: int) -> Iterator[Condition]:
-    """A mixing and the untouched model, each with the variance, the energy or both of the other.
+    """A mixing and the baseline, each with the variance, the energy or both of the other.
 
     The variance is brought there twice: with the energy that follows from it, and with its own energy kept.
     """
-    for name, other in ((mixing, UNTOUCHED), (UNTOUCHED, mixing)):
+    for name, other in ((mixing, BASELINE), (BASELINE, mixing)):
         for variance, energy in ((other, None), (None, other), (other, name), (other, other)):
             yield Condition(name, target, variance=variance, energy=energy)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sinkscope.interventions.base import Intervention
     from sinkscope.models.anatomy import Anatomy
 
-UNTOUCHED = "untouched"
-"""The model as it is, in the place of a mixing."""
+BASELINE = "untouched"
+"""The name of the model as it is, in tables and in the place of whom a target attends to."""
 FACTORS = (1.5, 2.0, 4.0, 8.0)
 """Doses of amplification beside 1; claims and their controls are judged at the largest."""
 DOSE = FACTORS[-1]
@@ -29,7 +29,7 @@ SEE_SELF, SEE_PREVIOUS, SEE_FAR, SEE_TWO = MIXINGS = ("see_self", "see_previous"
 """Whom a target sees instead of all before it: itself, exactly one other key, or itself and the one before."""
 SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
-"""What can be held at its untouched values, and as many matched random ones."""
+"""What can be held at its baseline values, and as many matched random ones."""
 
 NUM_RANDOM_SETS = 20
 MAX_UNITS = 64
@@ -49,7 +49,7 @@ class Condition:
     """The position acted on."""
     factor: float | None = None
     held: str | None = None
-    """What is held at its untouched values meanwhile."""
+    """What is held at its baseline values meanwhile."""
     number: int | None = None
     """Which of several random sets, or of the draws after the first."""
     variance: str | None = None
@@ -205,7 +205,7 @@ def _by_another_model(runner: Any, condition: Condition) -> list[Intervention]:
 REMAINING_FIGURE, MOVED_FIGURE, FACTORIAL_TABLE = "remaining", "moved", "factorial"
 """What shows some kinds only."""
 _KINDS = (
-    ConditionKind(name=UNTOUCHED, make=lambda run, c: [], shown_in=(FACTORIAL_TABLE,)),
+    ConditionKind(name=BASELINE, make=lambda run, c: [], shown_in=(FACTORIAL_TABLE,)),
     ConditionKind(name="mask_to_self", make=lambda run, c: [run.mask_to_self(c.target)], check=_attends_to_itself),
     ConditionKind(name="mask_but_self", make=lambda run, c: [run.mask_but_self(c.target)], check=_not_to_itself),
     ConditionKind(

@@ -96,7 +96,7 @@ def _level(control: float, treated: float) -> float:
 
 
 def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> Activity:
-    """The activity at the sink in one untouched pass of the choosing sequences."""
+    """The activity at the sink in one baseline pass of the choosing sequences."""
     recorder = Recorder(
         anatomy,
         [

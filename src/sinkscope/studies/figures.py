@@ -24,7 +24,7 @@ from sinkscope.pages.figure import (
 )
 from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
-from sinkscope.studies.conditions import MOVED_FIGURE, REMAINING_FIGURE, labels_in
+from sinkscope.studies.conditions import BASELINE, MOVED_FIGURE, REMAINING_FIGURE, labels_in
 from sinkscope.studies.judging import QUARTER, RISE, SPARED
 from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn, unit_name
 
@@ -263,10 +263,10 @@ def targets(run: Run) -> list[int]:
 
 
 def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tuple[str, int | None]]) -> Figure | None:
-    """Sink rate at every position, untouched and under each of the wanted (condition, target)."""
+    """Sink rate at every position, in the baseline and under each of the wanted (condition, target)."""
     series: dict[str, list[dict]] = {}
     acted_on = [target for _, target in wanted]
-    for condition, target in [("untouched", None), *wanted]:
+    for condition, target in [(BASELINE, None), *wanted]:
         for row in strongest_doses(run.rows("rates", condition=condition, target=target)):
             if is_drawn(run, row["position"], *acted_on):
                 series.setdefault(condition_name(row), []).append(row)
@@ -283,7 +283,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tupl
                 [row["position"] for row in own],
                 [row["rate"] for row in own],
                 name,
-                5 if name == "untouched" else look,
+                5 if name == BASELINE else look,
                 low=[row["low"] for row in own],
                 high=[row["high"] for row in own],
             )

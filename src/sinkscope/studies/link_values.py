@@ -1,4 +1,4 @@
-"""The links in the untouched model, by sequence: the numbers that its claims are judged on.
+"""The links in the baseline, by sequence: the numbers that its claims are judged on.
 
 One pass. Axes: L layers up to birth, A layers with disparity, B sequences, S sides of a norm on the aggregation, T
 positions, C channels, E width, M massive dimensions, U units.
@@ -64,7 +64,7 @@ class LinkValues:
 def read_link_values(
     anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
 ) -> LinkValues:
-    """The values of one untouched pass; `directions` by layer are those that the lock is read without."""
+    """The values of one baseline pass; `directions` by layer are those that the lock is read without."""
     found = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
     shape = (ids_BT.shape[0], ids_BT.shape[1])
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from sinkscope.studies.checks import control_unless_marked, unless_marked
 from sinkscope.studies.conditions import (
+    BASELINE,
     CONDITIONS,
     DOSE,
     FACTORS,
@@ -24,7 +25,6 @@ from sinkscope.studies.conditions import (
     SEE_PREVIOUS,
     SEE_SELF,
     SEE_TWO,
-    UNTOUCHED,
     Condition,
 )
 from sinkscope.studies.judging import (
@@ -82,7 +82,7 @@ def _dose_response(study: StudyData) -> ClaimNumbers | Empty:
 
 
 def _tau_B(study: StudyData, before_norm: bool) -> np.ndarray:
-    rates = [[study.untouched.later_BS[:, target] for target in study.plan.targets]]
+    rates = [[study.baseline.later_BS[:, target] for target in study.plan.targets]]
     for factor in FACTORS:
         conditions = study.at_targets("amplify_variance", factor, before_norm=before_norm)
         study.supports(*conditions)
@@ -187,12 +187,12 @@ OTHER_WAYS = ("scale_norm", "swap_deviation", "random_direction")
 """Conditions that raise the variance beside amplification, which they do not support: what makes no sink at more
 variance speaks against variance, what makes one for it."""
 _UNDER_HALF = Bar("below", 0.5, least_left)
-_VARIANCE_BACK = dict(name=SEE_SELF, variance=UNTOUCHED)
-_VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=UNTOUCHED, energy=SEE_SELF)
-_ENERGY_BACK = dict(name=SEE_SELF, energy=UNTOUCHED)
-_BOTH_BACK = dict(name=SEE_SELF, variance=UNTOUCHED, energy=UNTOUCHED)
-_MORE_VARIANCE = dict(name=UNTOUCHED, variance=SEE_SELF)
-_MORE_ENERGY = dict(name=UNTOUCHED, energy=SEE_SELF)
+_VARIANCE_BACK = dict(name=SEE_SELF, variance=BASELINE)
+_VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=BASELINE, energy=SEE_SELF)
+_ENERGY_BACK = dict(name=SEE_SELF, energy=BASELINE)
+_BOTH_BACK = dict(name=SEE_SELF, variance=BASELINE, energy=BASELINE)
+_MORE_VARIANCE = dict(name=BASELINE, variance=SEE_SELF)
+_MORE_ENERGY = dict(name=BASELINE, energy=SEE_SELF)
 _TWO_KEYS = dict(name=SEE_TWO)
 
 

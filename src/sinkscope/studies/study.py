@@ -67,7 +67,7 @@ class Study(Result):
     kind = "study"
     loaded: LoadedModel
     trace: Trace
-    """Of the untouched model on the judging sequences."""
+    """Of the baseline on the judging sequences."""
     data: StudyData
     judgements: list[Judgement]
 
@@ -136,7 +136,7 @@ class Study(Result):
         removed = next((results[removal] for removal in removals if removal in results), None)
         if removed is None:
             return None
-        before_S, after_S = self.data.untouched.rate_BS.mean(0), removed.rate_BS.mean(0)
+        before_S, after_S = self.data.baseline.rate_BS.mean(0), removed.rate_BS.mean(0)
         new = are_sinks(torch.from_numpy(after_S)).numpy() & (before_S < SINK_RATE)
         if new.any():
             position = int(np.where(new, after_S, -1).argmax())
@@ -306,7 +306,7 @@ class _Run:
             anatomy=anatomy,
             link_values=link_values,
             reading=replay.untouched,
-            untouched=reduced(replay.untouched, plan),
+            baseline=reduced(replay.untouched, plan),
             results=results,
             minimal=minimal,
             writers=writers,

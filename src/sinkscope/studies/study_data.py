@@ -28,14 +28,14 @@ NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyData:
-    """The untouched model and the result of every condition, on the judging sequences."""
+    """The baseline and the result of every condition, on the judging sequences."""
 
     plan: Plan
     anatomy: Anatomy
     link_values: LinkValues
     reading: ConditionReading
-    """Of the untouched model."""
-    untouched: ConditionResult
+    """Of the baseline."""
+    baseline: ConditionResult
     results: dict[Condition, ConditionResult]
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Unit, ...]
@@ -78,8 +78,8 @@ class StudyData:
         return groups
 
     def risen_B(self, conditions: Sequence[Condition]) -> np.ndarray:
-        """How far the rate rises over the untouched model's where each acts, by later queries, mean over them."""
-        rises = [self.results[c].later_BS[:, c.target] - self.untouched.later_BS[:, c.target] for c in conditions]
+        """How far the rate rises over the baseline's where each acts, by later queries, mean over them."""
+        rises = [self.results[c].later_BS[:, c.target] - self.baseline.later_BS[:, c.target] for c in conditions]
         return np.mean(rises, axis=0)
 
     def rise_B(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> np.ndarray:
@@ -89,9 +89,9 @@ class StudyData:
         return self.risen_B(conditions)
 
     def at_sink_B(self, condition: Condition | None = None) -> np.ndarray:
-        """The rate at the sink by later queries, untouched or under a condition, as support of a claim."""
+        """The rate at the sink by later queries, in the baseline or under a condition, as support of a claim."""
         if condition is None:
-            return self.untouched.later_BS[:, self.plan.sink]
+            return self.baseline.later_BS[:, self.plan.sink]
         self.supports(condition)
         return self.results[condition].later_BS[:, self.plan.sink]
 
@@ -128,14 +128,14 @@ class StudyData:
         return ", ".join(said) if said[1:] else ""
 
     def moments_over_untouched(self, condition: Condition, before_norm: bool) -> np.ndarray:
-        """[3, L] batch variance, energy and squared mean at its target, over the untouched model's; NaN over what is
+        """[3, L] batch variance, energy and squared mean at its target, over the baseline's; NaN over what is
         there by rounding alone, as the variance of a token that is the same in every sequence."""
-        before_3L = self.untouched.moments(condition.target, before_norm)
+        before_3L = self.baseline.moments(condition.target, before_norm)
         before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
         return self.results[condition].moments(condition.target, before_norm) / before_3L
 
     def times_the_variance(self, name: str, factor: float) -> float:
-        """The batch variance under a condition over the untouched model's, geometric mean over targets and the layers
+        """The batch variance under a condition over the baseline's, geometric mean over targets and the layers
         acted on."""
         ratios_KL = [self.moments_over_untouched(c, c.before_norm)[0] for c in self.at_targets(name, factor)]
         return float(np.exp(np.log(np.array(ratios_KL)[:, : len(self.plan.layers)]).mean()))

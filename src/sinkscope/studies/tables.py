@@ -13,7 +13,15 @@ from sinkscope.models.anatomy import as_unit
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
 from sinkscope.studies.condition_result import QUANTITIES, ROWS, ConditionResult
-from sinkscope.studies.conditions import DIMENSIONS, DOSE, FACTORIAL_TABLE, RANDOM_OF, SUPER_NEURONS, Condition
+from sinkscope.studies.conditions import (
+    BASELINE,
+    DIMENSIONS,
+    DOSE,
+    FACTORIAL_TABLE,
+    RANDOM_OF,
+    SUPER_NEURONS,
+    Condition,
+)
 from sinkscope.studies.judging import Judgement
 from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
@@ -35,7 +43,7 @@ from sinkscope.tracing.trace import Trace
 NUM_BINS = 24
 NUM_RANKS = 64
 SHOWN_UNITS = 4
-LEADING = ("untouched", "mask_to_self", "amplify_variance")
+LEADING = (BASELINE, "mask_to_self", "amplify_variance")
 """Conditions whose histograms come first."""
 SHOWN_SEQUENCES = 4
 ENTERING = ("output projection", "norm")
@@ -71,9 +79,9 @@ def study_tables(trace: Trace, study: StudyData, judgements: Sequence[Judgement]
 
 
 def _conditions(study: StudyData) -> list[tuple[str, int | None, float | None, ConditionResult]]:
-    """(condition, target, factor, result), the untouched model first; random sets have a table of their own."""
+    """(condition, target, factor, result), the baseline first; random sets have a table of their own."""
     return [
-        ("untouched", None, None, study.untouched),
+        (BASELINE, None, None, study.baseline),
         *((c.label, c.target, c.factor, o) for c, o in study.results.items() if c.number is None),
     ]
 
@@ -168,7 +176,7 @@ def _manipulation(study: StudyData) -> Rows:
 
 
 def _mean_share(squared_mean: float, energy: float) -> float:
-    """|mu| / |o| over the untouched one, from the ratios of both; a mean that was taken out is below 0 by rounding."""
+    """|mu| / |o| over the baseline, from the ratios of both; a mean that was taken out is below 0 by rounding."""
     return float(np.sqrt(max(squared_mean, 0.0) / energy)) if energy > 0 else np.nan
 
 
@@ -178,22 +186,22 @@ def _number(value: float) -> float | None:
 
 
 def _effects(study: StudyData) -> Rows:
-    plan, untouched = study.plan, study.untouched
+    plan, baseline = study.plan, study.baseline
     for name, target, factor, result in _conditions(study)[1:]:
         assert target is not None
         pairs = {
-            "sink_rate_at_target": (untouched.later_BS[:, target], result.later_BS[:, target]),
-            "sink_rate_at_sink": (untouched.later_BS[:, plan.sink], result.later_BS[:, plan.sink]),
+            "sink_rate_at_target": (baseline.later_BS[:, target], result.later_BS[:, target]),
+            "sink_rate_at_sink": (baseline.later_BS[:, plan.sink], result.later_BS[:, plan.sink]),
         }
         for quantity in QUANTITIES:
-            pairs[f"{quantity}_at_target"] = (untouched.at(quantity, target), result.at(quantity, target))
+            pairs[f"{quantity}_at_target"] = (baseline.at(quantity, target), result.at(quantity, target))
         for quantity in ROWS:
-            pairs[f"{quantity}_elsewhere"] = (untouched.outside(quantity, target), result.outside(quantity, target))
+            pairs[f"{quantity}_elsewhere"] = (baseline.outside(quantity, target), result.outside(quantity, target))
         if plan.super_neurons:
-            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (untouched, result))
+            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (baseline, result))
             pairs["super_neuron_activation_at_target"] = (before_B, after_B)
-        if untouched.loss_B is not None and result.loss_B is not None:
-            pairs["loss"] = (untouched.loss_B, result.loss_B)
+        if baseline.loss_B is not None and result.loss_B is not None:
+            pairs["loss"] = (baseline.loss_B, result.loss_B)
         difference_BQ = np.stack([after - before for before, after in pairs.values()], 1)
         low_Q, high_Q = bootstrap_mean_interval(difference_BQ)
         for number, (quantity, (before, after)) in enumerate(pairs.items()):
@@ -213,7 +221,7 @@ def _effects(study: StudyData) -> Rows:
 
 def _attention_rows(study: StudyData) -> Rows:
     """Entropy and mixing of every position's attention, before and after each condition."""
-    before_QBT = study.untouched.rows_QBT
+    before_QBT = study.baseline.rows_QBT
     for name, target, factor, result in _conditions(study)[1:]:
         low_QT, high_QT = bootstrap_mean_interval((result.rows_QBT - before_QBT).swapaxes(0, 1))
         for quantity, before_BT, after_BT, low_T, high_T in zip(
@@ -235,13 +243,13 @@ def _attention_rows(study: StudyData) -> Rows:
 
 def _norms(study: StudyData) -> Rows:
     """Norm of the residual by layer: where a condition acts, at the sink, and elsewhere."""
-    untouched = study.untouched
+    baseline = study.baseline
     for name, target, factor, result in _conditions(study)[1:]:
         places = {"sink": result.places.index(study.plan.sink), "elsewhere": len(result.places)}
         if target not in (None, study.plan.sink):
             places["target"] = result.places.index(target)
         for place, column in places.items():
-            before_LB, after_LB = (o.norm_LPB[:, column] for o in (untouched, result))
+            before_LB, after_LB = (o.norm_LPB[:, column] for o in (baseline, result))
             low_L, high_L = bootstrap_mean_interval((after_LB - before_LB).T)
             for layer, (before, after) in enumerate(zip(before_LB.mean(1), after_LB.mean(1), strict=True)):
                 yield dict(
