@@ -97,20 +97,20 @@ def _unmixed(verdicts: Verdicts) -> str:
 
 def _writers(verdicts: Verdicts, study: StudyData, went: str | None) -> str:
     """The units that write the sink, and what is left of it without them."""
-    found = study.minimal or study.writers
+    carriers = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
         return "No set of units was found that carries it."
-    units = some_of(found, SHOWN_UNITS)
-    named = f"unit {units} writes it" if len(found) == 1 else f"units {units} write it"
+    units = some_of(carriers, SHOWN_UNITS)
+    named = f"unit {units} writes it" if len(carriers) == 1 else f"units {units} write it"
     removal = "ablate_minimal_set" if study.minimal else "ablate_writers"
     share = study.left_by(removal, study.plan.sink) or 0.0  # None only where marked, which a removal never is
     decimals = 1 if 0 < share < 0.1 else 0
     left = f"the sink is {went}" if went.startswith("shifted") else f"{share:.{decimals}%} of the sink is left"
-    without = f"without {'it' if len(found) == 1 else 'them'} {left}"
+    without = f"without {'it' if len(carriers) == 1 else 'them'} {left}"
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
-        most = f"the {len(found)} units that write most along its direction ({units})"
+        most = f"the {len(carriers)} units that write most along its direction ({units})"
         return f"Without {most} {left}; a smaller set may be enough."
     return f"Whether {named} is not settled: {without}."
 

@@ -146,19 +146,19 @@ def what_it_is(
     whole sink wherever that can be done, so it decides nothing: it stands beside as a check."""
     most, least = max(*spread, *turned), min(moved)
     if most < QUARTER <= least:
-        found = "it is the sparsity: any other single dimension does as well"
+        needed = "it is the sparsity: any other single dimension does as well"
     elif max(map(np.mean, (spread, turned, moved))) < QUARTER:
-        found = f"it is the {read} that is read, not its sparsity"
+        needed = f"it is the {read} that is read, not its sparsity"
     elif min(map(np.mean, (spread, turned))) >= QUARTER:
-        found = "it is neither the sparsity nor the direction"
+        needed = "it is neither the sparsity nor the direction"
     else:
-        found = "it is not the sparsity: what is left depends on the draw"
+        needed = "it is not the sparsity: what is left depends on the draw"
     by_draw = {"spread": spread, "in another dimension": moved, "turned": turned}
     ranges = [f"{how} {min(shares):.1%} to {max(shares):.1%}" for how, shares in by_draw.items()]
     beside = f"the basis cannot be turned ({basis})"
     if not isinstance(basis, str):
         beside = f"turned with all readers {basis:.1%}"
-    return f"{found}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
+    return f"{needed}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
 
 
 def _sufficiency(study: StudyData) -> ClaimNumbers | Empty:

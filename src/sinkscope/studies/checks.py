@@ -39,18 +39,18 @@ class MarkedError(Exception):
     """A condition that did not do what its name says was to support something."""
 
 
-def unless_marked(found: Callable[[], T]) -> T | Empty:
+def unless_marked(judged: Callable[[], T]) -> T | Empty:
     """What is judged; nothing where a condition that it rests on is marked."""
     try:
-        return found()
+        return judged()
     except MarkedError as marked:
         return Empty(str(marked))
 
 
 def control_unless_marked(control: Callable[[], float]) -> float | None:
     """The number of a control; None likewise."""
-    found = unless_marked(control)
-    return None if isinstance(found, Empty) else found
+    number = unless_marked(control)
+    return None if isinstance(number, Empty) else number
 
 
 class Ran(Protocol):

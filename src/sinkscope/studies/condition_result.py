@@ -110,7 +110,8 @@ def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
     squares_LBS2T = reading.squares_LBS2T[plan.mixed].double()
     later_LBS2 = squares_LBS2T[..., length - length // 2 :].mean(-1, keepdim=True)
     squares_LBS2P = torch.cat([squares_LBS2T[..., list(places)], later_LBS2], -1)
-    weights = [each[plan.mixed][..., list(places)] for each in (reading.mixing_LBT, reading.own_mixing_LBT)]
+    both_weights = (reading.mixing_LBT, reading.own_mixing_LBT)
+    weights = [weights_LBT[plan.mixed][..., list(places)] for weights_LBT in both_weights]
     return ConditionResult(
         rate_BS=reading.rate_BS.numpy(),
         later_BS=reading.later_rate_BS.numpy(),

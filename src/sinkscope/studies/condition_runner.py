@@ -242,8 +242,11 @@ class ConditionRunner:
         interventions = self.interventions(condition)
         edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
         cell = f"{condition.label}." if condition.levelled else ""
-        first_position = min(each.first_position for each in interventions)
-        edited = {layer for each in interventions if isinstance(each, NeuronEdit) for layer in each.place.layers}
+        first_position = min(intervention.first_position for intervention in interventions)
+        edited: set[int] = set()
+        for intervention in interventions:
+            if isinstance(intervention, NeuronEdit):
+                edited.update(intervention.place.layers)
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, first_position, changed_units=edited, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.

@@ -110,18 +110,18 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
             _at_sink("magnitude", HookPoint.RESIDUAL_OUT, lambda call: wide(call.residual[:, plan.sink]).abs()),
         ],
     )
-    found = recorder.read(model, ids_BT)
+    recording = recorder.read(model, ids_BT)
     writes: dict[Group, Tensor] = {}
     for layer in anatomy.layers:
         experts, counts = zip(*((expert, weight.shape[1]) for expert, weight in layer.down_weights()), strict=True)
-        groups = found["writes"][layer.index].cpu().split(counts)
+        groups = recording["writes"][layer.index].cpu().split(counts)
         writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
-    alive = [found["magnitude"][layer].cpu() for layer in plan.alive]
+    alive = [recording["magnitude"][layer].cpu() for layer in plan.alive]
     return Activity(
         writes=writes,
         magnitude_E=torch.stack(alive).mean(0),
-        directions=found["direction"],
-        written=found["written"],
+        directions=recording["direction"],
+        written=recording["written"],
     )
 
 
@@ -129,20 +129,21 @@ def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple
     """The units before the first head with the sink by what they write along the direction that the sink's states have
     there, strongest first: of each layer at least as many as are searched."""
     first = min((layer for layer, _ in plan.sink_heads), default=0)
-    found: list[tuple[float, Unit]] = []
+    strongest: list[tuple[float, Unit]] = []
     for layer in anatomy.layers[:first]:
         direction_E = activity.written[first - 1].float().cpu()
-        wanted, ranked = max(MAX_UNITS, most_super_neurons(layer)), []
+        num_kept, ranked = max(MAX_UNITS, most_super_neurons(layer)), []
         for expert, _ in layer.down_weights():
             along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
             write_F = activity.writes[layer.index, expert].float() * along_F.abs()
-            values, neurons = write_F.topk(min(len(write_F), wanted))
+            values, neurons = write_F.topk(min(len(write_F), num_kept))
             ranked += [
                 (value, Unit(layer.index, expert, neuron))
                 for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
             ]
-        found += sorted(ranked, key=itemgetter(0), reverse=True)[:wanted]  # a hundred experts would fill the memory
-    return tuple(unit for _, unit in sorted(found, key=itemgetter(0), reverse=True))
+        # Not all of them: those of a hundred experts would fill the memory.
+        strongest += sorted(ranked, key=itemgetter(0), reverse=True)[:num_kept]
+    return tuple(unit for _, unit in sorted(strongest, key=itemgetter(0), reverse=True))
 
 
 def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, ...]:

@@ -58,9 +58,9 @@ def _forest(run: Run) -> Figure | None:
     names = list(dict.fromkeys(plotted(condition_name(row)) for row in entries))[::-1]
     traces = []
     for look, (quantity, label) in enumerate(quantities.items()):
-        own = [row for row in entries if row["quantity"] == quantity]
-        differences, low, high = ([row[name] for row in own] for name in ("difference", "low", "high"))
-        conditions = [plotted(condition_name(row)) for row in own]
+        rows = [row for row in entries if row["quantity"] == quantity]
+        differences, low, high = ([row[name] for row in rows] for name in ("difference", "low", "high"))
+        conditions = [plotted(condition_name(row)) for row in rows]
         traces.append(points(differences, conditions, label, look, low=low, high=high))
     return Figure(
         "forest",
@@ -222,18 +222,18 @@ def histograms(run: Run) -> list[Figure]:
         groups.setdefault((unit_name(row), condition_name(row)), []).append(row)
     units = list(dict.fromkeys(unit for unit, _ in groups))[:NUM_UNITS]
     conditions = list(dict.fromkeys(condition for _, condition in groups))[:NUM_CONDITIONS]
-    shown = [(unit, condition) for unit in units for condition in conditions if (unit, condition) in groups]
-    return [_histogram(index, *names, groups[names]) for index, names in enumerate(shown)]
+    pairs = [(unit, condition) for unit in units for condition in conditions if (unit, condition) in groups]
+    return [_histogram(index, *names, groups[names]) for index, names in enumerate(pairs)]
 
 
 def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Figure:
     traces = []
     for look, place in enumerate(("sink", "target", "elsewhere")):
-        own = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
-        if own:
-            counts = floats([row["count"] for row in own])
+        rows = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
+        if rows:
+            counts = floats([row["count"] for row in rows])
             # Shares: a batch has one sink token a sequence and many elsewhere.
-            x = [row["bin_low"] for row in own] + [own[-1]["bin_high"]]
+            x = [row["bin_low"] for row in rows] + [rows[-1]["bin_high"]]
             share = rounded(np.append(counts, counts[-1]) / max(counts.sum(), 1))
             trace = line(x, share, place, look, mode="lines")
             trace["line"] |= {"shape": "hv"}
@@ -262,17 +262,17 @@ def targets(run: Run) -> list[int]:
     return sorted(target for target in acted if target is not None)
 
 
-def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tuple[str, int | None]]) -> Figure | None:
-    """Sink rate at every position, in the baseline and under each of the wanted (condition, target)."""
+def _rates_figure(run: Run, id: str, title: str, caption: str, pairs: list[tuple[str, int | None]]) -> Figure | None:
+    """Sink rate at every position, in the baseline and under each of the pairs (condition, target)."""
     series: dict[str, list[dict]] = {}
-    acted_on = [target for _, target in wanted]
-    for condition, target in [(BASELINE, None), *wanted]:
+    acted_on = [target for _, target in pairs]
+    for condition, target in [(BASELINE, None), *pairs]:
         for row in strongest_doses(run.rows("rates", condition=condition, target=target)):
             if is_drawn(run, row["position"], *acted_on):
                 series.setdefault(condition_name(row), []).append(row)
     if len(series) < 2:
         return None
-    ordered = {name: sorted(own, key=lambda row: row["position"]) for name, own in series.items()}
+    ordered = {name: sorted(rows, key=lambda row: row["position"]) for name, rows in series.items()}
     return Figure(
         id,
         title,
@@ -280,14 +280,14 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tupl
         ("rates",),
         [
             line(
-                [row["position"] for row in own],
-                [row["rate"] for row in own],
+                [row["position"] for row in rows],
+                [row["rate"] for row in rows],
                 name,
                 5 if name == BASELINE else look,
-                low=[row["low"] for row in own],
-                high=[row["high"] for row in own],
+                low=[row["low"] for row in rows],
+                high=[row["high"] for row in rows],
             )
-            for look, (name, own) in enumerate(ordered.items(), start=-1)
+            for look, (name, rows) in enumerate(ordered.items(), start=-1)
         ],
         {
             "xaxis": axis("key position"),
@@ -295,17 +295,21 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, wanted: list[tupl
             **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
         },
         ("condition", "position", "rate", "low", "high"),
-        [(name, row["position"], row["rate"], row["low"], row["high"]) for name, own in ordered.items() for row in own],
+        [
+            (name, row["position"], row["rate"], row["low"], row["high"])
+            for name, rows in ordered.items()
+            for row in rows
+        ],
         340,
     )
 
 
 def created(run: Run) -> Figure | None:
     """Sink rates after acting on one position."""
-    found = targets(run)
-    if not found:
+    positions = targets(run)
+    if not positions:
         return None
-    target = 10 if 10 in found else found[0]
+    target = 10 if 10 in positions else positions[0]
     return _rates_figure(
         run,
         "created",
@@ -333,9 +337,9 @@ def dose_response(run: Run) -> list[Figure]:
     for target in targets(run)[:NUM_TARGETS]:
         traces, listed = [], []
         for look, condition in enumerate(DOSED):
-            own = dose_curve(run, condition, target)
-            if own:
-                x, y, low, high = ([row[name] for row in own] for name in ("factor", "rate", "low", "high"))
+            rows = dose_curve(run, condition, target)
+            if rows:
+                x, y, low, high = ([row[name] for row in rows] for name in ("factor", "rate", "low", "high"))
                 traces.append(line(x, y, _in_words(condition), look, low=low, high=high))
                 listed += [(condition, *values) for values in zip(x, y, low, high, strict=True)]
         if traces:

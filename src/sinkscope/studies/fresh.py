@@ -34,12 +34,12 @@ def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.n
     """[N, L, S, T] variance of the aggregation in models drawn afresh, on the same tokens; None where this machine
     cannot hold one."""
     config = _shortened(loaded.model.config, num_layers)
-    drawn = Configuration(name=loaded.name, config=config, trust_remote_code=loaded.trust_remote_code)
+    configuration = Configuration(name=loaded.name, config=config, trust_remote_code=loaded.trust_remote_code)
     device = str(input_device(anatomy_of(loaded.model)))
     variances = []
     for seed in SEEDS:
         try:
-            model = draw(drawn, seed, device=device).model
+            model = draw(configuration, seed, device=device).model
         except InputError:  # its only reason here: too large
             return None
         if (options := getattr(config, CONFIG_KEY, None)) is not None:
@@ -67,8 +67,8 @@ def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     observable = Observable(
         name=name, hook_point=HookPoint.AGGREGATION, value=_squared_deviation, reducer=Rows(), layers=layers
     )
-    found = Recorder(anatomy, [observable]).read(model, ids_BT)
-    return np.stack([rows.double().mean(0).cpu().numpy() for rows in found[name].values()])
+    recording = Recorder(anatomy, [observable]).read(model, ids_BT)
+    return np.stack([rows.double().mean(0).cpu().numpy() for rows in recording[name].values()])
 
 
 def _squared_deviation(call: LayerCall) -> Tensor:

@@ -52,10 +52,10 @@ EMPTY_CONTROL = 0.1
 ALSO_CONTROL = "its control clears the threshold too"
 
 
-def some_of(units: Sequence[Any], shown: int = 8) -> str:
+def some_of(units: Sequence[Any], most: int = 8) -> str:
     """The first of some units, and how many more there are."""
-    more = f" and {len(units) - shown} more" if len(units) > shown else ""
-    return ", ".join(map(str, units[:shown])) + more
+    more = f" and {len(units) - most} more" if len(units) > most else ""
+    return ", ".join(map(str, units[:most])) + more
 
 
 def the_mean(means: np.ndarray) -> np.ndarray:
@@ -197,7 +197,7 @@ Estimates = list[Estimate | None]
 """By bar; None where a bar has no number."""
 
 
-def judge(found: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: int) -> list[Judgement]:
+def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: int) -> list[Judgement]:
     """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
     weights_RB = resample_weights(num_sequences)
     estimates = {
@@ -205,15 +205,15 @@ def judge(found: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: in
             None if isinstance(columns, Empty) else _estimate(bar, columns, weights_RB)
             for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)
         ]
-        for claim, numbers in found
+        for claim, numbers in claims
         if isinstance(numbers, ClaimNumbers)
     }
-    judged = [claim for claim, _ in found if any(estimates.get(claim.id, ()))]
+    judged = [claim for claim, _ in claims if any(estimates.get(claim.id, ()))]
     p_values = [_p_value(claim, estimates[claim.id]) for claim in judged]
     decided, levels = holm_levels(p_values, FAMILY_LEVEL)
-    by_id = {claim.id: found for claim, *found in zip(judged, p_values, decided, levels, strict=True)}
+    by_id = {claim.id: decision for claim, *decision in zip(judged, p_values, decided, levels, strict=True)}
     result = []
-    for claim, numbers in found:
+    for claim, numbers in claims:
         by_bar = [numbers] if isinstance(numbers, Empty) else numbers.by_bar
         missing = [bar for bar in by_bar if isinstance(bar, Empty)]
         p_value, is_decided, level = by_id.get(claim.id, (None, False, 1.0))

@@ -65,20 +65,20 @@ def read_link_values(
     anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
 ) -> LinkValues:
     """The values of one baseline pass; `directions` by layer are those that the lock is read without."""
-    found = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
+    recording = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
     shape = (ids_BT.shape[0], ids_BT.shape[1])
 
     def stacked(name: str, axis: int) -> np.ndarray:
-        rows = [values.cpu() for values in found.get(name, {}).values()]
+        rows = [values.cpu() for values in recording.get(name, {}).values()]
         return (torch.stack(rows, axis) if rows else torch.empty(shape).unsqueeze(axis)[:, :0]).double().numpy()
 
-    writes = [values.cpu() for values in found.get("writes", {}).values()]
+    writes = [values.cpu() for values in recording.get("writes", {}).values()]
     super_write, all_write, elsewhere = sum(writes, torch.zeros(shape[0], 3)).double().numpy().T
     return LinkValues(
         averaging_law_LBT=stacked("averaging_law", 0),
         cosine_BAT=stacked("cosine", 1),
         direction_share_K=stacked("direction_share", 0).mean((0, 1)),
-        lock_BQ3N=_lock(anatomy, found.get("lock", {}), plan, directions),
+        lock_BQ3N=_lock(anatomy, recording.get("lock", {}), plan, directions),
         super_write_B=super_write,
         all_write_B=all_write,
         super_write_elsewhere_B=elsewhere,
@@ -138,7 +138,7 @@ def _lock(
     anatomy: Anatomy, rows: Mapping[int, tuple[Any, ...]], plan: Plan, directions: Mapping[int, Tensor]
 ) -> np.ndarray:
     """[B, Q, 3, N] as `LinkValues.lock_BQ3N` says."""
-    found = []
+    by_layer = []
     with making_keys(anatomy) as key_of:
         for index, ((state_BQE, *call), key_BKQD, query_sum_BHQD) in rows.items():
             direction_E = directions[index].to(state_BQE)
@@ -149,8 +149,8 @@ def _lock(
             groups = query_sum_BHQD.shape[1] // key_BKQD.shape[1]
             agree = [(query_sum_BHQD * key.float().repeat_interleave(groups, dim=1)).sum(-1) for key in keys]
             heads = [head for layer, head in plan.sink_heads if layer == index]
-            found.append(torch.stack(agree, 1)[:, :, heads].cpu().double().permute(0, 3, 1, 2))
-    return torch.cat(found, -1).numpy() if found else np.empty((0, 0, 3, 0))
+            by_layer.append(torch.stack(agree, 1)[:, :, heads].cpu().double().permute(0, 3, 1, 2))
+    return torch.cat(by_layer, -1).numpy() if by_layer else np.empty((0, 0, 3, 0))
 
 
 def _writes(call: LayerCall, plan: Plan) -> Tensor:

@@ -152,5 +152,5 @@ class _Search:
     def more(self, units: Sequence[Unit]) -> list[Unit]:
         """Candidates of the model without units."""
         with ablate_neurons(self.loaded, units):
-            found = trace(self.loaded, self.batch, effective_rank=False).findings
-        return processes.from_first(lambda: candidate_units(found, self.sink))
+            findings = trace(self.loaded, self.batch, effective_rank=False).findings
+        return processes.from_first(lambda: candidate_units(findings, self.sink))

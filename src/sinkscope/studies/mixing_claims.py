@@ -158,8 +158,8 @@ def _suffices(
 
 
 def _variance_suffices(study: StudyData) -> ClaimNumbers | Empty:
-    found = _suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True)(study)
-    return found if isinstance(found, Empty) else replace(found, note=f"{found.note}; {_other_ways(study)}")
+    numbers = _suffices(_MORE_VARIANCE, control=_MORE_ENERGY, beats_control=True)(study)
+    return numbers if isinstance(numbers, Empty) else replace(numbers, note=f"{numbers.note}; {_other_ways(study)}")
 
 
 def _other_ways(study: StudyData) -> str:

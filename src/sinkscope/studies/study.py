@@ -245,7 +245,7 @@ class _Run:
     def study(self) -> Study:
         chosen = trace(self.loaded, self.choosing, effective_rank=False)
         plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= SINK_RATE
-        shown = trace(self.loaded, self.judging)
+        baseline_trace = trace(self.loaded, self.judging)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
 
@@ -261,16 +261,16 @@ class _Run:
             plan = replace(plan, writers=ranked[:MAX_UNITS])
             writers = find_writers(self.loaded, plan, self.choosing, self.parts)
         data = self._study_data(plan, activity, minimal, writers, has_sink)
-        found = [
+        numbers = [
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, data))
             for claim in CLAIMS.values()
         ]
-        judgements = judge(found, self.judging.num_sequences)
+        judgements = judge(numbers, self.judging.num_sequences)
         if judgements[0].verdict != "holds":
             # The sink keeps its verdict: judged anew, alone, it could hold on a page that explains no sink.
             nothing = [(claim, Empty(NO_SINK)) for claim in list(CLAIMS.values())[1:]]
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
-        return Study(loaded=self.loaded, trace=shown, data=data, judgements=judgements)
+        return Study(loaded=self.loaded, trace=baseline_trace, data=data, judgements=judgements)
 
     def _study_data(
         self,
@@ -319,11 +319,11 @@ class _Run:
     def _fresh_variance(self, plan: Plan) -> np.ndarray | None:
         """Kept as a part: large models take minutes to draw."""
 
-        def drawn() -> dict[str, np.ndarray] | None:
+        def tensors() -> dict[str, np.ndarray] | None:
             variance_NLST = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
             return None if variance_NLST is None else {"variance_NLST": variance_NLST}
 
-        kept = self.parts.kept("fresh", ("variance_NLST",), drawn)
+        kept = self.parts.kept("fresh", ("variance_NLST",), tensors)
         return None if kept is None else kept["variance_NLST"]
 
     def _turn_basis(self, plan: Plan, results: dict[Condition, ConditionResult]) -> str:
@@ -345,20 +345,21 @@ class _Run:
 
     def _results(self, conditions: ConditionRunner, *, sink_varies: bool) -> dict[Condition, ConditionResult]:
         """Under torchrun each process runs its share of the conditions."""
-        found = []
+        finished = []
         every = conditions.all(sink_varies=sink_varies)
-        wanted = processes.share(every)
+        own_share = processes.share(every)
         # Over a large vocabulary the loss costs more than all layers: other targets, and cells of the factorial, go
         # without.
         with_loss = (conditions.plan.sink, *conditions.plan.targets[:1])
-        for number, condition in enumerate(wanted):
-            self.progress(number, len(wanted))
+        for number, condition in enumerate(own_share):
+            self.progress(number, len(own_share))
             tensors = self.parts.load(condition.part, STORED)
             if tensors is None:
                 loss = condition.target in with_loss and condition.number is None and not condition.levelled
                 tensors = conditions.run(condition, loss=loss).tensors()
                 self.parts.save(condition.part, tensors)
-            found.append(tensors)
-        self.progress(len(wanted), len(wanted))
-        shares = [each for share in processes.gathered(found) for each in share]
-        return {condition: ConditionResult.of_tensors(each) for condition, each in zip(every, shares, strict=True)}
+            finished.append(tensors)
+        self.progress(len(own_share), len(own_share))
+        gathered = [tensors for share in processes.gathered(finished) for tensors in share]
+        results = map(ConditionResult.of_tensors, gathered)
+        return dict(zip(every, results, strict=True))

@@ -306,12 +306,12 @@ def _minimal_set(trace: Trace, study: StudyData) -> Rows:
 def _histograms(study: StudyData) -> Rows:
     plan = study.plan
     acted_on = (None, plan.sink, *plan.targets[:1])
-    shown = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
-    shown.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
+    entries = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
+    entries.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
     for number, unit in enumerate(plan.super_neurons[:SHOWN_UNITS]):
-        values = [result.units_BTn[..., number] for *_, result in shown]
+        values = [result.units_BTn[..., number] for *_, result in entries]
         edges = np.linspace(min(v.min() for v in values), max(v.max() for v in values), NUM_BINS + 1)
-        for (name, target, _, _), values_BT in zip(shown, values, strict=True):
+        for (name, target, _, _), values_BT in zip(entries, values, strict=True):
             elsewhere = np.ones(values_BT.shape[1], dtype=bool)
             elsewhere[[plan.sink, *([] if target is None else [target])]] = False
             places = {"sink": values_BT[:, plan.sink], "elsewhere": values_BT[:, elsewhere]}
