@@ -446,7 +446,7 @@ def test_statistics_at_the_candidates_equal_eager(variant):
     for row in range(len(plain.layers) + 1):
         hidden = plain.layers[0].entering if row == 0 else plain.layers[row - 1].leaving
         kept = {name: by_layer[row - 1] for name, by_layer in reading.by_layer.items() if row - 1 in by_layer}
-        at = kept["standing_out"][0]
+        at = kept["positions_of_interest"][0]
         dom_ratio_T = (hidden.abs().amax(-1) / hidden.abs().mean(-1)).mean(0)
         assert set(dom_ratio_T.topk(4).indices.tolist()) <= set(at.tolist())
         if row < len(plain.layers):
@@ -628,7 +628,7 @@ def test_a_planted_massive_dimension_is_read(family):
     assert int(reading["largest_residual_dimension"][0, 3]) in (7, 19)
     assert_close(reading["largest_residual"], plain.stacked(lambda x: x.leaving.abs().amax((0, 2))))
     assert_close(reading["kurtosis"], plain.stacked(lambda x: kurtosis_BT(x.leaving).mean(0)))
-    assert 3 in reading.rows("standing_out")[0, 0].tolist()
+    assert 3 in reading.rows("positions_of_interest")[0, 0].tolist()
     assert 3 in planted_case(family).found.findings.lock_positions[0].tolist()
 
 

@@ -252,7 +252,7 @@ def assert_traced(this: SimpleNamespace, expected: EagerPass) -> None:
     assert_close(reading["dom_ratio"], dom_ratio)
     for layer, groups in enumerate(expected.units):
         units_BTU = torch.cat([groups[expert].double() for expert in sorted(groups, key=_as_listed)], dim=-1)
-        at = reading.by_layer["standing_out"][layer][0]
+        at = reading.by_layer["positions_of_interest"][layer][0]
         found = reading.by_layer["unit_activation"][layer]
         assert_close(found, units_BTU[:, at].mean(0), name=f"units of layer {layer}")
 

@@ -12,8 +12,8 @@ from sinkscope.tracing.attention import _fused_attention
 from sinkscope.tracing.observables import CHAIN
 from sinkscope.tracing.recorder import record
 
-STANDING_OUT = [o.name for o in CHAIN if "P" in o.axes or o.asks == "standing out"]
-OF_TENSORS = [o.name for o in CHAIN if o.name not in ("lock", "standing_out", "rank_tokens")]
+OF_INTEREST = [o.name for o in CHAIN if "P" in o.axes or o.asks == "positions of interest"]
+OF_TENSORS = [o.name for o in CHAIN if o.name not in ("lock", "positions_of_interest", "rank_tokens")]
 
 
 def log_sum_exp_by_definition(query, key, value, rule):
@@ -46,11 +46,11 @@ def test_kernels_record_what_torch_records(keys, num_sequences, request):
     # Attention adds up in another order, so what follows it differs in the last bits of activations around 1; the
     # kurtosis takes their fourth powers.
     same = {"rtol": 2e-4, "atol": 1e-5, "check_dtype": False, "equal_nan": True}
-    of_all_keys = [mine.tolist() for mine in found.rows("standing_out")[:, 0]]
+    of_all_keys = [mine.tolist() for mine in found.rows("positions_of_interest")[:, 0]]
     if keys is None:  # with two keys the other positions received nothing: equal values, of which any may be named
-        assert of_all_keys == [theirs.tolist() for theirs in expected.rows("standing_out")[:, 0]]
+        assert of_all_keys == [theirs.tolist() for theirs in expected.rows("positions_of_interest")[:, 0]]
     for name in OF_TENSORS:
-        if name in expected and (keys is None or name not in STANDING_OUT):
+        if name in expected and (keys is None or name not in OF_INTEREST):
             torch.testing.assert_close(found[name], expected[name], msg=lambda text, n=name: f"{n}: {text}", **same)
-    # Control: positions that stand out must differ between layers, or the wrong layer's would have passed.
+    # Control: positions of interest must differ between layers, or the wrong layer's would have passed.
     assert len({tuple(row) for row in of_all_keys}) > 1

@@ -61,7 +61,7 @@ def test_a_zero_token_is_left_out_of_every_mean(position, chunk_tokens):
 def test_one_sequence_and_many_point_at_the_same_positions():
     model, ids = model_with_a_zero_row(), tokens(1)
     ids[0, 9] = NULL
-    one, three = (trace(model, x).recording.rows("standing_out")[0, 0] for x in (ids, ids.repeat(3, 1)))
+    one, three = (trace(model, x).recording.rows("positions_of_interest")[0, 0] for x in (ids, ids.repeat(3, 1)))
     assert torch.equal(one, three)
     assert 9 not in one[:8]
 

@@ -34,7 +34,7 @@ from sinkscope.tracing.recorder import Recording
 
 NEEDED = frozenset(
     {
-        *("received", "head_sink_rate", "sink_heads", "dom_ratio", "standing_out", "lock", "largest_write"),
+        *("received", "head_sink_rate", "sink_heads", "dom_ratio", "positions_of_interest", "lock", "largest_write"),
         *("dimension", "dimension_abs", "dimension_total"),
         *("unit_activation", "unit_written", "unit_square", "unit_energy"),
     }
@@ -346,7 +346,7 @@ class Findings:
     @cached_property
     def _positions(self) -> list[list[int]]:
         """Those positions, by row of the residual stream: the first enters layer 0."""
-        return self.recording.rows("standing_out")[:, 0].tolist()
+        return self.recording.rows("positions_of_interest")[:, 0].tolist()
 
     @cached_property
     def _disparity(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,15 +35,15 @@ def open_hooks(
     points: Callable[[int], Collection[HookPoint]],
     on_hook: Callable[[HookPoint, LayerCall], None],
     *,
-    stands_out: bool,
+    follow_positions: bool,
 ) -> Iterator[None]:
     """While open, `on_hook` is called at every hook point that `points` names for a layer.
 
-    `stands_out`: whether positions that stand out are followed from layer to layer. A pass whose numbers left the range
+    `follow_positions`: whether positions of interest are chosen in each layer. A pass whose numbers left the range
     of their type is refused.
     """
     with contextlib.ExitStack() as stack:
-        _LayerHooks(passing, points, on_hook, stands_out).open(layers, stack)
+        _LayerHooks(passing, points, on_hook, follow_positions).open(layers, stack)
         yield
     if passing.largest:
         rows = [largest_T.float().cpu() for largest_T in passing.largest.values()]
@@ -53,8 +53,8 @@ def open_hooks(
 class _LayerHooks:
     """The hooks of one pass, in the order in which a layer calls them."""
 
-    def __init__(self, passing: Passing, points, on_hook, stands_out: bool) -> None:
-        self.passing, self.points, self.on_hook, self.stands_out = passing, points, on_hook, stands_out
+    def __init__(self, passing: Passing, points, on_hook, follow_positions: bool) -> None:
+        self.passing, self.points, self.on_hook, self.follow_positions = passing, points, on_hook, follow_positions
         self.calls: dict[int, LayerCall] = {}
         self.attended: set[int] = set()
 
@@ -101,10 +101,10 @@ class _LayerHooks:
         if HookPoint.RESIDUAL_OUT in self.points(call.index):
             self.on_hook(HookPoint.RESIDUAL_OUT, call)
         passing.largest[call.index] = call.largest
-        if self.stands_out:
-            passing.standing_out[call.index] = call.standing_out
+        if self.follow_positions:
+            passing.positions_of_interest[call.index] = call.positions_of_interest
             # A copy: a view would keep the rows of every position and sequence alive.
-            rows_BQE = residual_BTE[:LOCK_SEQUENCES].index_select(1, call.standing_out[:NUM_LOCK_POSITIONS])
+            rows_BQE = residual_BTE[:LOCK_SEQUENCES].index_select(1, call.positions_of_interest[:NUM_LOCK_POSITIONS])
             passing.lock_residual[call.index] = rows_BQE
 
     def _enter_attention(self, layer: int, points: set[HookPoint]):
@@ -127,14 +127,14 @@ class _LayerHooks:
                 raise RuntimeError(f"layer {stray} attends outside the module named for it: {blame(passing.anatomy)}")
             self.attended.add(layer)
             if passing.weigh_mixing and HookPoint.ATTENTION in points:
-                known = passing.known
-                weights_KS = value_variance(value) if known is None else known.value_variance_LKS[layer]
+                survey = passing.survey
+                weights_KS = value_variance(value) if survey is None else survey.value_variance_LKS[layer]
                 request = replace(request, key_weights=weights_KS)
             reading, passing.attention_path = read_attention(query, key, value, rule, request)
             if HookPoint.ATTENTION in points:
                 call = self._call(layer)
                 call.query, call.key, call.value, call.rule, call.attention = query, key, value, rule, reading
-                if self.stands_out:
+                if self.follow_positions:
                     passing.received_T = with_received(
                         passing.received_T, call.alpha, passing.request.keys, passing.length
                     )

@@ -1,7 +1,7 @@
 """One layer while it runs: what its call holds at each hook point, and what several observables share, worked out once.
 
 Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
-channels of the value aggregation, U units, P positions that stand out, Q lock positions.
+channels of the value aggregation, U units, P positions of interest, Q lock positions.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.tracing.observables import RANK_TOKENS
 from sinkscope.tracing.units import LayerUnits, UnitWrites
 
-NUM_POINTED_AT = 8
-"""Positions that each signal picks in each layer, to be recorded in full."""
+NUM_TOP_POSITIONS = 8
+"""Positions that DomRatio picks in each layer, and as many that attention received picks, to be recorded in full."""
 NUM_FIRST = 4
-"""First positions, recorded in full in every layer even if they do not stand out."""
+"""First positions, recorded in full in every layer whatever they show."""
 
 
-class Known(NamedTuple):
-    """What the survey of all sequences found, for passes that see only some of them."""
+class SurveyResult(NamedTuple):
+    """What the survey says of all sequences, for passes that see only some of them."""
 
     value_variance_LKS: Sequence[Tensor]
     """By layer; empty for a batch of one sequence."""
-    pointed_at: Sequence[Tensor]
-    """[2, Q] by row of the residual stream, the first entering layer 0: see `point_at`."""
+    top_positions: Sequence[Tensor]
+    """[2, Q] by row of the residual stream, the first entering layer 0: see `pick_positions`."""
 
 
 @dataclass(kw_only=True)
@@ -49,11 +49,11 @@ class Passing:
     weigh_mixing: bool = False
     """Whether the averaging law is asked for, of several sequences in all: squared attention is weighed by the variance
     of each key's value."""
-    known: Known | None = None
+    survey: SurveyResult | None = None
     attention_path: str = ""
     received_T: Tensor | None = None
     """Attention received so far, as a mean over queries, summed over layers, heads and sequences."""
-    standing_out: dict[int, Tensor] = field(default_factory=dict)
+    positions_of_interest: dict[int, Tensor] = field(default_factory=dict)
     lock_residual: dict[int, Tensor] = field(default_factory=dict)
     """[B, Q, E] by layer that they leave."""
     largest: dict[int, Tensor] = field(default_factory=dict)
@@ -145,10 +145,10 @@ class LayerCall:
 
     @cached_property
     def lock_rows(self) -> LockInput:
-        """What the lock of this layer needs, at the positions that stand out before the layer."""
-        if self.index - 1 not in self.passing.standing_out:
+        """What the lock of this layer needs, at the positions of interest before the layer."""
+        if self.index - 1 not in self.passing.positions_of_interest:
             raise RuntimeError(f"the block of layer {self.index - 1} was silent: {blame(self.passing.anatomy)}")
-        positions_Q = self.passing.standing_out[self.index - 1][:NUM_LOCK_POSITIONS].to(self.state.device)
+        positions_Q = self.passing.positions_of_interest[self.index - 1][:NUM_LOCK_POSITIONS].to(self.state.device)
         queries_n = sampled_queries(self.passing.length, self.state.device)
         few = slice(LOCK_SEQUENCES)
         return LockInput(
@@ -165,15 +165,16 @@ class LayerCall:
     @cached_property
     def tokens(self) -> TokenStatistics:
         """Statistics of the residual's tokens, [B, T] each but for [E] of its channels."""
-        found = token_statistics(self.residual.flatten(0, 1))
-        of_tokens = {name: getattr(found, name).view(self.passing.shape) for name in found._fields[:-1]}
-        return found._replace(**of_tokens)
+        statistics = token_statistics(self.residual.flatten(0, 1))
+        of_tokens = {name: getattr(statistics, name).view(self.passing.shape) for name in statistics._fields[:-1]}
+        return statistics._replace(**of_tokens)
 
     @property
     def largest(self) -> Tensor:
         """[T] largest magnitude of the residual in any sequence."""
-        known = "tokens" in self.__dict__
-        return self.tokens.largest.amax(0) if known else self.residual.abs().amax((0, 2))
+        # Where nothing has computed the statistics, the largest magnitude alone is cheaper.
+        has_statistics = "tokens" in self.__dict__
+        return self.tokens.largest.amax(0) if has_statistics else self.residual.abs().amax((0, 2))
 
     @cached_property
     def dom_ratio(self) -> Tensor:
@@ -181,29 +182,30 @@ class LayerCall:
         return self.tokens.largest / self.tokens.mean_abs
 
     @cached_property
-    def standing_out(self) -> Tensor:
-        """[P] the positions to be recorded in full: what DomRatio and attention received point at, what DomRatio
-        pointed at a layer before, and the first ones."""
+    def positions_of_interest(self) -> Tensor:
+        """[P] the positions recorded in full: the top 8 by DomRatio, the top 8 by attention received, the previous
+        layer's top 8 by DomRatio, and positions 0 to 3. A position may be among them twice."""
         passing, device = self.passing, self.residual.device
-        if passing.known is not None:
-            pointed_at = passing.known.pointed_at[self.index + 1].to(device)
+        if passing.survey is not None:
+            top_positions = passing.survey.top_positions[self.index + 1].to(device)
         else:
-            ratio_T = self.dom_ratio.nansum(0)  # a token of zeros stands out nowhere
-            pointed_at = point_at(ratio_T, ratio_T if passing.received_T is None else passing.received_T.to(device))
-        before_P = passing.standing_out.get(self.index - 1, pointed_at[0]).to(device)
+            ratio_T = self.dom_ratio.nansum(0)  # a token of zeros has no ratio
+            received_T = ratio_T if passing.received_T is None else passing.received_T.to(device)
+            top_positions = pick_positions(ratio_T, received_T)
+        before_P = passing.positions_of_interest.get(self.index - 1, top_positions[0]).to(device)
         first_F = every_position(passing.length, device)[:NUM_FIRST]
-        return torch.cat([pointed_at.flatten(), before_P[: pointed_at.shape[1]], first_F])
+        return torch.cat([top_positions.flatten(), before_P[: top_positions.shape[1]], first_F])
 
     @cached_property
-    def rows_standing_out(self) -> Tensor:
+    def rows_of_interest(self) -> Tensor:
         """[B, P, E] the residual there."""
-        return wide(self.residual.index_select(1, self.standing_out))
+        return wide(self.residual.index_select(1, self.positions_of_interest))
 
     @property
     def dom_ratio_turned(self) -> Tensor:
         """[B, T] the DomRatio there in another basis; NaN elsewhere."""
-        ratio_BT = self.rows_standing_out.new_full(self.passing.shape, float("nan"))
-        return ratio_BT.index_copy(1, self.standing_out, dom_ratio_turned(self.rows_standing_out))
+        ratio_BT = self.rows_of_interest.new_full(self.passing.shape, float("nan"))
+        return ratio_BT.index_copy(1, self.positions_of_interest, dom_ratio_turned(self.rows_of_interest))
 
     @cached_property
     def rank_tokens(self) -> Tensor:
@@ -217,25 +219,28 @@ class LayerCall:
         return UnitWrites(largest_N.view(self.passing.shape), largest_at_N.view(self.passing.shape), energy_U)
 
     @cached_property
-    def tokens_standing_out(self) -> Tensor:
+    def tokens_of_interest(self) -> Tensor:
         """[B * P] their numbers among all tokens."""
         num_sequences, length = self.passing.shape
-        first_B = every_position(num_sequences * length, self.standing_out.device)[::length]
-        return (first_B[:, None] + self.standing_out).flatten() if num_sequences > 1 else self.standing_out
+        first_B = every_position(num_sequences * length, self.positions_of_interest.device)[::length]
+        if num_sequences == 1:
+            return self.positions_of_interest
+        return (first_B[:, None] + self.positions_of_interest).flatten()
 
     @cached_property
-    def units_standing_out(self) -> Tensor:
+    def activations_of_interest(self) -> Tensor:
         """[B, P, U] every unit's activation there."""
-        rows = self.units.at(self.tokens_standing_out)
+        rows = self.units.at(self.tokens_of_interest)
         return wide(rows.unflatten(0, (self.passing.shape[0], -1)))
 
     @cached_property
-    def written_standing_out(self) -> Tensor:
+    def writes_of_interest(self) -> Tensor:
         """[B, P, U] the same as the residual stream gets it: after a post-norm, scaled by it."""
         scale_N = self.units.write_scale_N
         if scale_N is None:
-            return self.units_standing_out
-        return self.units_standing_out * scale_N[self.tokens_standing_out].view(*self.units_standing_out.shape[:2], 1)
+            return self.activations_of_interest
+        num_sequences, num_positions, _ = self.activations_of_interest.shape
+        return self.activations_of_interest * scale_N[self.tokens_of_interest].view(num_sequences, num_positions, 1)
 
     def let_go(self, *names: str) -> None:
         """Drops activations that no later hook needs."""
@@ -243,10 +248,10 @@ class LayerCall:
             self.__dict__.pop(name, None)
 
 
-def point_at(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
+def pick_positions(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
     """[2, Q] the positions of the largest values of each."""
-    num_pointed_at = min(NUM_POINTED_AT, len(dom_ratio_T))
-    return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(num_pointed_at, dim=1).indices
+    num_top = min(NUM_TOP_POSITIONS, len(dom_ratio_T))
+    return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(num_top, dim=1).indices
 
 
 def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | None, length: int) -> Tensor:

@@ -4,7 +4,7 @@ CHAIN holds every observable of the sink chain. The columns of a trace's tables 
 record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
 
 Axes, the layers first: L layers, B sequences, T positions, S recorded keys, H heads, R distances, E width, C channels,
-U units, P positions that stand out (`LayerCall.standing_out`), N tokens of the effective rank.
+U units, P positions of interest (`LayerCall.positions_of_interest`), N tokens of the effective rank.
 This file imports no torch: reports read the meaning of columns from it.
 """
 
@@ -21,7 +21,7 @@ from sinkscope.tracing.reducers import Cosine, Largest, Mean, Moments, Reducer, 
 RANK_TOKENS = 1024
 """Tokens that the effective rank of a layer is taken over."""
 DIRECTION_SEQUENCES = 16
-"""Sequences that the top direction of a position's states is sought across. They and the few positions that stand out
+"""Sequences that the top direction of a position's states is sought across. They and the few positions of interest
 bound what chunks must keep until they meet: at most 16 x 28 states a layer, however long the text and the batch."""
 
 
@@ -61,9 +61,8 @@ class Observable:
     column: str = ""
     nullable: bool = False
     """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
-    asks: Literal["", "distances", "averaging law", "own weights", "standing out"] = ""
-    """What must be read for it: of the attention, beside what each key receives; or the positions that stand out, where
-    there are several sequences."""
+    asks: Literal["", "distances", "averaging law", "own weights", "positions of interest"] = ""
+    """Extra data that it needs from the pass. Empty: only attention received."""
     layers: Collection[int] | None = None
     """Where it listens; every layer if not given."""
 
@@ -237,13 +236,13 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="direction_share",
         hook_point=HookPoint.RESIDUAL_OUT,
-        value=lambda call: (call.rows_standing_out, call.standing_out, call.passing.length),
+        value=lambda call: (call.rows_of_interest, call.positions_of_interest, call.passing.length),
         reducer=TopDirection(DIRECTION_SEQUENCES),
         axes="LT",
         meaning="Energy share of the top direction of the residual across the first 16 sequences, in any basis; at "
-        "positions that stand out, null elsewhere and with one sequence",
+        "positions of interest, null elsewhere and with one sequence",
         nullable=True,
-        asks="standing out",
+        asks="positions of interest",
     ),
     Observable(
         name="dom_ratio_turned",
@@ -253,7 +252,7 @@ CHAIN: tuple[Observable, ...] = (
         axes="LT",
         meaning="DomRatio in a fixed random basis, mean over sequences; at the same positions",
         nullable=True,
-        asks="standing out",
+        asks="positions of interest",
     ),
     Observable(
         name="dom_ratio_normed",
@@ -317,9 +316,9 @@ CHAIN: tuple[Observable, ...] = (
         asks="distances",
     ),
     Observable(
-        name="standing_out",
+        name="positions_of_interest",
         hook_point=HookPoint.RESIDUAL_OUT,
-        value=lambda call: call.standing_out[None],
+        value=lambda call: call.positions_of_interest[None],
         reducer=Rows(1),
         axes="LP",
         meaning="The positions that are recorded in full",
@@ -327,15 +326,15 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="dimension",
         hook_point=HookPoint.RESIDUAL_OUT,
-        value=lambda call: call.rows_standing_out,
+        value=lambda call: call.rows_of_interest,
         reducer=Mean(),
         axes="LPE",
-        meaning="Value of each dimension at the positions that stand out, mean over sequences",
+        meaning="Value of each dimension at the positions of interest, mean over sequences",
     ),
     Observable(
         name="dimension_abs",
         hook_point=HookPoint.RESIDUAL_OUT,
-        value=lambda call: call.rows_standing_out.abs(),
+        value=lambda call: call.rows_of_interest.abs(),
         reducer=Mean(),
         axes="LPE",
         meaning="Its magnitude, mean over sequences",
@@ -351,15 +350,15 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="unit_activation",
         hook_point=HookPoint.UNITS,
-        value=lambda call: call.units_standing_out,
+        value=lambda call: call.activations_of_interest,
         reducer=Mean(),
         axes="LPU",
-        meaning="Activation of each unit at the positions that stand out, mean over sequences",
+        meaning="Activation of each unit at the positions of interest, mean over sequences",
     ),
     Observable(
         name="unit_written",
         hook_point=HookPoint.UNITS,
-        value=lambda call: call.written_standing_out,
+        value=lambda call: call.writes_of_interest,
         reducer=Mean(),
         axes="LPU",
         meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
@@ -367,7 +366,7 @@ CHAIN: tuple[Observable, ...] = (
     Observable(
         name="unit_square",
         hook_point=HookPoint.UNITS,
-        value=lambda call: call.written_standing_out.square(),
+        value=lambda call: call.writes_of_interest.square(),
         reducer=Mean(),
         axes="LPU",
         meaning="Its square, mean over sequences",

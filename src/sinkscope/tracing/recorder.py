@@ -26,7 +26,7 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances
 from sinkscope.tracing.hooks import open_hooks
-from sinkscope.tracing.layer_call import Known, LayerCall, Passing, blame, point_at, with_received
+from sinkscope.tracing.layer_call import LayerCall, Passing, SurveyResult, blame, pick_positions, with_received
 from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, check_chunks
 from sinkscope.tracing.receipt import check_reading
@@ -46,12 +46,12 @@ class Recorder:
         observables: Sequence[Observable],
         *,
         keys: Tensor | None = None,
-        known: Known | None = None,
+        survey: SurveyResult | None = None,
         several: bool = True,
         joinable: bool = False,
     ) -> None:
         """`several`: whether the batch has several sequences in all; `joinable`: whether passes are to be joined."""
-        self.anatomy, self.keys, self.known, self.several, self.joinable = anatomy, keys, known, several, joinable
+        self.anatomy, self.keys, self.survey, self.several, self.joinable = anatomy, keys, survey, several, joinable
         self.observables = [o for o in observables if several or not _needs_several(o)]
         self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
         """By observable and layer."""
@@ -61,17 +61,17 @@ class Recorder:
     def listening(self, shape: tuple[int, int], layers: Sequence[Layer] | None = None) -> Iterator[None]:
         """While open, one pass of sequences of this shape is recorded, through all layers or those in a row that it
         runs."""
-        asked = {observable.asks for observable in self.observables}
+        extra_data = {observable.asks for observable in self.observables}
         passing = Passing(
             anatomy=self.anatomy,
             shape=shape,
             request=ReadingRequest(
                 keys=self.keys,
-                distances=distances(shape[1]) if "distances" in asked else (),
-                own="own weights" in asked,
+                distances=distances(shape[1]) if "distances" in extra_data else (),
+                own="own weights" in extra_data,
             ),
-            weigh_mixing=self.several and "averaging law" in asked,
-            known=self.known,
+            weigh_mixing=self.several and "averaging law" in extra_data,
+            survey=self.survey,
         )
         left: dict[str, dict[int, Any]] = defaultdict(dict)
 
@@ -80,11 +80,12 @@ class Recorder:
                 if (values := observable.value(call)) is not None:
                     left[observable.name][call.index] = observable.reducer.of(values, self.joinable)
 
-        stands_out = any(map(_stands_out, self.observables))
-        with open_hooks(passing, layers or self.anatomy.layers, self._hook_points, on_hook, stands_out=stands_out):
+        layers = layers or self.anatomy.layers
+        follow = any(map(_needs_positions, self.observables))
+        with open_hooks(passing, layers, self._hook_points, on_hook, follow_positions=follow):
             yield
         self.attention_path = passing.attention_path
-        self._check_complete(left, layers or self.anatomy.layers)
+        self._check_complete(left, layers)
         self.add(left)
 
     def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
@@ -119,12 +120,12 @@ class Recorder:
 
     def results(self) -> dict[str, dict[int, Any]]:
         """By name and layer, the values over all passes; an observable may have more than one name."""
-        found: dict[str, dict[int, Any]] = defaultdict(dict)
+        values_of: dict[str, dict[int, Any]] = defaultdict(dict)
         for observable in self.observables:
             for layer, joined in sorted(self.joined.get(observable.name, {}).items()):
                 for suffix, values in observable.reducer.result(joined).items():
-                    found[observable.name + suffix][layer] = values
-        return dict(found)
+                    values_of[observable.name + suffix][layer] = values
+        return dict(values_of)
 
     def _at(self, hook_point: HookPoint, layer: int) -> list[Observable]:
         return [o for o in self.observables if o.hook_point is hook_point and (o.layers is None or layer in o.layers)]
@@ -135,12 +136,12 @@ class Recorder:
     def _check_complete(self, left: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
         """Raises if a layer reported nothing."""
         for observable in self.observables:
-            wanted = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
-            if left.get(observable.name) and (silent := sorted(wanted - left[observable.name].keys())):
+            expected = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
+            if left.get(observable.name) and (silent := sorted(expected - left[observable.name].keys())):
                 raise RuntimeError(f"layer {silent[0]} reported no {observable.name}: {blame(self.anatomy)}")
             if (
                 observable.name not in left
-                and wanted
+                and expected
                 and observable.hook_point not in (HookPoint.ATTENTION, HookPoint.BEFORE_NORM)
             ):
                 raise RuntimeError(f"no layer reported {observable.name}: {blame(self.anatomy)}")
@@ -199,7 +200,7 @@ class Recording:
     @property
     def by_position(self) -> dict[str, Tensor]:
         """[L, T] every observable that has a value in each layer at each position."""
-        everywhere = (o.name for o in self.observables if o.axes == "LT" and o.asks != "standing out")
+        everywhere = (o.name for o in self.observables if o.axes == "LT" and o.asks != "positions of interest")
         return {name: self[name] for name in everywhere if name in self}
 
     @property
@@ -238,9 +239,9 @@ def record(
     done, several = 0, batch.num_sequences > 1
     num_passes = len(chunks) * (1 if whole else 2)
 
-    def run(wanted: Sequence[Observable], known: Known | None) -> Recorder:
+    def run(selected: Sequence[Observable], survey: SurveyResult | None) -> Recorder:
         nonlocal done
-        recorder = Recorder(anatomy, wanted, keys=keys_S, known=known, several=several, joinable=not whole)
+        recorder = Recorder(anatomy, selected, keys=keys_S, survey=survey, several=several, joinable=not whole)
         for chunk in chunks:
             with without_autograd(loaded), evaluation_mode(loaded.model), recorder.listening(tuple(chunk.shape)):
                 anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)
@@ -251,9 +252,11 @@ def record(
         recorder.join_processes()
         return recorder
 
-    needs_survey = any(_stands_out(o) or o.asks == "averaging law" for o in observables)
-    known = None if whole or not needs_survey else _known(run(SURVEY, None), keys_S, batch.length)
-    recorder = run(observables, known)
+    needs_survey = any(_needs_positions(o) or o.asks == "averaging law" for o in observables)
+    survey = None
+    if needs_survey and not whole:
+        survey = _survey_result(run(SURVEY, None), keys_S, batch.length)
+    recorder = run(observables, survey)
     return Recording(
         model_name=loaded.name,
         anatomy=anatomy,
@@ -275,24 +278,24 @@ def _on_cpu(rows: list[Tensor]) -> Tensor:
 
 def _needs_several(observable: Observable) -> bool:
     """Whether it compares sequences, so that a single one has no value."""
-    return isinstance(observable.reducer, Moments | Cosine) or observable.asks == "standing out"
+    return isinstance(observable.reducer, Moments | Cosine) or observable.asks == "positions of interest"
 
 
-def _stands_out(observable: Observable) -> bool:
-    return "P" in observable.axes or observable.asks == "standing out"
+def _needs_positions(observable: Observable) -> bool:
+    return "P" in observable.axes or observable.asks == "positions of interest"
 
 
-def _known(survey: Recorder, keys_S: Tensor | None, length: int) -> Known:
-    """What the survey of all sequences found: the positions that one pass over the whole batch would have picked."""
-    found = survey.results()
+def _survey_result(survey: Recorder, keys_S: Tensor | None, length: int) -> SurveyResult:
+    """What the survey says of all sequences: the positions that one pass over the whole batch would pick."""
+    results = survey.results()
     received_T: Tensor | None = None
-    pointed_at = []
-    for layer, ratio_T in found["dom_ratio"].items():
+    top_positions = []
+    for layer, ratio_T in results["dom_ratio"].items():
         ratio_T = ratio_T.nan_to_num(nan=0.0)
         if layer >= 0:
-            received_T = with_received(received_T, found["received"][layer][None], keys_S, length)
-        pointed_at.append(point_at(ratio_T, ratio_T if received_T is None else received_T))
-    return Known(list(found.get("value_variance_by_key", {}).values()), pointed_at)
+            received_T = with_received(received_T, results["received"][layer][None], keys_S, length)
+        top_positions.append(pick_positions(ratio_T, ratio_T if received_T is None else received_T))
+    return SurveyResult(list(results.get("value_variance_by_key", {}).values()), top_positions)
 
 
 def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) -> Tensor | None:
