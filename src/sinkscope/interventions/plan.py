@@ -11,7 +11,7 @@ from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
 from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, SINK_HEAD_RATE
 from sinkscope.models.anatomy import Layer, Unit, as_unit
 from sinkscope.tracing.findings import Findings
-from sinkscope.tracing.movers import SuperNeuron
+from sinkscope.tracing.super_neurons import SuperNeuron
 
 SUPER_NEURON_SHARE = 0.005
 """Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
@@ -124,7 +124,7 @@ def candidate_units(findings: Findings, sink: int) -> list[Unit]:
     """
     return [
         as_unit(unit)
-        for unit in findings.movers
+        for unit in findings.moving_neurons
         if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= LEVEL_ELSEWHERE)
     ]
 

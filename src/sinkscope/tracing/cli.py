@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sinkscope.models.loading import LoadedModel
     from sinkscope.tracing.findings import Findings
-    from sinkscope.tracing.movers import SuperNeuron
+    from sinkscope.tracing.super_neurons import SuperNeuron
     from sinkscope.tracing.trace import Trace
 
 

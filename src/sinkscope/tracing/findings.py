@@ -29,8 +29,8 @@ from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval
 from sinkscope.tracing.layer_call import rank_index
 from sinkscope.tracing.lock import read_lock
-from sinkscope.tracing.movers import SuperNeuron, movers, rest_of
 from sinkscope.tracing.recorder import Recording
+from sinkscope.tracing.super_neurons import SuperNeuron, neurons_that_move, rest_of
 
 NEEDED = frozenset(
     {
@@ -214,9 +214,9 @@ class Findings:
         return sorted(peak, key=lambda dimension: -peak[dimension])
 
     @cached_property
-    def movers(self) -> list[SuperNeuron]:
-        """The units that move dimensions which are massive in some layer at a focus position, strongest write first."""
-        return movers(
+    def moving_neurons(self) -> list[SuperNeuron]:
+        """The neurons that move dimensions which are massive in some layer at a focus position, strongest first."""
+        return neurons_that_move(
             self.recording,
             {
                 position: (
@@ -229,8 +229,8 @@ class Findings:
 
     @property
     def super_neurons(self) -> list[SuperNeuron]:
-        """The movers in layers before or after which the dimension is massive."""
-        return [unit for unit in self.movers if unit.stands]
+        """Those in layers before or after which the dimension is massive."""
+        return [unit for unit in self.moving_neurons if unit.stands]
 
     @cached_property
     def variance_ratio(self) -> Tensor | None:

@@ -153,7 +153,7 @@ def trace(
     if result.has_findings:
         # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
         with evaluation_mode(loaded.model):
-            _ = result.findings.lock, result.findings.movers, result.findings.output_channel_norms
+            _ = result.findings.lock, result.findings.moving_neurons, result.findings.output_channel_norms
     return result
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward units that move the massive dimensions of a position, and how sparse their output vectors are."""
+"""The feed-forward neurons that move the massive dimensions of a position, and how sparse their output vectors are."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class SuperNeuron:
     """Median over the layer's units of the energy share of the top dimension."""
 
 
-Traced = tuple[Sequence[int | None], Collection[tuple[int, int]]]
+MassiveAtPosition = tuple[Sequence[int | None], Collection[tuple[int, int]]]
 """Of a position: where it stands among those recorded in full, by row of the residual stream (the first enters layer
 0), and the (layer, dimension) in which it is massive."""
 
 
-def movers(recording: Recording, positions: Mapping[int, Traced]) -> list[SuperNeuron]:
-    """The units that move the massive dimensions of some positions, strongest write first."""
+def neurons_that_move(recording: Recording, positions: Mapping[int, MassiveAtPosition]) -> list[SuperNeuron]:
+    """The neurons that move the massive dimensions of some positions, strongest write first."""
     top_share = cache(lambda layer: _median_top_share(recording.anatomy.layers[layer]))
-    found: list[SuperNeuron] = []
+    neurons: list[SuperNeuron] = []
     for position, (slots, massive) in positions.items():
-        found += _at_position(recording, position, slots, massive, top_share) if massive else []
-    return sorted(found, key=lambda unit: -abs(unit.write))
+        if massive:
+            neurons += _at_position(recording, position, slots, massive, top_share)
+    return sorted(neurons, key=lambda neuron: -abs(neuron.write))
 
 
 def _at_position(
@@ -70,7 +71,7 @@ def _at_position(
     massive_LM = torch.tensor(
         [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
     )
-    found = []
+    neurons = []
     for layer in recording.anatomy.layers:
         if (slot := slots[layer.index + 1]) is None:
             continue
@@ -102,7 +103,7 @@ def _at_position(
             # A unit writes if it pushes the way the larger of the values before and after the layer points, else
             # it erases.
             writes = write * max(sides, key=abs) > 0
-            found.append(
+            neurons.append(
                 SuperNeuron(
                     position=position,
                     layer=layer.index,
@@ -119,7 +120,7 @@ def _at_position(
                     layer_top_share=top_share(layer.index),
                 )
             )
-    return found
+    return neurons
 
 
 def _median_top_share(layer: Layer) -> float:
