@@ -29,15 +29,15 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
     findings = result.findings
     assert findings.sinks[0].position == 0
     assert findings.sinks[0].low > 0.5
-    assert findings.birth_layers
+    assert findings.appears_in
     strongest = findings.massive_dimensions[0]
-    birth = max(findings.birth_layers, key=lambda layer: result.recording["dom_ratio"][layer, 0])
+    birth = max(findings.appears_in, key=lambda layer: result.recording["dom_ratio"][layer, 0])
     writers = [unit for unit in findings.super_neurons if unit.layer == birth and unit.role == "writes"]
     assert sum(unit.write_share for unit in writers) > 0.5
     assert writers[0].dimension == strongest
     assert float(writers[0].sparsity.top_share) > 5 * writers[0].layer_top_share
     assert result.story.startswith(("Position 0 ", "Positions 0 "))
-    assert f"layer {findings.birth_layers[0]} " in result.story.partition("first written by")[2]
+    assert f"layer {findings.appears_in[0]} " in result.story.partition("first written by")[2]
 
 
 def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):

@@ -83,8 +83,8 @@ def test_a_planted_writer_and_eraser_are_found(position):
     ids = tokens(position)
     found = trace(written_and_erased(ids), ids)
     findings = found.findings
-    assert findings.births == {position: ([1], [2])}
-    assert (findings.birth_layers, findings.erasure_layers) == ([1], [2])
+    assert findings.disparity_layers == {position: ([1], [2])}
+    assert (findings.appears_in, findings.disappears_in) == ([1], [2])
     assert findings.massive_dimensions == [MASSIVE]
     assert sorted(units(found)) == [(1, None, 17, MASSIVE, "writes"), (2, None, 30, MASSIVE, "erases")]
     writer, eraser = sorted(findings.super_neurons, key=lambda unit: unit.layer)
@@ -152,7 +152,7 @@ def test_contrast_of_a_unit_that_is_all_but_silent_elsewhere():
 def test_disparity_can_be_born_again():
     ids = tokens(0)
     found = trace(written_and_erased(ids, again=True), ids)
-    assert found.findings.births == {0: ([1, 3], [2])}
+    assert found.findings.disparity_layers == {0: ([1, 3], [2])}
     # The third writes the other way; that is no erasure, since nothing was left to erase.
     assert sorted(units(found)) == [
         (1, None, 17, MASSIVE, "writes"),
@@ -166,7 +166,7 @@ def test_another_dimension_that_was_never_massive_does_not_keep_disparity_alive(
     ids = tokens(0)
     found = trace(written_and_erased(ids, trigger=4.5), ids).findings
     assert found.massive_dimensions == [MASSIVE]
-    assert found.births == {0: ([1], [2])}
+    assert found.disparity_layers == {0: ([1], [2])}
 
 
 def test_disparity_that_is_not_erased_stays():
@@ -174,7 +174,7 @@ def test_disparity_that_is_not_erased_stays():
     model = quiet_model()
     plant_neuron(model, 1, 17, trigger=TRIGGER, value=VALUE, ids=ids)
     found = trace(model, ids)
-    assert found.findings.births == {0: ([1], [])}
+    assert found.findings.disparity_layers == {0: ([1], [])}
     assert {entry.layer for entry in found.findings.massive} == {1, 2, 3}
     assert units(found) == [(1, None, 17, MASSIVE, "writes")]
 
@@ -185,7 +185,7 @@ def test_disparity_of_the_embedding_is_born_before_layer_0():
     with torch.no_grad():
         model.get_input_embeddings().weight[SPECIAL, MASSIVE] = VALUE
     found = trace(model, ids)
-    assert found.findings.births == {0: ([-1], [])}
+    assert found.findings.disparity_layers == {0: ([-1], [])}
     assert units(found) == []
 
 
@@ -207,7 +207,7 @@ def test_control_with_the_neuron_silenced_nothing_is_found():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, 17] = 0.0
     found = trace(model, ids)
-    assert found.findings.births == {}
+    assert found.findings.disparity_layers == {}
     assert found.findings.massive == []
     assert found.findings.massive_dimensions == []
     assert found.findings.super_neurons == []
@@ -242,7 +242,7 @@ def test_a_planted_writer_among_experts_is_found():
         experts.down_proj[2, MASSIVE, 17] = 2.0
     found = trace(model, ids)
     assert units(found) == [(1, 2, 17, MASSIVE, "writes")]
-    assert found.findings.births == {0: ([1], [])}
+    assert found.findings.disparity_layers == {0: ([1], [])}
     written = next(entry.value for entry in found.findings.massive if entry.layer == 1)
     assert found.findings.super_neurons[0].write == pytest.approx(written, rel=1e-2)
     assert found.findings.super_neurons[0].write_share > 0.9
@@ -358,7 +358,7 @@ def test_a_sink_with_a_chain_behind_it_is_told():
     plant_sink_head(model, 2, 1, reads=MASSIVE)  # between birth and erasure the massive dimension is the key
     found = trace(model, ids)
     assert found.findings.focus == [10]
-    assert found.findings.births == {10: ([1], [2])}
+    assert found.findings.disparity_layers == {10: ([1], [2])}
     assert "Position 10 is a sink" in found.story
     for words in ("appears in layer 1", "disappears in layer 2", "dimension 9", "neuron 17 of layer 1"):
         assert words in found.story
@@ -391,9 +391,9 @@ def test_many_disparate_positions_have_their_own_births():
         hidden = model(ids, use_cache=False, output_hidden_states=True).hidden_states
     assert all(float(hidden[row][:, positions, MASSIVE].min()) > 0.99 * VALUE for row in (2, 3))
     found = trace(model, ids).findings
-    assert found.births
-    assert set(found.births) <= set(positions)
-    assert {position: layers for position, layers in found.births.items() if layers != ([1], [])} == {}
+    assert found.disparity_layers
+    assert set(found.disparity_layers) <= set(positions)
+    assert {position: layers for position, layers in found.disparity_layers.items() if layers != ([1], [])} == {}
 
 
 def test_a_sink_whose_disparity_is_not_the_largest_has_its_chain():
@@ -415,7 +415,7 @@ def test_a_sink_whose_disparity_is_not_the_largest_has_its_chain():
     plant_sink_head(model, 2, 1, reads=MASSIVE)
     found = trace(model, ids).findings
     assert [sink.position for sink in found.sinks] == [40]
-    assert found.births == {40: ([1], [])}
+    assert found.disparity_layers == {40: ([1], [])}
     assert [(unit.layer, unit.neuron) for unit in found.super_neurons if unit.position == 40] == [(1, 17)]
 
 

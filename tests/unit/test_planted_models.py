@@ -319,7 +319,7 @@ def test_trace_finds_what_is_planted(kind):
     assert (findings.massive_dimensions if findings.focus else []) == ([facts.massive_dimension] if sparse else [])
     assert [(unit.layer, unit.neuron) for unit in findings.super_neurons] == (facts.super_neurons if sparse else [])
     for unit in findings.super_neurons:
-        assert findings.birth_layers == [unit.layer]
+        assert findings.appears_in == [unit.layer]
         assert unit.write_share > 0.99
         assert unit.contrast > 20
         assert unit.sparsity.top_share > 0.99

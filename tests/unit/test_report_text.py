@@ -138,5 +138,5 @@ def test_the_neuron_that_the_story_names_is_listed_first():
             (0, 1, "writes", 83),
         ]
     ]
-    findings = SimpleNamespace(super_neurons=units, birth_layers=[1, 11], focus=[0, 5])
-    assert [unit.neuron for unit in trace_cli._from_the_birth(findings)] == [83, 1229, 678]
+    findings = SimpleNamespace(super_neurons=units, appears_in=[1, 11], focus=[0, 5])
+    assert [unit.neuron for unit in trace_cli._first_writers_first(findings)] == [83, 1229, 678]

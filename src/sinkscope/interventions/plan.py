@@ -81,7 +81,7 @@ def make_plan(findings: Findings) -> Plan:
     sink, _ = findings.strongest
     recording = findings.recording
     anatomy = recording.anatomy
-    births, erasures = findings.births.get(sink, ([], []))
+    births, erasures = findings.disparity_layers.get(sink, ([], []))
     sink_layers = (recording["head_sink_rate"][:, :, sink].mean(1) >= SINK_RATE).nonzero().flatten().tolist()
     first = next((layer for layer in births if layer >= 0), None)
     if first is not None and anatomy.parallel:

@@ -119,7 +119,7 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
-            for u in _from_the_birth(findings)
+            for u in _first_writers_first(findings)
         ]
         columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
         out.table(f"super neurons at position {findings.focus[0]}", columns, rows)
@@ -127,13 +127,13 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     out.say(f"Tables and summary: {path}")
 
 
-def _from_the_birth(findings: Findings) -> list[SuperNeuron]:
+def _first_writers_first(findings: Findings) -> list[SuperNeuron]:
     """The super neurons at the foremost position: first those that begin its disparity, which the story names."""
-    births = findings.birth_layers
+    appears_in = findings.appears_in
     units = [unit for unit in findings.super_neurons if unit.position == findings.focus[0]]
     return sorted(
         units,
-        key=lambda u: births.index(u.layer) if u.layer in births and u.role == "writes" else len(births),
+        key=lambda u: appears_in.index(u.layer) if u.layer in appears_in and u.role == "writes" else len(appears_in),
     )
 
 

@@ -1,5 +1,5 @@
-"""What a trace shows: sinks, where disparity is born and erased, the massive dimensions, and the units that write or
-erase them.
+"""What a trace shows: sinks, where disparity appears and disappears, the massive dimensions, and the neurons that write
+or erase them.
 
 No position, layer, dimension or count is assumed; every threshold is in `sinkscope.measures` or here, with its
 reason.
@@ -43,8 +43,8 @@ NEEDED = frozenset(
 UNKNOWN = -1
 """Stands for the massive dimension of a position that was not kept in full."""
 HYSTERESIS = 0.5
-"""Disparity counts as erased only when it falls below this fraction of the bounds for birth, so that noise at the
-threshold makes no births."""
+"""Disparity has disappeared only when it falls below this fraction of the bounds at which it appears, so that noise at
+the threshold does not make it appear twice."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Findings:
         dimensions = ", ".join(map(str, self.massive_dimensions[:4])) or "none"
         return (
             f"Findings on {name}: sinks: {sinks or 'none'}{more}; massive dimensions: {dimensions}; "
-            f"disparity appears in layers {', '.join(map(str, self.birth_layers)) or 'none'}"
+            f"disparity appears in layers {', '.join(map(str, self.appears_in)) or 'none'}"
         )
 
     @cached_property
@@ -169,13 +169,13 @@ class Findings:
         return sorted(largest, key=lambda position: -largest[position])
 
     @cached_property
-    def births(self) -> dict[int, tuple[list[int], list[int]]]:
-        """By focus position: layers in which disparity is born, and in which it is erased; -1 is the stream entering
+    def disparity_layers(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By focus position: layers in which disparity appears, and in which it disappears; -1 is the stream entering
         layer 0."""
         result = {}
         for position in self.focus:
-            births: list[int] = []
-            erasures: list[int] = []
+            appears_in: list[int] = []
+            disappears_in: list[int] = []
             members: set[int] = set()
             for row in range(len(self._positions)):
                 massive, still = self._disparity_at(row, position)
@@ -183,22 +183,22 @@ class Findings:
                 matched = still if UNKNOWN in members | still else members & still
                 alive = massive | (matched if members else set())
                 if alive and not members:
-                    births.append(row - 1)
+                    appears_in.append(row - 1)
                 elif members and not alive:
-                    erasures.append(row - 1)
+                    disappears_in.append(row - 1)
                 members = alive
-            result[position] = (births, erasures)
+            result[position] = (appears_in, disappears_in)
         return result
 
     @property
-    def birth_layers(self) -> list[int]:
-        """Layers in which disparity is born at the foremost position in focus."""
-        return self.births[self.focus[0]][0] if self.focus else []
+    def appears_in(self) -> list[int]:
+        """Layers in which disparity appears at the foremost position in focus."""
+        return self.disparity_layers[self.focus[0]][0] if self.focus else []
 
     @property
-    def erasure_layers(self) -> list[int]:
-        """Layers in which disparity is erased at the foremost position in focus."""
-        return self.births[self.focus[0]][1] if self.focus else []
+    def disappears_in(self) -> list[int]:
+        """Layers in which disparity disappears at the foremost position in focus."""
+        return self.disparity_layers[self.focus[0]][1] if self.focus else []
 
     @property
     def massive_dimensions(self) -> list[int]:

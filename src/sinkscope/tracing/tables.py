@@ -214,8 +214,8 @@ def _layers(findings: Findings) -> dict:
         "massive_activations_sink": massive_at_sink,
         "effective_rank": ranks or unknown,
         "effective_rank_without_sink": ranks_without_sink or unknown,
-        "born": [layer in findings.birth_layers for layer in range(num_layers)],
-        "erased": [layer in findings.erasure_layers for layer in range(num_layers)],
+        "born": [layer in findings.appears_in for layer in range(num_layers)],
+        "erased": [layer in findings.disappears_in for layer in range(num_layers)],
         **recorded_columns(recording, "L"),
     }
 

@@ -183,13 +183,13 @@ def trace_summary(findings: Findings) -> dict:
                 "high": sink.high,
                 "layers": sink.layers,
                 "mean_attention": sink.mean_attention,
-                "birth_layers": findings.births[sink.position][0],
-                "erasure_layers": findings.births[sink.position][1],
+                "birth_layers": findings.disparity_layers[sink.position][0],
+                "erasure_layers": findings.disparity_layers[sink.position][1],
             }
             for sink in findings.sinks
         ],
-        "birth_layers": findings.birth_layers,
-        "erasure_layers": findings.erasure_layers,
+        "birth_layers": findings.appears_in,
+        "erasure_layers": findings.disappears_in,
         "massive_dimensions": findings.massive_dimensions,
         "super_neurons": [
             {
@@ -241,9 +241,9 @@ def story(findings: Findings) -> str:
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it." + _cut(findings)
     dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
-    appears_in = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.birth_layers]
+    appears_in = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.appears_in]
     text += f"; disparity appears in {' and '.join(appears_in)}" if appears_in else ""
-    disappears_in = [f"layer {layer}" for layer in findings.erasure_layers]
+    disappears_in = [f"layer {layer}" for layer in findings.disappears_in]
     text += f", disappears in {' and '.join(disappears_in)}" if disappears_in else ""
     text += (
         f", in dimension {dimensions}"
@@ -252,7 +252,7 @@ def story(findings: Findings) -> str:
     )
     writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
     # A later layer may write more, and the sink not need it: the neuron that first wrote the disparity is named.
-    first = [unit for layer in findings.birth_layers for unit in writers if unit.layer == layer]
+    first = [unit for layer in findings.appears_in for unit in writers if unit.layer == layer]
     if writers:
         unit = (first or writers)[0]
         expert = "" if unit.expert is None else f", expert {unit.expert}"
