@@ -178,10 +178,10 @@ NEW_KIND = """
 from sinkscope.interventions import kinds
 
 def negated(setting, values, where):
-    from sinkscope.interventions.aggregation import AggregationEdit
+    from sinkscope.interventions.aggregation import ChangeAggregation
 
     mean = setting.calibration
-    return [AggregationEdit(setting.loaded, "scale_norm", at, -1.0, calibration=mean) for (at,) in values]
+    return [ChangeAggregation(setting.loaded, "scale_norm", at, -1.0, calibration=mean) for (at,) in values]
 
 kinds.KINDS["negate"] = kinds.Kind(
     form="POSITION",

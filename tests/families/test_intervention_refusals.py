@@ -10,7 +10,7 @@ from tiny_models import CONFIGURATIONS, tiny_model
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import (
-    AggregationEdit,
+    ChangeAggregation,
     amplify_variance,
     equalise_variance,
     random_direction,
@@ -268,7 +268,7 @@ COMPOSED = {
 }
 
 
-def amplify(model, position: int) -> AggregationEdit:
+def amplify(model, position: int) -> ChangeAggregation:
     return amplify_variance(model, position, 3.0, calibration=CALIBRATION)
 
 

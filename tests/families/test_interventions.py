@@ -18,7 +18,7 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 from torch import Tensor
 
-from sinkscope.interventions.aggregation import AggregationEdit, amplify_variance
+from sinkscope.interventions.aggregation import ChangeAggregation, amplify_variance
 from sinkscope.interventions.base import together
 from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.interventions.mask import edit_mask, mask_to_self
@@ -420,7 +420,7 @@ def test_aggregation_edits_equal_eager(family, formula):
     seen = calibrate(this, formula, position, 3.0, (0, 1))
     edit = functools.partial(aggregation_edit, formula, position=position, factor=3.0)
     expected = eager_pass(family, this.model, this.ids, aggregation=edit(seen))
-    with AggregationEdit(this.model, formula, position, 3.0, calibration=this.calibration, layers=[0, 1]):
+    with ChangeAggregation(this.model, formula, position, 3.0, calibration=this.calibration, layers=[0, 1]):
         found = own_pass(this)
         if only_scales or formula == "amplify_variance":
             assert_traced(this, expected)

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope.interventions.aggregation import kept_batch
+from sinkscope.interventions.aggregation import cached_batch
 from sinkscope.interventions.base import together
 
 LENGTH = 24
@@ -90,7 +90,7 @@ def test_what_acts_on_later_tokens_alone_is_left_out(loaded, batch):
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_means_are_those_of_feed_forwards_that_run_whole(loaded, batch, name):
     num_layers, run = len(loaded.model.model.layers), []
-    kept, others = kept_batch(loaded.model, batch, range(num_layers)), OTHERS[name](loaded, batch)
+    kept, others = cached_batch(loaded.model, batch, range(num_layers)), OTHERS[name](loaded, batch)
     hook = loaded.model.model.layers[0].mlp.act_fn.register_forward_pre_hook(
         lambda module, args: run.append(args[0].shape[1])
     )
@@ -103,7 +103,7 @@ def test_the_means_are_those_of_feed_forwards_that_run_whole(loaded, batch, name
 
 
 def test_control_what_is_kept_must_be_of_the_same_tokens(loaded, batch):
-    kept = kept_batch(loaded.model, batch, range(len(loaded.model.model.layers)))
+    kept = cached_batch(loaded.model, batch, range(len(loaded.model.model.layers)))
     other = replace(batch, ids=batch.ids.flip(0))
     found, _ = calibrated(loaded, replace(kept, ids=other.ids), [])
     assert (found - calibrated(loaded, other, [])[0]).abs().max() > 1e-4

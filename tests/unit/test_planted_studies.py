@@ -13,7 +13,7 @@ import torch
 from planted_models import DECOYS, LOCKS, caused, decoy, locked, planted_chain, random_tokens, true_of
 
 from sinkscope.arguments import STUDY_SEQUENCES
-from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.aggregation import ChangeAggregation
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import densify_neurons
 from sinkscope.models.anatomy import Unit
@@ -77,17 +77,17 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
 
 
 @functools.cache
-def small_chain() -> tuple[Any, Study, list[AggregationEdit]]:
+def small_chain() -> tuple[Any, Study, list[ChangeAggregation]]:
     """(the chain, its smallest study, the edits of the aggregation made for it), read by several tests."""
     model, _ = planted_chain(0)
     made = []
 
-    def kept(edit, *args, make=AggregationEdit.__init__, **options) -> None:
+    def kept(edit, *args, make=ChangeAggregation.__init__, **options) -> None:
         make(edit, *args, **options)
         made.append(edit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AggregationEdit, "__init__", kept)
+        patch.setattr(ChangeAggregation, "__init__", kept)
         return model, study(load(model), **SMALL), made
 
 

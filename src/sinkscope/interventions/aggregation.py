@@ -1,10 +1,10 @@
-"""Edits of the value aggregation o of one position, before the output projection: variance amplification and its
-controls.
+"""Interventions on the value aggregation o of one position, before the output projection: variance amplification and
+its controls.
 
-What becomes of o is said in `formulas`. The mean that they need is taken layer by layer with the edit active below and
-the other interventions on, then frozen: a result depends neither on chunking nor on the sequences it is measured on.
-What brings moments to a level stands in `matching`.
-Axes: B sequences, T positions, H heads, D head size, C = H * D channels.
+The formulas for the new o are in `formulas`. The mean that they need is taken layer by layer with the intervention
+active below and the other interventions on, then frozen: a result depends neither on chunking nor on the sequences it
+is measured on. `matching` brings moments to a level. Axes: B sequences, T positions, H heads, D head size, C = H * D
+channels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sinkscope.interventions.base import (
     together,
 )
 from sinkscope.interventions.formulas import FORMULAS, LATER, OF_DEVIATION, LayerCalibration
-from sinkscope.interventions.neurons import NeuronEdit
+from sinkscope.interventions.neurons import ChangeNeurons
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
@@ -49,11 +49,11 @@ from sinkscope.tracing.single_reader import evaluation_mode
 AGGREGATION, BEFORE_NORM = "aggregation", "aggregation before its norm"
 """What is acted on: what enters the output projection, or the norm before it."""
 
-AtAggregation = Callable[[Tensor, slice | Tensor], Tensor | None]
-"""(aggregation [B, T, C], the channels acted on) -> what takes its place; None leaves it."""
+AggregationHook = Callable[[Tensor, slice | Tensor], Tensor | None]
+"""(aggregation [B, T, C], the channels acted on) -> the new aggregation; None leaves it as it is."""
 
 
-class AggregationEdit(Intervention):
+class ChangeAggregation(Intervention):
     """One formula on the aggregation of one position, calibrated with whatever else is on."""
 
     def __init__(
@@ -98,13 +98,13 @@ class AggregationEdit(Intervention):
             )
         self._model, self._batch = bare_model(model), calibration
         self._calibrations: dict[tuple[Intervention, ...], dict[int, LayerCalibration]] = {}
-        """By the interventions that were on."""
+        """By the interventions that were on meanwhile."""
         self.calibrated: dict[int, LayerCalibration] = {}
         """By layer, as of now."""
         self.prepare()
 
     def prepare(self) -> None:
-        """What must be known before the first calibration."""
+        """Works out what the first calibration needs."""
 
     def formula(self, old_BC: Tensor, layer: int) -> Tensor:
         """What the aggregation at the position becomes."""
@@ -115,7 +115,7 @@ class AggregationEdit(Intervention):
         return super().by_sequence or self.name in ("swap_deviation", "random_direction")
 
     def calibrate(self) -> None:
-        # What is meant for certain sequences means nothing to those of the calibration.
+        # An intervention on certain sequences of the batch has no counterpart among the calibration's sequences.
         others = tuple(
             other
             for other in active(self.anatomy)
@@ -124,13 +124,17 @@ class AggregationEdit(Intervention):
         self._calibrate_with(self._reaching(others))
 
     def _reaching(self, others: tuple[Intervention, ...]) -> tuple[Intervention, ...]:
-        """Those that can change the position: in a causal model not what acts on later ones alone, unless a mask shows
-        those to earlier ones."""
+        """Those that can change the position. In a causal model one that acts on later positions alone cannot, unless a
+        mask lets earlier positions attend to them."""
         if self.name in LATER:
             return others
-        last, reaching = self.position, ()
-        while len(found := tuple(other for other in others if other.first_position <= last)) > len(reaching):
-            last, reaching = max([last, *(position for other in found for position in other.needs or ())]), found
+        last, num_reaching = self.position, -1
+        reaching: tuple[Intervention, ...] = ()
+        while len(reaching) > num_reaching:  # each round may show the position to later ones
+            num_reaching = len(reaching)
+            reaching = tuple(other for other in others if other.first_position <= last)
+            for other in reaching:
+                last = max(last, *(other.needs or (last,)))
         return reaching
 
     def _calibrate_with(self, others: tuple[Intervention, ...]) -> None:
@@ -141,23 +145,23 @@ class AggregationEdit(Intervention):
                 self._batch,
                 self.place,
                 others,
-                lambda layer: self._edit(layer, lambda index: None, calibrating=True),
+                lambda layer: self._hook(layer, lambda index: None, calibrating=True),
                 whole=self.name in LATER,
             )
-            self._calibrations[others] = self.calibrated  # now that it is whole: a level may have been refused
+            self._calibrations[others] = self.calibrated  # stored once it is whole: a level may have been refused
         self.calibrated = self._calibrations[others]
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
-        # While another is calibrated this one is too, layer by layer on what runs there: what it found before, with
-        # less on, would no longer be right, and in which order they were entered would matter.
+        # While another intervention is calibrated this one is calibrated again, layer by layer on the same pass. Its
+        # earlier means were taken with fewer interventions on, and the result would depend on the order of entering.
         if inside := depth() > 0:
             stack.callback(setattr, self, "calibrated", self.calibrated)
             self.calibrated = {}
         for layer in self.layers():
-            at_aggregation(self.anatomy, layer, self.place, stack, self._edit(layer, acted, calibrating=inside))
+            hook_aggregation(self.anatomy, layer, self.place, stack, self._hook(layer, acted, calibrating=inside))
 
-    def _edit(self, layer: Layer, acted: Acted, *, calibrating: bool) -> AtAggregation:
-        def edit(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
+    def _hook(self, layer: Layer, acted: Acted, *, calibrating: bool) -> AggregationHook:
+        def hook(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
             acted(layer.index)
             if calibrating:
                 seen_BTC = aggregation_BTC[..., chosen]
@@ -171,10 +175,10 @@ class AggregationEdit(Intervention):
             changed[:, self.position, chosen] = new_BC.to(changed.dtype)
             return changed
 
-        return edit
+        return hook
 
     def check_deviation(self) -> None:
-        """Refuses where no sequence differs from another; that is known once the edit is on."""
+        """Refuses where no sequence differs from another; that is known once the intervention is on."""
         if self.name in OF_DEVIATION and self.calibrated and not any(seen.varies for seen in self.calibrated.values()):
             raise no_variance(f"at position {self.position}")
 
@@ -196,20 +200,20 @@ def no_variance(where: str) -> InputError:
     )
 
 
-def at_aggregation(
-    anatomy: Anatomy, layer: Layer, place: Place, stack: contextlib.ExitStack, edit: AtAggregation
+def hook_aggregation(
+    anatomy: Anatomy, layer: Layer, place: Place, stack: contextlib.ExitStack, hook: AggregationHook
 ) -> None:
-    """Until the stack is closed, calls `edit` with the layer's aggregation; what it gives back takes its place."""
+    """Until the stack is closed, calls `hook` with the layer's aggregation and puts its result in its place."""
     shape, before_norm = BatchShape(layer, stack), place.on == BEFORE_NORM
 
-    def hook(module, args):
+    def before_projection(module, args):
         aggregation_BTC = shape.unflatten(args[0].flatten(-2) if before_norm else args[0], place)  # a norm gets heads
-        changed = edit(aggregation_BTC, _channels(aggregation_BTC, anatomy.num_heads, place))
+        changed = hook(aggregation_BTC, _channels(aggregation_BTC, anatomy.num_heads, place))
         return None if changed is None else (changed.reshape(args[0].shape), *args[1:])
 
     entered = layer.aggregation_norm if before_norm else layer.output_projection
     assert entered is not None
-    hook_on(stack, entered, hook)
+    hook_on(stack, entered, before_projection)
 
 
 def _channels(aggregation_BTC: Tensor, num_heads: int, place: Place) -> slice | Tensor:
@@ -225,27 +229,30 @@ def run_with_aggregations(
     batch: TokenBatch,
     place: Place,
     others: Iterable[Intervention],
-    edit: Callable[[Layer], AtAggregation],
+    hook_of: Callable[[Layer], AggregationHook],
     *,
     whole: bool = False,
 ) -> None:
-    """One pass of a batch as far as the last layer of a place, with `others` on and no more, and an edit in each of its
-    layers. `whole`: the edit looks at positions after the place's too."""
+    """One pass of a batch as far as the last layer of a place, with `others` on and no more, and a hook in each of its
+    layers. `whole`: the hook reads positions after the place's too."""
     others = tuple(others)
     if not place.layers:
         return
     whole = whole or any(other.name in LATER for other in others)
-    # A causal model knows a position without the tokens after it: those that nothing asks for are not read.
+    # In a causal model later tokens change nothing at a position, so tokens behind the last one needed are left out.
     needed = [place.positions, *(other.needs for other in others)]
     num_read = batch.length
     if not whole and None not in needed:
-        num_read = 1 + max((1, *(position for each in needed for position in each or ())))
+        last = 1
+        for positions in needed:
+            last = max(last, *(positions or (last,)))
+        num_read = last + 1
     anatomy = anatomy_of(model)
     with suspend(), together(others), contextlib.ExitStack() as stack:
         layers = [anatomy.layers[index] for index in place.layers]
         for layer in layers:
-            at_aggregation(anatomy, layer, place, stack, edit(layer))
-        if isinstance(batch, KeptBatch) and not any(isinstance(other, NeuronEdit) for other in others):
+            hook_aggregation(anatomy, layer, place, stack, hook_of(layer))
+        if isinstance(batch, CachedBatch) and not any(isinstance(other, ChangeNeurons) for other in others):
             first = min((*(place.positions or (0,)), *(other.first_position for other in others)))
             stack.enter_context(batch.cache.used_before(first))
         stack.enter_context(torch.no_grad())
@@ -255,19 +262,19 @@ def run_with_aggregations(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptBatch(TokenBatch):
+class CachedBatch(TokenBatch):
     """A batch that many calibrations share, with what the baseline's feed-forwards write for it."""
 
     cache: FeedForwardCache
 
 
-def kept_batch(model: torch.nn.Module, batch: TokenBatch, layers: Sequence[int]) -> KeptBatch:
-    """For calibrations in these layers, which must see the weights that the model has now."""
+def cached_batch(model: torch.nn.Module, batch: TokenBatch, layers: Sequence[int]) -> CachedBatch:
+    """For calibrations in these layers. To be made again whenever the model's weights change."""
     cache = FeedForwardCache(anatomy_of(model).layers[: max(layers)])
     place = Place(on=AGGREGATION, layers=tuple(layers))
     with cache.filling():
         run_with_aggregations(model, batch, place, (), lambda layer: lambda aggregation, chosen: None, whole=True)
-    return KeptBatch(**vars(batch), cache=cache)
+    return CachedBatch(**vars(batch), cache=cache)
 
 
 def amplify_variance(
@@ -277,13 +284,13 @@ def amplify_variance(
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "amplify_variance", position, factor, calibration=calibration, **where)
+    return ChangeAggregation(model, "amplify_variance", position, factor, calibration=calibration, **where)
 
 
 def scale_norm(
@@ -293,13 +300,13 @@ def scale_norm(
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "scale_norm", position, factor, calibration=calibration, **where)
+    return ChangeAggregation(model, "scale_norm", position, factor, calibration=calibration, **where)
 
 
 def shift_mean(
@@ -309,13 +316,13 @@ def shift_mean(
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "shift_mean", position, factor, calibration=calibration, **where)
+    return ChangeAggregation(model, "shift_mean", position, factor, calibration=calibration, **where)
 
 
 def swap_deviation(
@@ -325,13 +332,13 @@ def swap_deviation(
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """As amplification, with another sequence's deviation.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "swap_deviation", position, factor, calibration=calibration, **where)
+    return ChangeAggregation(model, "swap_deviation", position, factor, calibration=calibration, **where)
 
 
 def random_direction(
@@ -341,21 +348,21 @@ def random_direction(
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """As amplification, along a random direction of equal norm.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "random_direction", position, factor, calibration=calibration, **where)
+    return ChangeAggregation(model, "random_direction", position, factor, calibration=calibration, **where)
 
 
 def equalise_variance(
     model: Model, position: int, *, calibration: TokenBatch | None = None, **where: Unpack[AggregationPlace]
-) -> AggregationEdit:
+) -> ChangeAggregation:
     """The variance at `position` is brought down to that of the later half of positions.
 
     `where` takes layers, heads and sequences, all of them by default, and before_norm. Without a calibration, one of
     random tokens is drawn.
     """
-    return AggregationEdit(model, "equalise_variance", position, calibration=calibration, **where)
+    return ChangeAggregation(model, "equalise_variance", position, calibration=calibration, **where)

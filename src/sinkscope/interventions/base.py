@@ -42,15 +42,16 @@ from sinkscope.tracing.single_reader import everything_eager, single_reader
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""
 MIN_CALIBRATION = 64
-"""Sequences that a mean is taken over at least, and that are drawn where none are given."""
+"""Sequences that a mean needs at least, and that are drawn where a user gives none."""
 DRAWN_LENGTH, DRAWN_SEED = 64, 1
-"""Of these: at least so many tokens. The seed is another than that of `token_batch`, which draws what is judged."""
+"""Of the sequences that are drawn: the least number of tokens, and a seed other than the one with which `token_batch`
+draws the sequences that are judged."""
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 
 
 class AttentionPlace(TypedDict, total=False):
-    """Where an edit of attention acts; what is left out is all of them."""
+    """Where an intervention on attention acts; what is left out is all of them."""
 
     layers: int | Sequence[int] | None
     heads: int | Sequence[int] | None
@@ -63,7 +64,7 @@ class AggregationPlace(AttentionPlace, total=False):
 
 
 class TokenPlace(TypedDict, total=False):
-    """At which tokens an edit acts; what is left out is all of them."""
+    """At which tokens an intervention acts; what is left out is all of them."""
 
     positions: int | Sequence[int] | None
     sequences: int | Sequence[int] | None
@@ -103,11 +104,11 @@ class Intervention(contextlib.AbstractContextManager):
 
     name = "intervention"
     holds_a_batch = False
-    """Whether it knows the values of one batch, and so means nothing to the one that others are calibrated on."""
+    """Whether it holds the values of one batch, and so cannot act on the batch that others are calibrated on."""
     calibrated_on: str | None = None
-    """What its means are from, in words; None where it needs none."""
+    """Where its means come from, in words; None where it needs none."""
     needs: tuple[int, ...] | None = None
-    """The positions that a text must have so that this acts as on a longer one; None: it goes by the whole text."""
+    """The positions that a text must have for this to act as on a longer one; None: it reads the whole text."""
 
     def __init__(self, model: Model, place: Place) -> None:
         owner = bare_model(model)
@@ -115,7 +116,7 @@ class Intervention(contextlib.AbstractContextManager):
         check_reading(owner, self.anatomy)
         layers = _checked_layers(self.anatomy, place.layers)
         chosen = (place.positions, place.heads, place.sequences, place.items)
-        # What acts on no position, head, sequence or item acts nowhere: not even its attention is opened.
+        # Without any position, head, sequence or item it acts nowhere, and its layers are not even hooked.
         self.place = replace(place, layers=() if any(some is not None and not some for some in chosen) else layers)
         check_indices("head", place.heads, self.anatomy.num_heads)
         for indices, what in ((place.positions, "position"), (place.sequences, "sequence")):
@@ -127,9 +128,9 @@ class Intervention(contextlib.AbstractContextManager):
         place = self.place
         mode, factor = getattr(self, "mode", None), getattr(self, "factor", 1.0)
         how = [f"by {mode}"] * (mode is not None) + [f"factor {factor:g}"] * (factor != 1.0)
-        where = [_shown("layer", place.layers)]
+        where = [_listed("layer", place.layers)]
         for what, chosen in (("position", place.positions), ("head", place.heads), ("sequence", place.sequences)):
-            where += [] if chosen is None else [_shown(what, chosen)]
+            where += [] if chosen is None else [_listed(what, chosen)]
         if place.items is not None:
             what = "dimension" if place.on == "residual stream" else "neuron"
             where.append(f"{len(place.items)} {what}{'' if len(place.items) == 1 else 's'}")
@@ -152,7 +153,7 @@ class Intervention(contextlib.AbstractContextManager):
         return self.place.sequences is not None
 
     def calibrate(self) -> None:
-        """Takes from a batch of its own what it must know of the model, with the others on as they are now."""
+        """Reads what it needs to know of the model from a calibration batch, with the others on as they are now."""
 
     def layers(self) -> list[Layer]:
         return [self.anatomy.layers[index] for index in self.place.layers]
@@ -200,7 +201,7 @@ class Intervention(contextlib.AbstractContextManager):
 
 
 def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A pass that goes on from a cache begins at another position than 0: its tokens would be taken for others."""
+    """A pass that continues a cache begins at another position than 0, so its positions would be miscounted."""
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise InputError(
@@ -220,10 +221,10 @@ def hook_on(
 
 
 def _calibrate() -> None:
-    """Calibrates what is on, with the others on. Inside of a calibration the others act as they are."""
+    """Calibrates every intervention that is on, with the others on. Inside a calibration the others act as they are."""
     if depth() == 0 and not _gathering.get():
-        for each in open_interventions():
-            each.intervention.calibrate()
+        for opened_one in open_interventions():
+            opened_one.intervention.calibrate()
 
 
 @contextlib.contextmanager
@@ -285,27 +286,27 @@ def check_held(held: Tensor, now: Tensor) -> None:
 
 
 def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
-    """What selects the chosen indices along an axis."""
+    """A selector of the chosen indices along an axis."""
     return slice(None) if chosen is None else torch.tensor(chosen, dtype=torch.long, device=device)
 
 
 def active(anatomy: Anatomy) -> list[Intervention]:
     """The interventions on this model that act now, in the order in which they were entered."""
-    return [each.intervention for each in open_interventions(anatomy.decoder)]
+    return [entry.intervention for entry in open_interventions(anatomy.decoder)]
 
 
-def batch_of(model: Model, given: Any) -> TokenBatch:
-    """What a user gives to be read: a batch as it is, or ids as one."""
-    batch = given if isinstance(given, TokenBatch) else given_batch(given, model=model)
+def batch_of(model: Model, source: Any) -> TokenBatch:
+    """A batch as it is, or a user's ids as a batch."""
+    batch = source if isinstance(source, TokenBatch) else given_batch(source, model=model)
     check_one_length(batch, "interventions are calibrated by position")
     return batch
 
 
-def calibration_of(model: Model, given: Any, position: int = 0) -> tuple[TokenBatch, str]:
-    """What an intervention is calibrated on, and the same in words: what a user gives, or random sequences that have
-    the position in their earlier half."""
-    if given is not None:
-        batch = batch_of(model, given)
+def calibration_of(model: Model, source: Any, position: int = 0) -> tuple[TokenBatch, str]:
+    """The calibration batch, and a description of it: the user's batch or, for None, random sequences that have the
+    position in their earlier half."""
+    if source is not None:
+        batch = batch_of(model, source)
         return batch, f"{batch.num_sequences} sequences of {batch.length} {batch.kind} tokens"
     length, most = max(DRAWN_LENGTH, 2 * (position + 1)), context_length(bare_model(model))
     length = length if most is None else min(length, most)
@@ -313,7 +314,7 @@ def calibration_of(model: Model, given: Any, position: int = 0) -> tuple[TokenBa
     return batch, f"{MIN_CALIBRATION} sequences of {length} random tokens, drawn for it"
 
 
-def _shown(what: str, chosen: Sequence[int]) -> str:
+def _listed(what: str, chosen: Sequence[int]) -> str:
     """Indices in words: as a range where they are one; of many, the first."""
     if not chosen:
         return f"no {what}"

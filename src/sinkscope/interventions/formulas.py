@@ -1,4 +1,4 @@
-"""What becomes of the value aggregation o of one position, as formulas.
+"""The formulas for a new value aggregation o at one position.
 
 With mu the mean of o over a calibration batch, d = o - mu a sequence's deviation and f the factor:
 
@@ -32,12 +32,12 @@ ROUNDING = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCalibration:
-    """What one layer's edit needs to know, from the calibration batch."""
+    """What the intervention needs to know in one layer, from the calibration batch."""
 
     mean_C: Tensor
     deviations_BC: Tensor
     later: Tensor
-    """What the formula asks of the later half of positions, 0 where it asks nothing."""
+    """What the formula needs of the later half of positions, 0 where it needs nothing."""
 
     @property
     def varies(self) -> bool:
@@ -57,7 +57,7 @@ class LayerCalibration:
 
 
 Formula = Callable[[Tensor, LayerCalibration, float, int], Tensor]
-"""(o [B, C], calibration, factor, layer) -> what it becomes."""
+"""(o [B, C], calibration, factor, layer) -> the new o."""
 
 
 def _amplify(o, calibration, factor, layer):
@@ -122,7 +122,7 @@ LATER: dict[str, Callable[[Tensor], Tensor]] = {
     "equalise_variance": lambda later_BTC: value_variance(later_BTC).mean(),
     "remove_energy": lambda later_BTC: later_BTC.square().sum(-1).mean(),
 }
-"""What a formula asks of the later half of positions: variance across sequences, mean over channels; |o|^2."""
+"""What a formula needs of the later half of positions: variance across sequences, mean over channels; |o|^2."""
 
 OF_DEVIATION = ("amplify_variance", "swap_deviation", "random_direction")
 """Formulas that enlarge a deviation, and change nothing where there is none."""

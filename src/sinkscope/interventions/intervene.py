@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.arguments import check_sizes
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import AggregationEdit
+from sinkscope.interventions.aggregation import ChangeAggregation
 from sinkscope.interventions.base import MIN_CALIBRATION, together
 from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.plan import make_plan
@@ -157,9 +157,9 @@ class Untouched:
         with evaluation_mode(self.loaded.model):
             interventions = [each for request in requests for each in request.make(setting, control=control)]
         with together(interventions):
-            for edit in interventions:
-                if isinstance(edit, AggregationEdit):
-                    edit.check_deviation()
+            for intervention in interventions:
+                if isinstance(intervention, ChangeAggregation):
+                    intervention.check_deviation()
             return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
 
 
@@ -218,9 +218,9 @@ def intervene(
 
     What is asked for is written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
     a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
-    `heads` choose where masks and edits of the aggregation act. The batch is `prompt`, one text or several of one
-    length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences of
-    that length: with `prompt`, from those that `tokens` names.
+    `heads` choose where interventions on masks and the aggregation act. The batch is `prompt`, one text or several of
+    one length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences
+    of that length: with `prompt`, from those that `tokens` names.
     """
     wanted = read_requests(requests, layers=layers, heads=heads)
     if prompt is None:

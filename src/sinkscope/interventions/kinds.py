@@ -5,9 +5,9 @@ interventions, and their controls all come from it: a new kind is one entry. tor
 is made, since the command line reads the table for its help.
 
 A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
-itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other edits of
-the aggregation scale it whole; units are matched random ones. Where nothing of the kind exists, the control is the
-untouched model.
+itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other
+interventions on the aggregation scale it whole; units are matched random ones. Where nothing of the kind exists, the
+control is the untouched model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Setting:
     batch: TokenBatch
     calibration: TokenBatch
     last_layer: int
-    """The birth of disparity: aggregation edits act up to it unless layers are given."""
+    """The layer in which disparity appears: interventions on the aggregation act up to it unless layers are chosen."""
     excluded: Sequence[Unit]
     """Units that a control must not take."""
 
@@ -129,11 +129,11 @@ def _mask(mode: Any) -> Make:
 
 def _aggregation(formula: str, **side: bool) -> Make:
     def make(setting, values, where):
-        from sinkscope.interventions.aggregation import AggregationEdit
+        from sinkscope.interventions.aggregation import ChangeAggregation
 
         where = {"layers": range(setting.last_layer + 1), **side, **where}
         return [
-            AggregationEdit(setting.loaded, formula, *value, calibration=setting.calibration, **where)
+            ChangeAggregation(setting.loaded, formula, *value, calibration=setting.calibration, **where)
             for value in values
         ]
 

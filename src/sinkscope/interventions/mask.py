@@ -1,4 +1,4 @@
-"""Edits of who may attend to whom, by layer, head and sequence."""
+"""Interventions on who may attend to whom, by layer, head and sequence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.tracing.open_interventions import MaskChange, changing_mask
 
 
-class MaskEdit(Intervention):
-    """Some queries see other keys than the causal mask lets them see."""
+class ChangeMask(Intervention):
+    """Some queries attend to other keys than the causal mask allows."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class MaskEdit(Intervention):
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         if not self.place.layers:
-            return  # also the last bit of the logits stays as it is
+            return  # so that not even the last bit of the logits changes
         # With no key to read this is attention and nothing else: the model may be called as its owner calls it.
         # A trace inside hooks attention by itself.
         stack.enter_context(attention_hook(self.anatomy, _attend, every_thread=True))
@@ -65,10 +65,10 @@ class MaskEdit(Intervention):
         stack.enter_context(changing_mask(attentions, self.change, acted))
 
 
-def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> MaskEdit:
+def mask_to_self(model: Model, position: int, **where: Unpack[AttentionPlace]) -> ChangeMask:
     """The token at `position` may attend only to itself; `where` takes layers, heads and sequences."""
-    position = one_index(position)  # of several, each would see the others too
-    return MaskEdit(model, "mask_to_self", position, "only", position, **where)
+    position = one_index(position)  # several positions would attend to one another
+    return ChangeMask(model, "mask_to_self", position, "only", position, **where)
 
 
 def edit_mask(
@@ -77,12 +77,12 @@ def edit_mask(
     mode: Literal["only", "allow", "block"],
     keys: int | Sequence[int],
     **where: Unpack[AttentionPlace],
-) -> MaskEdit:
+) -> ChangeMask:
     """The queries may attend to these keys `only`, to these too (`allow`, also later ones), or no more (`block`).
 
     `where` takes layers, heads and sequences.
     """
-    return MaskEdit(model, "edit_mask", queries, mode, keys, **where)
+    return ChangeMask(model, "edit_mask", queries, mode, keys, **where)
 
 
 def _attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:

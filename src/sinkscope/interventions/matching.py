@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import AggregationEdit, AtAggregation, no_variance, run_with_aggregations
+from sinkscope.interventions.aggregation import AggregationHook, ChangeAggregation, no_variance, run_with_aggregations
 from sinkscope.interventions.base import AggregationPlace, Intervention, Model, Place
 from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.measures.value_variance import second_moment, value_variance
@@ -45,7 +45,7 @@ Level = str | Intervention | Sequence[Intervention] | Mapping[int, Moments]
 """The untouched model, or it with these interventions on and no others; or what was found there, by layer."""
 
 
-class MatchMoments(AggregationEdit):
+class MatchMoments(ChangeAggregation):
     """The batch variance, the energy, or both, at the level that they have elsewhere."""
 
     def __init__(
@@ -194,7 +194,7 @@ def moments_under(level: Level, model: torch.nn.Module, calibration: TokenBatch,
     others = [] if isinstance(level, str) else [level] if isinstance(level, Intervention) else level
     found: dict[int, Moments] = {}
 
-    def reading(layer: Layer) -> AtAggregation:
+    def reading(layer: Layer) -> AggregationHook:
         def read(aggregation_BTC: Tensor, chosen: slice | Tensor) -> None:
             assert place.positions is not None
             o_B1C = wide(aggregation_BTC[:, place.positions][..., chosen])

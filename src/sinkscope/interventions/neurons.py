@@ -1,4 +1,5 @@
-"""Edits of feed-forward units, dense and expert alike: ablation, transplant, clamping, and a dense output vector.
+"""Interventions on feed-forward units, dense and expert alike: ablation, transplant, clamping, and a dense output
+vector.
 
 A dense unit is changed as it enters the down projection. Experts have no module to hook for their units, so what their
 new values would add to the output is added there; a routed unit counts with its routing weight, 0 where it was not
@@ -41,7 +42,7 @@ NUM_NEAREST = 20
 """How many units, or dimensions, a matched one is drawn among."""
 
 
-class NeuronEdit(Intervention):
+class ChangeNeurons(Intervention):
     """New values for some units at some tokens."""
 
     def __init__(
@@ -69,7 +70,7 @@ class NeuronEdit(Intervention):
 
     @abstractmethod
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
-        """What the group's units become, everywhere; where the edit does not act it is ignored."""
+        """The new values of the group's units at every token; ignored where the intervention does not act."""
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for group, neurons in self.groups.items():
@@ -92,14 +93,14 @@ class NeuronEdit(Intervention):
             acted(group[0])
             all_BTF = shape.unflatten(args[0], self.place).clone()
             chosen = indices(neurons, all_BTF.device)
-            all_BTF[..., chosen] = self._edited(group, all_BTF[..., chosen])
+            all_BTF[..., chosen] = self._changed(group, all_BTF[..., chosen])
             return (all_BTF.reshape(args[0].shape), *args[1:])
 
         return hook
 
     def _expert_values(self, group: Group, shape: BatchShape):
         def new_values(current_Nn: Tensor) -> Tensor:
-            return self._edited(group, shape.unflatten(current_Nn, self.place)).flatten(0, 1)
+            return self._changed(group, shape.unflatten(current_Nn, self.place)).flatten(0, 1)
 
         return new_values
 
@@ -109,17 +110,17 @@ class NeuronEdit(Intervention):
         def hook(module, args, kwargs, output):
             acted(layer.index)
             chosen = torch.tensor(neurons, device=output.device)
-            with suspend():  # what the experts made of the token, before any edit
+            with suspend():  # what the experts made of the token, before any intervention
                 units = LayerUnits(layer)
                 units.keep_routed(module, args, kwargs)
                 current_BTn = shape.unflatten(units.values(expert, chosen), self.place)
-            change_Nn = (self._edited(group, current_BTn) - current_BTn).flatten(0, 1)
+            change_Nn = (self._changed(group, current_BTn) - current_BTn).flatten(0, 1)
             added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T
             return output + added_NE.view_as(output).to(output.dtype)
 
         return hook
 
-    def _edited(self, group: Group, current_BTn: Tensor) -> Tensor:
+    def _changed(self, group: Group, current_BTn: Tensor) -> Tensor:
         new_BTn = self.new_values(group, current_BTn).to(current_BTn.dtype)
         acts_BT = torch.zeros(current_BTn.shape[:2], dtype=torch.bool, device=current_BTn.device)
         rows = torch.arange(len(acts_BT), device=acts_BT.device)[indices(self.place.sequences, acts_BT.device)]
@@ -128,7 +129,7 @@ class NeuronEdit(Intervention):
         return torch.where(acts_BT[..., None], new_BTn, current_BTn)
 
 
-class AblateNeurons(NeuronEdit):
+class AblateNeurons(ChangeNeurons):
     """Units at zero, at their mean over a calibration batch, or at values drawn from it."""
 
     def __init__(
@@ -163,7 +164,7 @@ class AblateNeurons(NeuronEdit):
         return seen_Nn[drawn]
 
 
-class TransplantNeurons(NeuronEdit):
+class TransplantNeurons(ChangeNeurons):
     """Units at one position take the values they have at another, sequence by sequence."""
 
     def __init__(
@@ -188,7 +189,7 @@ class TransplantNeurons(NeuronEdit):
         return current_BTn[:, self.source, None].expand_as(current_BTn)
 
 
-class ClampNeurons(NeuronEdit):
+class ClampNeurons(ChangeNeurons):
     """Units held at the values they have in an untouched reading of the same batch."""
 
     holds_a_batch = True

@@ -1,4 +1,5 @@
-"""Edits of the residual stream as it leaves a block: chosen dimensions of a token set, moved or held, or its norm held.
+"""Interventions on the residual stream as it leaves a block: chosen dimensions of a token set, moved or held, or its
+norm held.
 
 Axes: B sequences, T positions, E width, M chosen dimensions.
 """
@@ -41,7 +42,7 @@ from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.replay import ConditionReading, read_condition
 
 
-class ResidualEdit(Intervention):
+class ChangeResidual(Intervention):
     """New values for tokens of the residual stream after each block."""
 
     def __init__(
@@ -69,7 +70,7 @@ class ResidualEdit(Intervention):
 
     @abstractmethod
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
-        """The stream as it should be everywhere; where the edit does not act it is ignored."""
+        """The new stream at every token; ignored where the intervention does not act."""
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for layer in self.layers():
@@ -92,7 +93,7 @@ class ResidualEdit(Intervention):
         return hook
 
 
-class SetDimensions(ResidualEdit):
+class SetDimensions(ChangeResidual):
     """Dimensions at zero, at their mean over a calibration batch, or at the values of another position."""
 
     def __init__(
@@ -142,7 +143,7 @@ class SetDimensions(ResidualEdit):
         return new_BTE
 
 
-class ClampDimensions(ResidualEdit):
+class ClampDimensions(ChangeResidual):
     """Dimensions held at their values in an untouched reading of the same batch."""
 
     holds_a_batch = True
@@ -160,7 +161,7 @@ class ClampDimensions(ResidualEdit):
         return new_BTE
 
 
-class ClampNorms(ResidualEdit):
+class ClampNorms(ChangeResidual):
     """The norm of tokens held at its untouched value; their direction is free."""
 
     holds_a_batch = True

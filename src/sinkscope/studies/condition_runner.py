@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, AggregationEdit, KeptBatch, kept_batch
+from sinkscope.interventions.aggregation import AGGREGATION, BEFORE_NORM, CachedBatch, ChangeAggregation, cached_batch
 from sinkscope.interventions.base import Intervention, Place, TokenPlace, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.matching import MatchMoments, Moments, ShiftMeanAlone, moments_under
 from sinkscope.interventions.neurons import (
+    ChangeNeurons,
     ClampNeurons,
     Mode,
-    NeuronEdit,
     ablate_neurons,
     densify_neurons,
     transplant_neurons,
@@ -59,15 +59,15 @@ class ConditionRunner:
         self.loaded, self.plan, self.replay, self.controls = loaded, plan, replay, controls
         self.minimal, self.writers = minimal, writers
         self._calibration = calibration
-        self._edits: dict[Condition, AggregationEdit] = {}
+        self._edits: dict[Condition, ChangeAggregation] = {}
         """A calibration takes a pass, and conditions with something held use those of other conditions."""
         self._levels: dict[tuple[str, int, bool], Mapping[int, Moments]] = {}
         """Of a mixing at a position, on the calibration sequences."""
 
     @cached_property
-    def calibration(self) -> KeptBatch:
+    def calibration(self) -> CachedBatch:
         """The sequences that every condition is calibrated on."""
-        return kept_batch(self.loaded.model, self._calibration, self.plan.mixed)
+        return cached_batch(self.loaded.model, self._calibration, self.plan.mixed)
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
@@ -195,10 +195,10 @@ class ConditionRunner:
         """All other positions of a sequence."""
         return [other for other in range(self.replay.ids_BT.shape[1]) if other != position]
 
-    def formula(self, condition: Condition) -> AggregationEdit:
+    def formula(self, condition: Condition) -> ChangeAggregation:
         """A formula on the aggregation, of the name of the condition."""
         if condition not in self._edits:
-            self._edits[condition] = AggregationEdit(
+            self._edits[condition] = ChangeAggregation(
                 self.loaded,
                 condition.name,
                 condition.target,
@@ -240,12 +240,12 @@ class ConditionRunner:
     def run(self, condition: Condition, *, loss: bool = True) -> ConditionResult:
         """The result of one condition on the judging sequences."""
         interventions = self.interventions(condition)
-        edits = [edit for edit in interventions if isinstance(edit, AggregationEdit)]
+        edits = [edit for edit in interventions if isinstance(edit, ChangeAggregation)]
         cell = f"{condition.label}." if condition.levelled else ""
         first_position = min(intervention.first_position for intervention in interventions)
         edited: set[int] = set()
         for intervention in interventions:
-            if isinstance(intervention, NeuronEdit):
+            if isinstance(intervention, ChangeNeurons):
                 edited.update(intervention.place.layers)
         with together(interventions) as first_layer:
             reading = self.replay.read(first_layer, first_position, changed_units=edited, loss=loss)
