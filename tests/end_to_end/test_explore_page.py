@@ -108,12 +108,12 @@ def test_a_browser_comes_to_the_page_by_the_private_file(browser, address):
 
 def test_type_click_slide_and_undo(page):
     assert "".join(browser_tokens(page)) == PROMPT.replace(" ", "\u2423")
-    untouched = text(page, ".answer")
+    baseline = text(page, ".answer")
     click(page, ".tokens [data-position='7']")
     assert text(page, "legend").startswith("Token 7 ")
     click(page, "[data-kind=mask_to_self]")
     assert page.evaluate(EDITS) == ["mask to self 7"]
-    assert text(page, ".before") == f"Untouched: {untouched}"
+    assert text(page, ".before") == f"Baseline: {baseline}"
     assert "'mask_to_self': ['7']" in text(page, ".python")
     shown = "[...document.querySelectorAll('.tokens .number')].map(each => each.textContent.split(' ').length)"
     assert 2 in page.evaluate(shown), "the change is shown beside the value"
@@ -125,7 +125,7 @@ def test_type_click_slide_and_undo(page):
     assert page.evaluate(EDITS) == ["mask to self 7"]
     click(page, ".undo")
     assert page.evaluate(EDITS) == []
-    assert text(page, ".answer") == untouched
+    assert text(page, ".answer") == baseline
     assert page.evaluate("document.querySelector('.undo').disabled")
     act(
         page, "document.querySelector('.prompt').value = 'A king and a queen.'; document.querySelector('.read').click()"
@@ -146,10 +146,10 @@ def test_a_masked_token_is_brought_back_to_its_variance_and_opened(page):
     click(page, ".clear")
     last = page.evaluate("document.querySelectorAll('.tokens button').length") - 1
     mixing = "document.querySelector('.chain').textContent + document.querySelector('.positions canvas').toDataURL()"
-    untouched = page.evaluate(mixing)
+    baseline = page.evaluate(mixing)
     click(page, "[data-kind=allow]")
     assert page.evaluate(EDITS) == [f"allow 7:0-{last}"]
-    assert page.evaluate(mixing) != untouched
+    assert page.evaluate(mixing) != baseline
 
 
 def browser_tokens(browser):
@@ -194,7 +194,7 @@ def test_maps_tell_their_cells_and_open_a_token(page):
     page.evaluate("document.querySelector('.positions canvas').focus()")
     page.press("ArrowRight")
     assert text(page, ".positions .cell").startswith("layer 0, 1 ")
-    assert ", untouched " in text(page, ".positions .cell")
+    assert ", baseline " in text(page, ".positions .cell")
     page.evaluate(
         "(canvas => { const box = canvas.getBoundingClientRect(); canvas.dispatchEvent(new PointerEvent('pointermove', "
         "{clientX: box.left + 1, clientY: box.top + 1})); })(document.querySelector('.positions canvas'))"

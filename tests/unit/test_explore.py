@@ -48,7 +48,7 @@ def app_of(*sources):
         [["mask_to_self", "10"], ["zero_dimension", "5@10"], ["mask_to_self", "7"]],
         [["amplify", "4:4"], ["transplant_dimension", "5@0:4"]],
     ],
-    ids=["untouched", "two masks and a dimension", "calibrated"],
+    ids=["baseline", "two masks and a dimension", "calibrated"],
 )
 def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
     view = page.view(edits=edits).json()
@@ -62,9 +62,9 @@ def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
     ]
     assert view["story"] == typed["found"].story
     if edits:
-        untouched = sinkscope.trace("reference:softmax", PROMPT).recording["received"].double().mean((0, 1))
-        assert view["received"]["before"] == pytest.approx(untouched.tolist(), rel=1e-4)
-        assert view["received"]["now"] != pytest.approx(untouched.tolist(), rel=1e-3), "control: it acts"
+        baseline = sinkscope.trace("reference:softmax", PROMPT).recording["received"].double().mean((0, 1))
+        assert view["received"]["before"] == pytest.approx(baseline.tolist(), rel=1e-4)
+        assert view["received"]["now"] != pytest.approx(baseline.tolist(), rel=1e-3), "control: it acts"
 
 
 def test_position_0_can_be_masked_to_itself_by_the_lines_too(page):
@@ -103,7 +103,7 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
     edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
     view = page.view(edits=edits).json()
     asked = requests({"zero_dimension": dimensions, "ablate": ["7:438"]})
-    findings = model._untouched(PROMPT).under(asked).findings
+    findings = model._baseline(PROMPT).under(asked).findings
     states = {row["state"] for row in view["units"]}
     assert states >= {"silent now", "no longer listed"}
     for row in view["units"]:
@@ -118,7 +118,7 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
         assert (row["value"], row["ratio"]) == (pytest.approx(value), pytest.approx(ratio))
         assert (row["state"] in ("", "new")) == ((row["position"], row["dimension"]) in listed)
         moved += row["before"] is not None and row["value"] != row["before"]
-    assert moved > 2  # the control: values of the untouched run would not differ
+    assert moved > 2  # the control: values of the baseline would not differ
 
 
 def test_a_list_that_is_cut_says_so(page, monkeypatch):

@@ -42,7 +42,7 @@ MOST_LISTED = 24
 MOVERS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
 MASSIVE = ("position", "layer", "dimension", "value", "ratio")
 SILENT = 0.01
-"""Share of its activation in the untouched run below which a unit is silent."""
+"""Share of its activation in the baseline below which a unit is silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Reading:
     units: Sequence[Mapping[str, Any]]
     dimensions: Sequence[Mapping[str, Any]]
     unlisted: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Units and dimensions that the untouched run lists and this one doesn't, with their values here; None where they
+    """Units and dimensions that the baseline lists and this one doesn't, with their values here; None where they
     were not read."""
 
     @property
@@ -72,7 +72,7 @@ class Reading:
 
 
 def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
-    """The reading of one text; with what the untouched run lists, where interventions are on."""
+    """The reading of one text; with what the baseline lists, where interventions are on."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
     units = _from_the_first([{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons])
@@ -162,7 +162,7 @@ def _strongest_layers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def window(now: Reading, before: Reading | None, start: int, position: int | None, quantity: str) -> dict[str, Any]:
-    """Up to WINDOW positions from `start` on, as the browser draws them. `before`: the untouched run to compare with,
+    """Up to WINDOW positions from `start` on, as the browser draws them. `before`: the baseline to compare with,
     where something was changed. `position`: the token that is opened, the strongest key if none is."""
     start = min(start, max(0, now.length - 1)) // WINDOW * WINDOW
     opened = now.strongest if position is None or position >= now.length else position
@@ -171,7 +171,7 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
     def both(values: Callable[[Reading], Any]) -> dict[str, Any]:
         return {"now": _listed(values(now)), "before": None if before is None else _listed(values(before))}
 
-    # Those of the untouched run stay listed when an intervention silences them, or they could not be put back.
+    # Those of the baseline stay listed when an intervention silences them, or they could not be put back.
     first = before or now
     parts = {
         "units": _rows(first.units, now.units, now.unlisted.get("units", ()), UNIT, "activation"),
@@ -217,7 +217,7 @@ def shown_token(reading: Reading, position: int) -> str:
 def _rows(
     before: Sequence[Mapping], now: Sequence[Mapping], unlisted: Sequence[Mapping], keys: Sequence[str], value: str
 ) -> list[dict[str, Any]]:
-    """The entries of the untouched run with their values now, then those that are new."""
+    """The entries of the baseline with their values now, then those that are new."""
     old, new, rest = ({_name(row, keys): row for row in rows} for rows in (before, now, unlisted))
     rows = []
     for name, row in old.items():

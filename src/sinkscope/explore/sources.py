@@ -15,7 +15,7 @@ from typing import Any, cast
 from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
-from sinkscope.interventions.intervene import Untouched, read_prompt
+from sinkscope.interventions.intervene import Baseline, read_prompt
 from sinkscope.interventions.requests import requests
 from sinkscope.models.loading import LoadedModel
 
@@ -84,7 +84,7 @@ class LiveModel:
     def __init__(self, loaded: LoadedModel, python: str, *, bos: bool | None = None) -> None:
         """`python`: what loads the model, as a person would type it."""
         self.loaded, self.name, self._python, self._bos = loaded, loaded.name, python, bos
-        self._untouched = lru_cache(KEPT)(self._read_prompt)
+        self._baseline = lru_cache(KEPT)(self._read_prompt)
         self._reading = lru_cache(KEPT)(self._read)
 
     def view(self, asked: Asked) -> dict[str, Any]:
@@ -109,20 +109,20 @@ class LiveModel:
             lines.append(f"found = sinkscope.trace(model, {prompt!r})")
         return "\n".join(lines)
 
-    def _read_prompt(self, prompt: str) -> Untouched:
-        given = read_prompt(self.loaded, prompt, bos=self._bos, observables=OBSERVABLES)
-        if given.batch.length > MOST_TOKENS:
+    def _read_prompt(self, prompt: str) -> Baseline:
+        baseline = read_prompt(self.loaded, prompt, bos=self._bos, observables=OBSERVABLES)
+        if baseline.batch.length > MOST_TOKENS:
             raise InputError(
-                f"The prompt has {given.batch.length:,} tokens, and at most {MOST_TOKENS:,} are read here. "
+                f"The prompt has {baseline.batch.length:,} tokens, and at most {MOST_TOKENS:,} are read here. "
                 "Give a shorter one, or trace it and open the run: sinkscope explore RUN."
             )
-        return given
+        return baseline
 
     def _read(self, prompt: str, edits: Edits) -> Reading:
-        given = self._untouched(prompt)
+        baseline = self._baseline(prompt)
         if not edits:
-            return of_trace(given.before)
-        return of_trace(given.under(requests(_by_kind(edits))), self._reading(prompt, ()))
+            return of_trace(baseline.trace)
+        return of_trace(baseline.under(requests(_by_kind(edits))), self._reading(prompt, ()))
 
 
 class FinishedTrace:

@@ -99,9 +99,9 @@ def bias(
         if isinstance(place, str | Path):
             user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take
     check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
-    found = find_configuration(model, trust_remote_code=bool(options.get("trust_remote_code")))
-    chosen = _seeds(found, seeds)
-    later = [*along, *(_run_checkpoints(found) if found is not None else ())]
+    configuration = find_configuration(model, trust_remote_code=bool(options.get("trust_remote_code")))
+    chosen = _seeds(configuration, seeds)
+    later = [*along, *(_run_checkpoints(configuration) if configuration is not None else ())]
     total = len(chosen) * (1 + len(names)) + len(later)
     ticks = itertools.count(1)
 
@@ -116,7 +116,7 @@ def bias(
     readings: list[BiasReading] = []
     under: dict[str, list[Controlled]] = {name: [] for name in names}
     refused: dict[str, str] = {}
-    for index, loaded in enumerate(_models(found, model, chosen, options)):
+    for index, loaded in enumerate(_models(configuration, model, chosen, options)):
         first = loaded if first is None else first
         # Every model has its own sequences, so that an interval over models includes the chance in their choice.
         batch, calibration = (
@@ -144,12 +144,12 @@ def bias(
         checkpoints.append(Checkpoint(name, _step(place), reading, agreement(readings[0], reading), others))
     return Bias(
         BiasReadings(
-            name=first.name if found is None else found.name,
+            name=first.name if configuration is None else configuration.name,
             model=first,
             batch=batches[0],
             seeds=chosen,
-            untouched=readings,
-            controls={name: each for name, each in under.items() if name not in refused},
+            baseline=readings,
+            controls={name: by_seed for name, by_seed in under.items() if name not in refused},
             refused=refused,
             checkpoints=checkpoints,
         ),
@@ -157,8 +157,8 @@ def bias(
     )
 
 
-def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, ...]:
-    if found is None:
+def _seeds(configuration: Configuration | None, seeds: int | None) -> tuple[int | None, ...]:
+    if configuration is None:
         if seeds is not None:
             raise InputError(
                 "`seeds` is for a configuration, and this model has its weights. "
@@ -167,26 +167,27 @@ def _seeds(found: Configuration | None, seeds: int | None) -> tuple[int | None, 
         return (None,)
     count = NUM_SEEDS if seeds is None else seeds
     # A training run's own seed comes first: it is where its checkpoints began.
-    own = [] if found.seed is None else [found.seed]
-    others = (seed for seed in range(count + 1) if seed not in own)
-    return tuple([*own, *others][:count])
+    first_seeds = [] if configuration.seed is None else [configuration.seed]
+    others = (seed for seed in range(count + 1) if seed not in first_seeds)
+    return tuple([*first_seeds, *others][:count])
 
 
 def _models(
-    found: Configuration | None, source: Any, seeds: Sequence[int | None], options: LoadOptions
+    configuration: Configuration | None, source: Any, seeds: Sequence[int | None], options: LoadOptions
 ) -> Iterator[LoadedModel]:
     """The models one after the other, so that only one of them is in memory beside the first."""
     for seed in seeds:
-        if found is None or seed is None:
+        if configuration is None or seed is None:
             yield load(source, **options)
         else:
-            yield draw(found, seed, dtype=options.get("dtype", "auto"), device=options.get("device", "auto"))
+            yield draw(configuration, seed, dtype=options.get("dtype", "auto"), device=options.get("device", "auto"))
 
 
-def _run_checkpoints(found: Configuration) -> list[Path]:
-    if found.run is None:
+def _run_checkpoints(configuration: Configuration) -> list[Path]:
+    if configuration.run is None:
         return []
-    return [path for path in (*sorted(found.run.glob("snapshots/step-????????")), found.run / "model") if path.is_dir()]
+    paths = [*sorted(configuration.run.glob("snapshots/step-????????")), configuration.run / "model"]
+    return [path for path in paths if path.is_dir()]
 
 
 def _place_name(place: Any, loaded: LoadedModel) -> str:
@@ -205,12 +206,13 @@ def _step(place: Any) -> int | None:
 
 
 def _check_shape(loaded: LoadedModel, first: LoadedModel) -> None:
-    expected, found = (
+    expected_shape, shape = (
         f"{vocabulary_of(model)} tokens and width {anatomy_of(model.model).width}" for model in (first, loaded)
     )
-    if found != expected:
+    if shape != expected_shape:
         raise InputError(
-            f"{loaded.name} has {found}, and the first model has {expected}. Give checkpoints of the same training run."
+            f"{loaded.name} has {shape}, and the first model has {expected_shape}. "
+            "Give checkpoints of the same training run."
         )
 
 
@@ -218,27 +220,27 @@ Tables = dict[str, dict[str, list]]
 Row = dict[str, Any]
 
 
-def bias_summary(found: BiasReadings, tables: Tables) -> Row:
+def bias_summary(readings: BiasReadings, tables: Tables) -> Row:
     """The entries of summary.json."""
-    anatomy = anatomy_of(found.model.model)
-    one = len(found.untouched) == 1
+    anatomy = anatomy_of(readings.model.model)
+    one = len(readings.baseline) == 1
     quantities = {row["quantity"]: row for row in rows_where(tables["bias"]) if one or row["over"] == "seeds"}
     summary = {
-        "model": found.name,
+        "model": readings.name,
         "family": anatomy.family.name,
         "num_layers": len(anatomy.layers),
         "width": anatomy.width,
-        "vocabulary": found.vocabulary,
-        "tokens": found.batch.describe(),
-        "seeds": [seed for seed in found.seeds if seed is not None],
+        "vocabulary": readings.vocabulary,
+        "tokens": readings.batch.describe(),
+        "seeds": [seed for seed in readings.seeds if seed is not None],
         "prefers_tokens": _above_zero(quantities["entropy_deficit"], "value"),
         "bias": {name: _interval(row, "value") for name, row in quantities.items()},
         "preferred_tokens": [
-            row["token"] for row in rows_where(tables["preferred_tokens"]) if row["seed"] == found.seeds[0]
+            row["token"] for row in rows_where(tables["preferred_tokens"]) if row["seed"] == readings.seeds[0]
         ],
         "contraction": _contraction(tables),
-        "variance_link": _variance_link(found),
-        "controls": _controls(tables) | {name: {"refused": reason} for name, reason in found.refused.items()},
+        "variance_link": _variance_link(readings),
+        "controls": _controls(tables) | {name: {"refused": reason} for name, reason in readings.refused.items()},
         "persistence": [
             {name: row[name] for name in ("checkpoint", "step", "ceiling", "other_seeds")}
             | _interval(row, "correlation")
@@ -272,13 +274,16 @@ def _contraction(tables: Tables) -> Row:
     return result | {name: rows[-1][name] for name in ("alignment", "top_share", "split_half", "between_seeds")}
 
 
-def _variance_link(found: BiasReadings) -> list[float]:
+def _variance_link(readings: BiasReadings) -> list[float]:
     """By layer, the rank correlation over positions of value variance and cosine between sequences, mean over seeds."""
-    each = [reading.contraction for reading in found.untouched]
-    return [
-        float(np.mean([rank_correlation(one.value_variance[layer], one.inter_by_position[layer + 1]) for one in each]))
-        for layer in range(len(each[0].value_variance))
-    ]
+    contractions = [reading.contraction for reading in readings.baseline]
+    by_layer = []
+    for layer in range(len(contractions[0].value_variance)):
+        correlations = [
+            rank_correlation(one.value_variance[layer], one.inter_by_position[layer + 1]) for one in contractions
+        ]
+        by_layer.append(float(np.mean(correlations)))
+    return by_layer
 
 
 def _controls(tables: Tables) -> Row:

@@ -95,11 +95,11 @@ def contraction_observables(length: int) -> list[Observable]:
 
 def contraction(recorder: Recorder, length: int) -> Contraction:
     """The contraction over all passes that the recorder listened to."""
-    found = recorder.results()
+    results = recorder.results()
     layers = range(len(recorder.anatomy.layers))
     sites = [(name, layer) for layer in layers for name in ("_mid", "")]
-    last = [found[f"last{name}"][layer] for name, layer in [("", -1), *sites]]
-    intra = [found[f"intra{name}"][layer] for name, layer in [("", -1), *sites]]
+    last = [results[f"last{name}"][layer] for name, layer in [("", -1), *sites]]
+    intra = [results[f"intra{name}"][layer] for name, layer in [("", -1), *sites]]
     directions = [principal(rows_NE) for rows_NE in last]
     return Contraction(
         inter_SN=np.stack([pairwise_cosine(rows_NE).numpy() for rows_NE in last]),
@@ -109,8 +109,8 @@ def contraction(recorder: Recorder, length: int) -> Contraction:
         split_half_S=np.array([split_half_cosine(rows_NE) for rows_NE in last]),
         mean_state_SE=np.stack([rows_NE.double().mean(0).numpy() for rows_NE in last]),
         positions_P=curve_positions(length).numpy(),
-        inter_by_position=torch.stack([values_P.cpu() for values_P in found["inter"].values()]).double().numpy(),
-        value_variance=torch.stack([values_P.cpu() for values_P in found["value_variance"].values()]).numpy(),
+        inter_by_position=torch.stack([values_P.cpu() for values_P in results["inter"].values()]).double().numpy(),
+        value_variance=torch.stack([values_P.cpu() for values_P in results["value_variance"].values()]).numpy(),
     )
 
 

@@ -103,7 +103,7 @@ class BiasReadings:
     batch: TokenBatch
     seeds: tuple[int | None, ...]
     """(None,) for a model that has weights."""
-    untouched: list[BiasReading]
+    baseline: list[BiasReading]
     """One for each seed."""
     controls: dict[str, list[Controlled]]
     refused: dict[str, str]
@@ -112,7 +112,7 @@ class BiasReadings:
 
     @property
     def vocabulary(self) -> int:
-        return self.untouched[0].group_probability_GV.shape[1]
+        return self.baseline[0].group_probability_GV.shape[1]
 
 
 def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:

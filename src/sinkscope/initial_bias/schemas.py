@@ -96,7 +96,7 @@ CONTROLS = Schema(
         Column("control", "str", "What was done to the model"),
         _QUANTITY,
         Column("value", "float", "The quantity under the control", nullable=True),
-        *_value("difference", "The same less the untouched model's, paired"),
+        *_value("difference", "The same less the baseline's, paired"),
         _OVER,
         _N,
     ),

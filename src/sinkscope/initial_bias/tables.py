@@ -28,40 +28,40 @@ from sinkscope.statistics import seen_mean, share_interval
 
 Row = dict[str, Any]
 AGREEMENT = "agreement"
-"""The rank correlation of mean next-token probabilities with the untouched model's."""
+"""The rank correlation of mean next-token probabilities with the baseline's."""
 PERSISTING = ("prediction_ratio", "probability_ratio", "entropy_deficit", "inter_cosine")
 
 
-def bias_tables(found: BiasReadings) -> dict[str, dict[str, list]]:
+def bias_tables(readings: BiasReadings) -> dict[str, dict[str, list]]:
     """Columns by table."""
-    made = {
-        BIAS.name: _bias(found),
-        PREFERRED_TOKENS.name: _preferred_tokens(found),
-        CONTRACTION.name: _contraction(found),
-        CONTRACTION_POSITIONS.name: _positions(found),
-        CONTROLS.name: _controls(found),
-        PERSISTENCE.name: _persistence(found),
+    rows = {
+        BIAS.name: _bias(readings),
+        PREFERRED_TOKENS.name: _preferred_tokens(readings),
+        CONTRACTION.name: _contraction(readings),
+        CONTRACTION_POSITIONS.name: _positions(readings),
+        CONTROLS.name: _controls(readings),
+        PERSISTENCE.name: _persistence(readings),
     }
-    return {schema.name: schema.from_rows(list(made[schema.name])) for schema in BIAS_TABLES}
+    return {schema.name: schema.from_rows(list(rows[schema.name])) for schema in BIAS_TABLES}
 
 
-def _bias(found: BiasReadings) -> Iterable[Row]:
+def _bias(readings: BiasReadings) -> Iterable[Row]:
     for quantity in QUANTITIES:
-        by_seed = [reading.values[quantity] for reading in found.untouched]
+        by_seed = [reading.values[quantity] for reading in readings.baseline]
         if len(by_seed) > 1:
             yield (
                 {"seed": None, "quantity": quantity}
                 | _over("seeds", len(by_seed))
-                | _quantity(found, quantity, by_seed)
+                | _quantity(readings, quantity, by_seed)
             )
-        for seed, values_N in zip(found.seeds, by_seed, strict=True):
+        for seed, values_N in zip(readings.seeds, by_seed, strict=True):
             over = _over("sequences", len(values_N))
-            yield {"seed": seed, "quantity": quantity} | over | _quantity(found, quantity, [values_N])
+            yield {"seed": seed, "quantity": quantity} | over | _quantity(readings, quantity, [values_N])
 
 
-def _preferred_tokens(found: BiasReadings) -> Iterable[Row]:
-    tokenizer = found.model.tokenizer
-    for seed, reading in zip(found.seeds, found.untouched, strict=True):
+def _preferred_tokens(readings: BiasReadings) -> Iterable[Row]:
+    tokenizer = readings.model.tokenizer
+    for seed, reading in zip(readings.seeds, readings.baseline, strict=True):
         mean_V = reading.probability_V
         for rank, (token, share) in enumerate(zip(reading.preferred_K, reading.predicted_share_K, strict=True)):
             yield {
@@ -74,12 +74,12 @@ def _preferred_tokens(found: BiasReadings) -> Iterable[Row]:
             }
 
 
-def _contraction(found: BiasReadings) -> Iterable[Row]:
-    each = [reading.contraction for reading in found.untouched]
-    over, inter, intra = "seeds", *(_by_sample(found, name) for name in ("inter_SN", "intra_SN"))
-    if len(each) == 1:
+def _contraction(readings: BiasReadings) -> Iterable[Row]:
+    contractions = [reading.contraction for reading in readings.baseline]
+    over, inter, intra = "seeds", *(_by_sample(readings, name) for name in ("inter_SN", "intra_SN"))
+    if len(contractions) == 1:
         over = "sequences"
-    between_S = _between_seeds(np.stack([one.mean_state_SE for one in each]))
+    between_S = _between_seeds(np.stack([one.mean_state_SE for one in contractions]))
     for site in range(inter.shape[1]):
         part = "embeddings" if site == 0 else ("feed_forward", "attention")[site % 2]
         row: Row = {"layer": (site - 1) // 2, "part": part}
@@ -87,14 +87,14 @@ def _contraction(found: BiasReadings) -> Iterable[Row]:
             added = values[:, site] - values[:, site - 1] if site else np.full(len(values), np.nan)
             row |= _value(name, values[:, site]) | _value(f"{name}_added", added)
         for name in ("alignment", "top_share", "split_half"):
-            row[name] = float(np.mean([getattr(one, f"{name}_S")[site] for one in each]))
+            row[name] = float(np.mean([getattr(one, f"{name}_S")[site] for one in contractions]))
         yield row | {"between_seeds": float(between_S[site])} | _over(over, len(inter))
 
 
-def _by_sample(found: BiasReadings, name: str) -> np.ndarray:
+def _by_sample(readings: BiasReadings, name: str) -> np.ndarray:
     """[R, S] means by seed, or [N, S] values by sequence of a single model."""
-    each = [getattr(reading.contraction, name) for reading in found.untouched]
-    return each[0].T if len(each) == 1 else np.stack([seen_mean(values_SN, -1) for values_SN in each])
+    by_seed = [getattr(reading.contraction, name) for reading in readings.baseline]
+    return by_seed[0].T if len(by_seed) == 1 else np.stack([seen_mean(values_SN, -1) for values_SN in by_seed])
 
 
 def _between_seeds(mean_state_RSE: np.ndarray) -> np.ndarray:
@@ -102,30 +102,30 @@ def _between_seeds(mean_state_RSE: np.ndarray) -> np.ndarray:
     return cosine_from_sum(unit.sum(0), (unit != 0).any(-1).sum(0)).numpy()
 
 
-def _positions(found: BiasReadings) -> Iterable[Row]:
-    each = [reading.contraction for reading in found.untouched]
-    inter = np.stack([one.inter_by_position for one in each])
-    variance = np.stack([one.value_variance for one in each])
+def _positions(readings: BiasReadings) -> Iterable[Row]:
+    contractions = [reading.contraction for reading in readings.baseline]
+    inter = np.stack([one.inter_by_position for one in contractions])
+    variance = np.stack([one.value_variance for one in contractions])
     for layer in range(-1, inter.shape[1] - 1):
-        for index, position in enumerate(each[0].positions_P):
-            values_R = variance[:, layer, index] if layer >= 0 else np.full(len(each), np.nan)
-            row = {"layer": layer, "position": int(position), "n": len(each)}
+        for index, position in enumerate(contractions[0].positions_P):
+            values_R = variance[:, layer, index] if layer >= 0 else np.full(len(contractions), np.nan)
+            row = {"layer": layer, "position": int(position), "n": len(contractions)}
             yield row | _value("inter", inter[:, layer + 1, index]) | _value("value_variance", values_R)
 
 
-def _controls(found: BiasReadings) -> Iterable[Row]:
-    count = len(found.untouched)
-    over = _over("seeds", count) if count > 1 else _over("sequences", found.batch.num_sequences)
-    for control, each in found.controls.items():
+def _controls(readings: BiasReadings) -> Iterable[Row]:
+    count = len(readings.baseline)
+    over = _over("seeds", count) if count > 1 else _over("sequences", readings.batch.num_sequences)
+    for control, controlled in readings.controls.items():
         for quantity in QUANTITIES:
-            under = [one.values[quantity] for one in each]
-            before = [reading.values[quantity] for reading in found.untouched]
+            under = [one.values[quantity] for one in controlled]
+            baseline = [reading.values[quantity] for reading in readings.baseline]
             row = {"control": control, "quantity": quantity, "value": float(np.mean([seen_mean(one) for one in under]))}
-            row |= _value("difference", _samples([a - b for a, b in zip(under, before, strict=True)]))
+            row |= _value("difference", _samples([a - b for a, b in zip(under, baseline, strict=True)]))
             if quantity == "prediction_ratio":
-                _widen(row, "difference", *_difference_of_shares(found.vocabulary, under, before))
+                _widen(row, "difference", *_difference_of_shares(readings.vocabulary, under, baseline))
             yield row | over
-        pairs = [(one.agreement, reading.ceiling) for one, reading in zip(each, found.untouched, strict=True)]
+        pairs = [(one.agreement, reading.ceiling) for one, reading in zip(controlled, readings.baseline, strict=True)]
         row = {
             "control": control,
             "quantity": AGREEMENT,
@@ -138,9 +138,9 @@ def _controls(found: BiasReadings) -> Iterable[Row]:
         yield row | _value("difference", differences) | over
 
 
-def _persistence(found: BiasReadings) -> Iterable[Row]:
-    beginning = found.untouched[0].contraction.mean_state_SE[-1]
-    for checkpoint in found.checkpoints:
+def _persistence(readings: BiasReadings) -> Iterable[Row]:
+    beginning = readings.baseline[0].contraction.mean_state_SE[-1]
+    for checkpoint in readings.checkpoints:
         reading, correlation = checkpoint.reading, checkpoint.agreement
         mean_state = reading.contraction.mean_state_SE[-1]
         cosine = mean_state @ beginning / np.linalg.norm(mean_state) / np.linalg.norm(beginning)
@@ -148,22 +148,22 @@ def _persistence(found: BiasReadings) -> Iterable[Row]:
             "checkpoint": checkpoint.name,
             "step": checkpoint.step,
             **_value("correlation", correlation.values),
-            "ceiling": found.untouched[0].ceiling.correlation,
+            "ceiling": readings.baseline[0].ceiling.correlation,
             "other_seeds": float(np.mean(checkpoint.other_seeds)) if checkpoint.other_seeds else None,
             "mean_state_cosine": float(cosine),
-            "n": found.batch.num_sequences,
+            "n": readings.batch.num_sequences,
         }
         for quantity in PERSISTING:
-            row |= _quantity(found, quantity, [reading.values[quantity]], quantity)
+            row |= _quantity(readings, quantity, [reading.values[quantity]], quantity)
         yield row
 
 
-def _quantity(found: BiasReadings, quantity: str, by_seed: list[np.ndarray], name: str = "value") -> Row:
+def _quantity(readings: BiasReadings, quantity: str, by_seed: list[np.ndarray], name: str = "value") -> Row:
     """A quantity of one model, or its mean over several."""
     row = _value(name, _samples(by_seed))
     if quantity == "prediction_ratio":
-        values = np.concatenate(by_seed) / found.vocabulary
-        low, high = (found.vocabulary * end for end in share_interval(float(values.mean()), len(values)))
+        values = np.concatenate(by_seed) / readings.vocabulary
+        low, high = (readings.vocabulary * end for end in share_interval(float(values.mean()), len(values)))
         if len(by_seed) == 1:
             row |= {f"{name}_low": low, f"{name}_high": high}
         else:
@@ -187,9 +187,9 @@ def _widen(row: Row, name: str, low: float, high: float) -> None:
     row[f"{name}_low"], row[f"{name}_high"] = np.fmin(row[f"{name}_low"], low), np.fmax(row[f"{name}_high"], high)
 
 
-def _difference_of_shares(vocabulary: int, under: list[np.ndarray], before: list[np.ndarray]) -> tuple[float, float]:
+def _difference_of_shares(vocabulary: int, under: list[np.ndarray], baseline: list[np.ndarray]) -> tuple[float, float]:
     """Newcombe's interval of a difference of two shares, from Wilson's of each; in units of 1 / V."""
-    shares = [np.concatenate(values) / vocabulary for values in (under, before)]
+    shares = [np.concatenate(values) / vocabulary for values in (under, baseline)]
     (a, (a_low, a_high)), (b, (b_low, b_high)) = (
         (float(values.mean()), share_interval(float(values.mean()), len(values))) for values in shares
     )

@@ -118,24 +118,24 @@ class InterventionResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Untouched:
-    """A batch that interventions are to act on, and what they are made with. The untouched model reads it once, however
-    many of them are tried."""
+class Baseline:
+    """A batch that interventions are to act on, and what they are made with. The model reads it once without any,
+    however many of them are tried."""
 
     loaded: LoadedModel
     batch: TokenBatch
     calibration: TokenBatch
     """Other sequences, as long, on which interventions are calibrated."""
     observables: Sequence[str] | None = None
-    """What a trace records; all of the chain where nothing is named."""
+    """Names of what a trace records; None for all of the chain."""
 
     @cached_property
-    def before(self) -> Trace:
+    def trace(self) -> Trace:
         return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
 
     @cached_property
     def setting(self) -> Setting:
-        plan = make_plan(self.before.findings)
+        plan = make_plan(self.trace.findings)
         return Setting(
             loaded=self.loaded,
             anatomy=anatomy_of(self.loaded.model),
@@ -171,7 +171,7 @@ def read_prompt(
     bos: bool | None = None,
     seed: int = 0,
     observables: Sequence[str] | None = None,
-) -> Untouched:
+) -> Baseline:
     """A text, or several of one length, to intervene on."""
     batch = prompt_batch(loaded, [prompt] if isinstance(prompt, str) else prompt, bos=bos)
     check_one_length(batch, "interventions act on positions")
@@ -184,19 +184,19 @@ def read_prompt(
         seed=seed,
         least=(batch.length, MIN_CALIBRATION),
     )
-    return Untouched(loaded=loaded, batch=batch, calibration=calibration, observables=observables)
+    return Baseline(loaded=loaded, batch=batch, calibration=calibration, observables=observables)
 
 
 def drawn_batch(
     loaded: LoadedModel, tokens: str, *, bos: bool | None, length: int, num_sequences: int, seed: int
-) -> Untouched:
+) -> Baseline:
     """A batch as `token_batch` draws it, to intervene on."""
     check_sizes(length=length, num_sequences=num_sequences)
     drawn = batch_with_others(
         loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed, others=MIN_CALIBRATION
     )
     batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split([num_sequences, MIN_CALIBRATION]))
-    return Untouched(loaded=loaded, batch=batch, calibration=calibration)
+    return Baseline(loaded=loaded, batch=batch, calibration=calibration)
 
 
 def intervene(
@@ -224,15 +224,15 @@ def intervene(
     """
     wanted = read_requests(requests, layers=layers, heads=heads)
     if prompt is None:
-        given = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
+        baseline = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     else:
-        given = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
-    after, control = (given.under(wanted, control=is_control) for is_control in (False, True))
+        baseline = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
+    after, control = (baseline.under(wanted, control=is_control) for is_control in (False, True))
     controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in wanted))
-    calibration = given.calibration
+    calibration = baseline.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
     return InterventionResult(
-        given.before,
+        baseline.trace,
         after,
         control,
         positions=_positions(wanted),

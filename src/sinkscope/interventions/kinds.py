@@ -7,7 +7,7 @@ is made, since the command line reads the table for its help.
 A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
 itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other
 interventions on the aggregation scale it whole; units are matched random ones. Where nothing of the kind exists, the
-control is the untouched model.
+control is the baseline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sinkscope.models.token_batches import TokenBatch
 
 NOTHING = "nothing"
-"""The control where there is none of the kind: the untouched model."""
+"""The control where there is none of the kind: the baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +142,12 @@ def _aggregation(formula: str, **side: bool) -> Make:
 
 def _match(*moments: str) -> Make:
     def make(setting, values, where):
-        from sinkscope.interventions.matching import UNTOUCHED, match_moments
+        from sinkscope.interventions.matching import BASELINE, match_moments
 
         where = {
             "layers": range(setting.last_layer + 1),
             "calibration": setting.calibration,
-            **dict.fromkeys(moments, UNTOUCHED),
+            **dict.fromkeys(moments, BASELINE),
             **where,
         }
         return [match_moments(setting.loaded, position, **where) for (position,) in values]
@@ -157,10 +157,10 @@ def _match(*moments: str) -> Make:
 
 def _shift_mean_alone(**side: bool) -> Make:
     def make(setting, values, where):
-        from sinkscope.interventions.matching import UNTOUCHED, ShiftMeanAlone
+        from sinkscope.interventions.matching import BASELINE, ShiftMeanAlone
 
         where = {"layers": range(setting.last_layer + 1), "calibration": setting.calibration, **side, **where}
-        return [ShiftMeanAlone(setting.loaded, *value, variance=UNTOUCHED, **where) for value in values]
+        return [ShiftMeanAlone(setting.loaded, *value, variance=BASELINE, **where) for value in values]
 
     return make
 

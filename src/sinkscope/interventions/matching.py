@@ -1,4 +1,4 @@
-"""Brings the moments of the value aggregation at one position to a level: that of the untouched model, or of another
+"""Brings the moments of the value aggregation at one position to a level: that of the baseline, or of another
 intervention.
 
 Over sequences, with mu the mean of o, d = o - mu, and everything a mean over channels:
@@ -29,7 +29,7 @@ from sinkscope.models.anatomy import Layer
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.layer_call import wide
 
-UNTOUCHED = "untouched"
+BASELINE = "baseline"
 TOLERANCE = 0.1
 """A level counts as met within this share of it."""
 
@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
 
 Level = str | Intervention | Sequence[Intervention] | Mapping[int, Moments]
-"""The untouched model, or it with these interventions on and no others; or what was found there, by layer."""
+"""The baseline, the model with these interventions on and no others, or the measured moments by layer."""
 
 
 class MatchMoments(ChangeAggregation):
@@ -62,9 +62,9 @@ class MatchMoments(ChangeAggregation):
         """`nearest`: comes as near as it can where a level cannot be met, instead of refusing."""
         if variance is None and energy is None:
             raise InputError(
-                "There is no level to match. Give one, such as 'untouched', as `variance`, `energy` or both."
+                "There is no level to match. Give one, such as 'baseline', as `variance`, `energy` or both."
             )
-        self._wanted, self._nearest = (variance, energy), nearest
+        self._levels, self._nearest = (variance, energy), nearest
         kinds = [kind for kind, level in (("variance", variance), ("energy", energy)) if level is not None]
         super().__init__(model, f"match_{'_and_'.join(kinds)}", position, calibration=calibration, **where)
 
@@ -72,7 +72,7 @@ class MatchMoments(ChangeAggregation):
         """The levels, by layer; None for a moment that is left alone."""
         variance, energy = (
             None if level is None else moments_under(level, self._model, self._batch, self.place)
-            for level in self._wanted
+            for level in self._levels
         )
         self.levels: dict[int, tuple[float | None, float | None]] = {
             layer: (
@@ -147,7 +147,7 @@ def match_moments(
 ) -> MatchMoments:
     """The batch variance and the energy of the aggregation at `position`, each at its level; None leaves one to follow.
 
-    A level is "untouched", or an intervention (or several): what the position has with those on and no others.
+    A level is "baseline", or an intervention (or several): the moments at the position with those on and no others.
     `where` takes layers, heads and sequences, all of them by default, and before_norm: on what enters the norm on the
     aggregation, in models that have one. Without a calibration, one of random tokens is drawn.
     """
@@ -157,7 +157,7 @@ def match_moments(
 def match_variance(
     model: Model,
     position: int,
-    to: Level = UNTOUCHED,
+    to: Level = BASELINE,
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
@@ -172,7 +172,7 @@ def match_variance(
 def match_energy(
     model: Model,
     position: int,
-    to: Level = UNTOUCHED,
+    to: Level = BASELINE,
     *,
     calibration: TokenBatch | None = None,
     **where: Unpack[AggregationPlace],
@@ -189,18 +189,18 @@ def moments_under(level: Level, model: torch.nn.Module, calibration: TokenBatch,
     others."""
     if isinstance(level, Mapping):
         return level
-    if isinstance(level, str) and level != UNTOUCHED:
-        raise InputError(f"A level is 'untouched', an intervention or several, not {level!r}.")
+    if isinstance(level, str) and level != BASELINE:
+        raise InputError(f"A level is 'baseline', an intervention or several, not {level!r}.")
     others = [] if isinstance(level, str) else [level] if isinstance(level, Intervention) else level
-    found: dict[int, Moments] = {}
+    moments: dict[int, Moments] = {}
 
     def reading(layer: Layer) -> AggregationHook:
         def read(aggregation_BTC: Tensor, chosen: slice | Tensor) -> None:
             assert place.positions is not None
             o_B1C = wide(aggregation_BTC[:, place.positions][..., chosen])
-            found[layer.index] = Moments(float(value_variance(o_B1C)), float(second_moment(o_B1C)))
+            moments[layer.index] = Moments(float(value_variance(o_B1C)), float(second_moment(o_B1C)))
 
         return read
 
     run_with_aggregations(model, calibration, place, others, reading)
-    return found
+    return moments

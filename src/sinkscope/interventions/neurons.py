@@ -190,15 +190,15 @@ class TransplantNeurons(ChangeNeurons):
 
 
 class ClampNeurons(ChangeNeurons):
-    """Units held at the values they have in an untouched reading of the same batch."""
+    """Units held at the values they have in a baseline reading of the same batch."""
 
     holds_a_batch = True
 
     def __init__(
-        self, model: Model, units: Iterable[UnitLike], untouched: ConditionReading, **where: Unpack[TokenPlace]
+        self, model: Model, units: Iterable[UnitLike], baseline: ConditionReading, **where: Unpack[TokenPlace]
     ) -> None:
         super().__init__(model, "clamp", units, **where)
-        self.held = {group: untouched.group_values(group, neurons) for group, neurons in self.groups.items()}
+        self.held = {group: baseline.group_values(group, neurons) for group, neurons in self.groups.items()}
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         check_held(self.held[group], current_BTn)

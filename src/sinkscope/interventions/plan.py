@@ -32,7 +32,7 @@ class Plan:
     sink: int
     """The strongest position, sink or not."""
     targets: tuple[int, ...]
-    """Positions at which interventions try to make a sink; none of them is one untouched."""
+    """Positions at which interventions try to make a sink; none of them is one in the baseline."""
     last_layer: int
     """Interventions on the aggregation act in layers 0 to this one: the birth of disparity, or where none is born the
     first layer with a sink."""
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def birth_units(self) -> tuple[Unit, ...]:
-        """The super neurons in layers of birth, which the claims about the untouched model use."""
+        """The super neurons in layers of birth, which the claims about the baseline use."""
         return tuple(unit for unit in self.super_neurons if unit.layer in self.births)
 
     @property
@@ -139,7 +139,7 @@ def _alive(births: list[int], erasures: list[int], num_layers: int) -> list[int]
 
 
 def _targets(rate_S: torch.Tensor, sink: int, length: int) -> tuple[int, ...]:
-    """Position 10 and two more, evenly spaced among those with enough later queries, that are no sink untouched."""
+    """Position 10 and two more, evenly spaced among those with enough later queries, where the baseline has no sink."""
     last = length - LATER_QUERIES - 1
     wanted = torch.linspace(FIRST_TARGET, last, NUM_TARGETS + 1)[:NUM_TARGETS].round().long().tolist()
     targets: list[int] = []

@@ -144,15 +144,15 @@ class SetDimensions(ChangeResidual):
 
 
 class ClampDimensions(ChangeResidual):
-    """Dimensions held at their values in an untouched reading of the same batch."""
+    """Dimensions held at their values in a baseline reading of the same batch."""
 
     holds_a_batch = True
 
     def __init__(
-        self, model: Model, untouched: ConditionReading, dimensions: Sequence[int], **where: Unpack[ResidualPlace]
+        self, model: Model, baseline: ConditionReading, dimensions: Sequence[int], **where: Unpack[ResidualPlace]
     ) -> None:
         super().__init__(model, "clamp", tuple(dimensions), **where)
-        self.held_LBTM = untouched.dimension_values(self.dimensions)
+        self.held_LBTM = baseline.dimension_values(self.dimensions)
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
         check_held(self.held_LBTM[layer], hidden_BTE)
@@ -162,13 +162,13 @@ class ClampDimensions(ChangeResidual):
 
 
 class ClampNorms(ChangeResidual):
-    """The norm of tokens held at its untouched value; their direction is free."""
+    """The norm of tokens held at its baseline value; their direction is free."""
 
     holds_a_batch = True
 
-    def __init__(self, model: Model, untouched: ConditionReading, **where: Unpack[ResidualPlace]) -> None:
+    def __init__(self, model: Model, baseline: ConditionReading, **where: Unpack[ResidualPlace]) -> None:
         super().__init__(model, "clamp", None, **where)
-        self.held_LBT = untouched.residual_norm_LBT
+        self.held_LBT = baseline.residual_norm_LBT
 
     def new_values(self, layer: int, hidden_BTE: Tensor) -> Tensor:
         check_held(self.held_LBT[layer], hidden_BTE)
@@ -195,34 +195,34 @@ def set_dimensions(
 
 def clamp(
     model: Model,
-    untouched: TokenBatch | Tensor | ConditionReading,
+    baseline: TokenBatch | Tensor | ConditionReading,
     *,
     neurons: Sequence[UnitLike] = (),
     dimensions: Sequence[int] = (),
     norms: bool = False,
     **where: Unpack[TokenPlace],
 ) -> contextlib.AbstractContextManager:
-    """Neurons, dimensions or norms held at their untouched values on a batch, while other interventions act.
+    """Neurons, dimensions or norms held at their baseline values on a batch, while other interventions act.
 
-    `untouched` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
+    `baseline` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
     """
     neurons = as_units(neurons)
     if not (neurons or dimensions or norms):
         raise InputError("A clamp needs something to hold. Give `neurons`, `dimensions` or `norms`.")
-    if not isinstance(untouched, ConditionReading):
+    if not isinstance(baseline, ConditionReading):
         owner = bare_model(model)
-        batch = batch_of(model, untouched)
+        batch = batch_of(model, baseline)
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
         check_reading(owner, anatomy)
-        untouched = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
+        baseline = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
     held: list[Intervention] = []
     if neurons:
-        held.append(ClampNeurons(model, neurons, untouched, **where))
+        held.append(ClampNeurons(model, neurons, baseline, **where))
     if dimensions:
-        held.append(ClampDimensions(model, untouched, dimensions, **where))
+        held.append(ClampDimensions(model, baseline, dimensions, **where))
     if norms:
-        held.append(ClampNorms(model, untouched, **where))
+        held.append(ClampNorms(model, baseline, **where))
     return held[0] if len(held) == 1 else Clamp(held)
 
 

@@ -13,7 +13,7 @@ MOST_POSITIONS = 256
 _QUANTITY = Column("quantity", "str", "What was measured; as in the table positions of a trace")
 _POSITION = Column("position", "int", "Position, counted from 0")
 _VALUES = (
-    Column("before", "float", "In the untouched model", nullable=True),
+    Column("before", "float", "In the baseline", nullable=True),
     Column("after", "float", "Under the interventions", nullable=True),
     Column("control", "float", "Under their control", nullable=True),
 )

@@ -74,7 +74,7 @@ function drawMap(place, part, options) {
   }));
   paint.putImageData(image, 0, 0);
   const name = (layer, at) => {
-    const was = before === null ? "" : `, untouched ${shown(before[layer][at])}, change ${shown(differs(layer, at), true)}`;
+    const was = before === null ? "" : `, baseline ${shown(before[layer][at])}, change ${shown(differs(layer, at), true)}`;
     return `layer ${layer}, ${columns(at)}: ${shown(now[layer][at])}${was}`;
   };
   let mark = [0, 0];
@@ -144,7 +144,7 @@ function drawPanel(panel) {
   }
   const rows = panel.now.map((value, layer) => element("tr", {}, element("th", { scope: "row" }, String(layer)),
     ...series.map(([, values]) => element("td", { class: "number" }, shown(values[layer])))));
-  const heads = ["layer", ...series.map(([look]) => ({ rest: "others", was: "untouched", now: "now" })[look])];
+  const heads = ["layer", ...series.map(([look]) => ({ rest: "others", was: "baseline", now: "now" })[look])];
   const ends = !known.length ? "not read here" : isShare ? "0 to 1" : `${shown(10 ** least)} to ${shown(10 ** most)}, log`;
   return element("div", { class: "panel" }, element("p", { class: "caption" }, panel.meaning), picture,
     element("p", { class: "caption muted" }, ends),

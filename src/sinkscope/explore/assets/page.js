@@ -132,7 +132,7 @@ class Pane {
     const view = this.view;
     if (!view) return;
     this.get(".answer").textContent = view.story;
-    this.get(".before").textContent = view.story_before === null ? "" : `Untouched: ${view.story_before}`;
+    this.get(".before").textContent = view.story_before === null ? "" : `Baseline: ${view.story_before}`;
     this.drawEdits();
     this.drawTokens();
     const text = view.opened_text ? ` ${view.opened_text}` : "";
@@ -207,7 +207,7 @@ class Pane {
       return element("tr", {}, element("td", {}, what + state), element("td", {}, String(part.position)),
         element("td", { class: "number" }, value), element("td", {}, ...buttons));
     };
-    // What it was in the untouched run, where that is another value.
+    // What it was in the baseline, where that is another value.
     const was = (part, now) => part.before === null || shown(part.before) === shown(now) ? "" : `, was ${shown(part.before)}`;
     const rows = units.map((unit) => {
       const name = [unit.layer, unit.expert, unit.neuron].filter((part) => part !== null).join(":");
