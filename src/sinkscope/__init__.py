@@ -10,7 +10,7 @@ What there is to call:
     token_batch(model, tokens)    token ids to read: random, of a text file, one repeated
     trace(model, text)            the sink chain of a text, several or a batch, from one forward pass
     study(model)                  whether the chain holds, link by link, by interventions with controls
-    intervene(model, requests)    any interventions: every observable before, after and under a control
+    intervene(model, {kind: ...})  any interventions: every observable before, after and under a control
     audit(model, text)            what breaks in fewer bits or with a smaller cache, where, and what to do
     bias(model)                   which tokens a model prefers from birth
     fingerprint(models)           which models began with the same weights

@@ -16,7 +16,7 @@ from sinkscope.explore import readings
 from sinkscope.explore.cli import ExploreOptions, explore_command
 from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
 from sinkscope.explore.sources import FinishedTrace, LiveModel
-from sinkscope.interventions.requests import requests
+from sinkscope.interventions.specs import read_specs
 
 PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
 OTHER = "Once upon a time there was a king, who had a daughter that was very beautiful and good."
@@ -102,7 +102,7 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
     dimensions = ["20@0", "78@0", "40@0"]  # without them nothing at position 0 is massive
     edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
     view = page.view(edits=edits).json()
-    asked = requests({"zero_dimension": dimensions, "ablate": ["7:438"]})
+    asked = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
     findings = model._baseline(PROMPT).under(asked).findings
     states = {row["state"] for row in view["units"]}
     assert states >= {"silent now", "no longer listed"}

@@ -19,7 +19,7 @@ from sinkscope import (
 )
 from sinkscope.interventions.intervene import Baseline, drawn_batch
 from sinkscope.interventions.matching import ShiftMeanAlone
-from sinkscope.interventions.requests import requests
+from sinkscope.interventions.specs import read_specs
 from sinkscope.models.insert_head_norm import insert_head_norm
 
 POSITION, LAYERS = 5, (0, 1)
@@ -103,7 +103,7 @@ def test_the_mean_alone_is_shifted(model, batch):
 def test_the_control_of_amplification_is_that_of_a_study(model, batch):
     """Control: that of another edit of the aggregation scales it, and the variance with it."""
     setting = Baseline(loaded=sinkscope.load(model), batch=batch, calibration=batch).setting
-    asked = requests({"amplify": f"{POSITION}:8", "shift_mean": f"{POSITION}:8"}, layers=LAYERS)
+    asked = read_specs({"amplify": f"{POSITION}:8", "shift_mean": f"{POSITION}:8"}, layers=LAYERS)
     control, scaled = (request.make(setting, control=True) for request in asked)
     alone = ShiftMeanAlone(model, POSITION, 8.0, variance="baseline", calibration=batch, layers=LAYERS)
     baseline, found, of_study, larger = (moments(model, batch.ids, *on) for on in ((), control, (alone,), scaled))
@@ -118,7 +118,7 @@ def test_the_control_of_amplification_before_a_norm_acts_before_it():
     model = tiny_model("llama")
     insert_head_norm(model)
     base_pass = drawn_batch(sinkscope.load(model), "random", bos=None, length=20, num_sequences=4, seed=0)
-    control = base_pass.under(requests({"amplify_before_norm": "5:4"}, layers=[0]), control=True)
+    control = base_pass.under(read_specs({"amplify_before_norm": "5:4"}, layers=[0]), control=True)
     with sinkscope.scale_norm(model, 5, 4.0, calibration=base_pass.calibration, layers=[0], before_norm=True):
         scaled = sinkscope.trace(model, base_pass.batch)
     baseline, shifted, larger = (found.recording for found in (base_pass.trace, control, scaled))

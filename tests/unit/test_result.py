@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_model
 
 import sinkscope
-from sinkscope.interventions.requests import requests
+from sinkscope.interventions.specs import read_specs
 from sinkscope.results.kinds import kinds
 from sinkscope.results.tables import Column, Schema
 
@@ -79,13 +79,13 @@ def test_a_trace_without_a_text_is_of_random_tokens():
 
 
 def test_one_intervention_needs_no_list():
-    (request,) = requests({"mask_to_self": "10"})
-    assert request.values == requests({"mask_to_self": ["10"]})[0].values == ((10,),)
-    assert requests({"mask_to_self": 10}) == requests({"mask_to_self": [10]}) == [request]
+    (spec,) = read_specs({"mask_to_self": "10"})
+    assert spec.values == read_specs({"mask_to_self": ["10"]})[0].values == ((10,),)
+    assert read_specs({"mask_to_self": 10}) == read_specs({"mask_to_self": [10]}) == [spec]
     super_neuron = SimpleNamespace(position=0, layer=5, expert=None, neuron=148)
     for units in ("5:148", (5, 148), sinkscope.Unit(5, None, 148), super_neuron, [super_neuron], ((5, 148),)):
-        assert requests({"ablate": units})[0].values == (((5, None, 148),),)
-    assert requests({"amplify": "10:4"}, layers=[0, 1], heads="0-1")[0].where == {"layers": (0, 1), "heads": (0, 1)}
+        assert read_specs({"ablate": units})[0].values == (((5, None, 148),),)
+    assert read_specs({"amplify": "10:4"}, layers=[0, 1], heads="0-1")[0].where == {"layers": (0, 1), "heads": (0, 1)}
 
 
 def test_what_is_no_intervention_is_refused():
@@ -94,7 +94,7 @@ def test_what_is_no_intervention_is_refused():
             sinkscope.intervene(tiny_model("llama"), wrong)  # type: ignore[arg-type]
     for wrong in (1.5, None, "x", (5, 148, 3)):
         with pytest.raises(sinkscope.InputError, match="such as 10"):
-            requests({"mask_to_self": wrong})  # type: ignore[arg-type]
+            read_specs({"mask_to_self": wrong})  # type: ignore[arg-type]
 
 
 def test_a_repr_is_a_few_lines(traced):

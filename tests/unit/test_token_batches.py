@@ -247,7 +247,7 @@ class TestText:
         ("call", "asked", "others", "least"),
         [
             (sinkscope.study, {"length": 64}, 96, (32, 16)),
-            (sinkscope.intervene, {"length": 64, "requests": {"mask_to_self": 3}}, 64, (2, 1)),
+            (sinkscope.intervene, {"length": 64, "interventions": {"mask_to_self": 3}}, 64, (2, 1)),
         ],
     )
     def test_a_short_text_is_refused_with_sizes_that_fit(self, call, asked, others, least, tmp_path):

@@ -16,7 +16,7 @@ from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
 from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
 from sinkscope.interventions.intervene import Baseline, read_prompt
-from sinkscope.interventions.requests import requests
+from sinkscope.interventions.specs import read_specs
 from sinkscope.models.loading import LoadedModel
 
 MOST_CHARACTERS = 20_000
@@ -122,7 +122,7 @@ class LiveModel:
         baseline = self._baseline(prompt)
         if not edits:
             return of_trace(baseline.trace)
-        return of_trace(baseline.under(requests(_by_kind(edits))), self._reading(prompt, ()))
+        return of_trace(baseline.under(read_specs(_by_kind(edits))), self._reading(prompt, ()))
 
 
 class FinishedTrace:

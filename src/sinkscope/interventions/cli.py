@@ -10,7 +10,7 @@ import typer
 from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions
 from sinkscope.cli_output import Output, run_environment, write_page, write_request
 from sinkscope.interventions.kinds import KINDS
-from sinkscope.interventions.requests import requests
+from sinkscope.interventions.specs import read_specs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ class InterveneOptions:
 
 def intervene_command(
     interventions: Interventions,
-    asked: InterveneOptions,
+    places: InterveneOptions,
     tokens: BatchOptions,
     texts: PromptOptions,
     source: ModelOptions,
@@ -62,8 +62,8 @@ def intervene_command(
     Example: sinkscope intervene gpt2 --mask-to-self 10 --clamp-dimension 447@10
     """
     texts.check(tokens, calibrates=True)
-    given = {kind: values for kind, values in asdict(interventions).items() if values}
-    requests(given, **asdict(asked))  # refuses what cannot be parsed before a model is loaded
+    by_kind = {kind: values for kind, values in asdict(interventions).items() if values}
+    read_specs(by_kind, **asdict(places))  # refuses what cannot be parsed before a model is loaded
     path = output.path(source.model)
     from sinkscope.interventions.intervene import intervene
     from sinkscope.pages import progress
@@ -71,9 +71,9 @@ def intervene_command(
 
     loaded = source.load()
     with progress.working("tracing before, after and under the control"):
-        result = intervene(loaded, given, **asdict(asked), **asdict(texts), **asdict(tokens))
+        result = intervene(loaded, by_kind, **asdict(places), **asdict(texts), **asdict(tokens))
     with run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, tokens, texts, asked, interventions=given)
+        write_request(folder, source, tokens, texts, places, interventions=by_kind)
         attention = result.after.recording.attention_path
         folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
         result.write(folder)

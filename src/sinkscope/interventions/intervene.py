@@ -15,9 +15,8 @@ from sinkscope.interventions.aggregation import ChangeAggregation
 from sinkscope.interventions.base import MIN_CALIBRATION, together
 from sinkscope.interventions.kinds import Setting
 from sinkscope.interventions.plan import make_plan
-from sinkscope.interventions.requests import Request
-from sinkscope.interventions.requests import requests as read_requests
 from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVABLES
+from sinkscope.interventions.specs import InterventionSpec, read_specs
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import ModelLike
@@ -30,7 +29,7 @@ from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
 
 if TYPE_CHECKING:
-    from sinkscope.interventions.requests import ByKind
+    from sinkscope.interventions.specs import ByKind
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +62,7 @@ class InterventionResult(Result):
         ]
 
     @cached_property
-    def shown(self) -> list[int]:
+    def positions_of_interest(self) -> list[int]:
         """The positions acted on, and the first sinks before and after."""
         sinks = [sink.position for arm in (self.before, self.after) for sink in arm.findings.sinks[:3]]
         return sorted({*self.positions, *sinks})
@@ -82,10 +81,10 @@ class InterventionResult(Result):
             for arm, value in zip(ARMS, values, strict=True):
                 columns[arm] += value[quantity].double().flatten().tolist()
             if not quantity.startswith("largest_"):
-                means["quantity"] += [quantity] * len(self.shown)
-                means["position"] += self.shown
+                means["quantity"] += [quantity] * len(self.positions_of_interest)
+                means["position"] += self.positions_of_interest
                 for arm, value in zip(ARMS, values, strict=True):
-                    means[arm] += value[quantity][:, self.shown].double().nanmean(0).tolist()
+                    means[arm] += value[quantity][:, self.positions_of_interest].double().nanmean(0).tolist()
         return {OBSERVABLES.name: columns, MEANS.name: means}
 
     @property
@@ -94,7 +93,7 @@ class InterventionResult(Result):
         batch = self.before.recording.batch
         if self.before.tokenizer is None or batch.num_sequences > 1:
             return []
-        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.shown})
+        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.positions_of_interest})
         return [{"position": at, "text": self.before.token_text(int(batch.ids[0, at]))} for at in places]
 
     @property
@@ -145,9 +144,9 @@ class Baseline:
             excluded=plan.candidates,
         )
 
-    def under(self, requests: Sequence[Request], *, control: bool = False) -> Trace:
-        """A trace under these interventions or, as a control, under what stands in for them."""
-        if wrong := [position for position in _positions(requests) if not 0 <= position < self.batch.length]:
+    def under(self, specs: Sequence[InterventionSpec], *, control: bool = False) -> Trace:
+        """A trace under these interventions or, with `control`, under their controls."""
+        if wrong := [position for position in _positions(specs) if not 0 <= position < self.batch.length]:
             is_prompt = self.batch.kind == "text" and self.batch.source is None
             raise InputError(
                 f"There is no position {', '.join(map(str, wrong))}. Choose from 0 to {self.batch.length - 1}, or "
@@ -155,7 +154,7 @@ class Baseline:
             )
         setting = self.setting
         with evaluation_mode(self.loaded.model):
-            interventions = [each for request in requests for each in request.make(setting, control=control)]
+            interventions = [made for spec in specs for made in spec.make(setting, control=control)]
         with together(interventions):
             for intervention in interventions:
                 if isinstance(intervention, ChangeAggregation):
@@ -192,16 +191,16 @@ def drawn_batch(
 ) -> Baseline:
     """A batch as `token_batch` draws it, to intervene on."""
     check_sizes(length=length, num_sequences=num_sequences)
-    drawn = batch_with_others(
+    both = batch_with_others(
         loaded, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed, others=MIN_CALIBRATION
     )
-    batch, calibration = (replace(drawn, ids=ids) for ids in drawn.ids.split([num_sequences, MIN_CALIBRATION]))
+    batch, calibration = (replace(both, ids=ids) for ids in both.ids.split([num_sequences, MIN_CALIBRATION]))
     return Baseline(loaded=loaded, batch=batch, calibration=calibration)
 
 
 def intervene(
     model: ModelLike,
-    requests: ByKind,
+    interventions: ByKind,
     *,
     layers: str | Sequence[int] | None = None,
     heads: str | Sequence[int] | None = None,
@@ -212,34 +211,34 @@ def intervene(
     num_sequences: int = 32,
     seed: int = 0,
 ) -> InterventionResult:
-    """Traces of a batch before, under the requested interventions, and under a control in their place.
+    """Traces of a batch before, under the interventions, and under a control in their place.
 
         sinkscope.intervene(model, {"mask_to_self": 10}, prompt="a text of 27 tokens or more").story
 
-    What is asked for is written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
+    Interventions are written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
     a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
     `heads` choose where interventions on masks and the aggregation act. The batch is `prompt`, one text or several of
     one length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences
     of that length: with `prompt`, from those that `tokens` names.
     """
-    wanted = read_requests(requests, layers=layers, heads=heads)
+    specs = read_specs(interventions, layers=layers, heads=heads)
     if prompt is None:
         baseline = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     else:
         baseline = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
-    after, control = (baseline.under(wanted, control=is_control) for is_control in (False, True))
-    controls = "; ".join(dict.fromkeys(f"for {request.name}, {request.kind.control_is}" for request in wanted))
+    after, control = (baseline.under(specs, control=is_control) for is_control in (False, True))
+    controls = "; ".join(dict.fromkeys(f"for {spec.name}, {spec.kind.control_is}" for spec in specs))
     calibration = baseline.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
     return InterventionResult(
         baseline.trace,
         after,
         control,
-        positions=_positions(wanted),
+        positions=_positions(specs),
         control_is=controls,
         calibrated_on=f"{MIN_CALIBRATION} other sequences of {calibration.length} {kind}",
     )
 
 
-def _positions(requests: Sequence[Request]) -> tuple[int, ...]:
-    return tuple(sorted({position for request in requests for position in request.positions()}))
+def _positions(specs: Sequence[InterventionSpec]) -> tuple[int, ...]:
+    return tuple(sorted({position for spec in specs for position in spec.positions()}))
