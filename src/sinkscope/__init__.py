@@ -12,7 +12,7 @@ What there is to call:
     study(model)                  whether the chain holds, link by link, by interventions with controls
     intervene(model, {kind: ...})  any interventions: every observable before, after and under a control
     audit(model, text)            what breaks in fewer bits or with a smaller cache, where, and what to do
-    bias(model)                   which tokens a model prefers from birth
+    bias(model)                   which tokens a model prefers before any training
     fingerprint(models)           which models began with the same weights
     train(data, out)              a training run: a small decoder from scratch, the chain measured meanwhile
     compare_training(runs)        training runs over variants and seeds, side by side; or one run alone

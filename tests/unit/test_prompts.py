@@ -130,7 +130,7 @@ def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model, tmp_path)
     found = sinkscope.intervene(model, {"amplify": ["3:2"]}, prompt=LONG)
     assert found.before.recording.batch.num_sequences == 1
     assert found.calibrated_on == f"64 other sequences of {found.before.recording.batch.length} random tokens"
-    assert found.table("means").num_rows == len(set(found.tables["means"]["quantity"])) * len(found.positions_of_interest)
+    assert found.table("means").num_rows == len(set(found.tables["means"]["quantity"])) * len(found.listed_positions)
     page = found.report(tmp_path / "page.html").read_text()
     assert "DomRatio at position 3, \N{OPEN BOX}on" in page
     assert "one sequence of" in page

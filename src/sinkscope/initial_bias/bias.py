@@ -1,4 +1,4 @@
-"""bias(model or configuration): which tokens a model prefers from birth, why, and what training leaves of it.
+"""bias(model or configuration): which tokens a model prefers before any training, why, and what training leaves of it.
 
 A configuration is drawn from several seeds and every number has an interval over them; a model with weights is taken as
 it is, with intervals over sequences.

@@ -1,4 +1,4 @@
-"""sinkscope bias: which tokens a model prefers from birth, what causes it, and what training leaves of it."""
+"""sinkscope bias: which tokens a model prefers before any training, what causes it, and what training leaves of it."""
 
 from __future__ import annotations
 

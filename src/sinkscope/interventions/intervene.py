@@ -62,7 +62,7 @@ class InterventionResult(Result):
         ]
 
     @cached_property
-    def positions_of_interest(self) -> list[int]:
+    def listed_positions(self) -> list[int]:
         """The positions acted on, and the first sinks before and after."""
         sinks = [sink.position for arm in (self.before, self.after) for sink in arm.findings.sinks[:3]]
         return sorted({*self.positions, *sinks})
@@ -81,10 +81,10 @@ class InterventionResult(Result):
             for arm, value in zip(ARMS, values, strict=True):
                 columns[arm] += value[quantity].double().flatten().tolist()
             if not quantity.startswith("largest_"):
-                means["quantity"] += [quantity] * len(self.positions_of_interest)
-                means["position"] += self.positions_of_interest
+                means["quantity"] += [quantity] * len(self.listed_positions)
+                means["position"] += self.listed_positions
                 for arm, value in zip(ARMS, values, strict=True):
-                    means[arm] += value[quantity][:, self.positions_of_interest].double().nanmean(0).tolist()
+                    means[arm] += value[quantity][:, self.listed_positions].double().nanmean(0).tolist()
         return {OBSERVABLES.name: columns, MEANS.name: means}
 
     @property
@@ -93,7 +93,7 @@ class InterventionResult(Result):
         batch = self.before.recording.batch
         if self.before.tokenizer is None or batch.num_sequences > 1:
             return []
-        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.positions_of_interest})
+        places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.listed_positions})
         return [{"position": at, "text": self.before.token_text(int(batch.ids[0, at]))} for at in places]
 
     @property
