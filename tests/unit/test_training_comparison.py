@@ -19,7 +19,7 @@ from training_folders import (
 
 from sinkscope.compare.page import compare
 from sinkscope.errors import InputError
-from sinkscope.pretrain.births import LINKS, births
+from sinkscope.pretrain.appearances import LINKS, appearances
 from sinkscope.pretrain.comparison import compare_training, reach
 from sinkscope.pretrain.figures import median_birth
 from sinkscope.results.saved import write_page_of_run
@@ -182,7 +182,7 @@ def test_seconds_of_different_machines_are_not_compared(write):
     assert "different machines" in comparison.notes[0]
 
 
-def test_births_are_where_they_were_planted(write):
+def test_links_appear_where_they_were_planted(write):
     comparison = compare_training([write(), write("head_norm", sink=False)])
     planted = [0, *(int(BORN[name][2] * STEPS) for name in ("write_contrast", "top_share", "dom_ratio", "cosine"))]
     planted += [int(BORN["sink_rate"][2] * STEPS)] * 2
@@ -209,7 +209,7 @@ def test_a_link_is_born_only_where_it_stays():
         rows = [probe_row(step, "text", sink=False) for step in range(len(values))]
         for row, rate in zip(rows, values, strict=True):
             row["layers"] = {"sink_rate": [None, rate]}
-        return births(reversed(rows))
+        return appearances(reversed(rows))
 
     in_layer, _ = sinks(rates)
     assert (in_layer.link.name, in_layer.step, in_layer.step_before, in_layer.largest) == ("sink in a layer", 6, 5, 0.9)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError
 from sinkscope.names import run_path
-from sinkscope.pretrain.births import births
+from sinkscope.pretrain.appearances import appearances
 from sinkscope.pretrain.runs import (
     FinishedRun,
     Groups,
@@ -131,10 +131,10 @@ def compare_training(runs: Path | str | Sequence[Path | str]) -> TrainingCompari
         TRAINING_RUNS: run_rows,
         LOSSES: [row | _keys(label, run) for label, run in labelled for row in run.evaluations],
         OBSERVABLES: observables,
-        BIRTHS: [row for label, run in labelled for row in _birth_rows(label, run)],
+        BIRTHS: [row for label, run in labelled for row in _appearance_rows(label, run)],
         VARIANTS: _variant_rows(list(groups), run_rows, observables),
     }
-    tables = {schema.name: schema.from_rows(found) for schema, found in rows.items()}
+    tables = {schema.name: schema.from_rows(schema_rows) for schema, schema_rows in rows.items()}
     return TrainingComparison(
         baseline, tuple(groups), tuple(run for _, run in labelled), tables, tuple(unequal_conditions(groups))
     )
@@ -207,21 +207,27 @@ def _observable_rows(label: str, run: FinishedRun) -> list[Row]:
     rows = []
     for probe in run.probes:
         for quantity, values in probe["layers"].items():
-            known = [value for value in values if value is not None]
+            measured = [value for value in values if value is not None]
             rows.append(
                 _keys(label, run)
                 | {name: probe[name] for name in ("batch", "step", "tokens")}
-                | {"quantity": quantity, "mean": fmean(known) if known else None, "largest": max(known, default=None)}
+                | {
+                    "quantity": quantity,
+                    "mean": fmean(measured) if measured else None,
+                    "largest": max(measured, default=None),
+                }
             )
     return rows
 
 
-def _birth_rows(label: str, run: FinishedRun) -> list[Row]:
+def _appearance_rows(label: str, run: FinishedRun) -> list[Row]:
     rows = []
     for batch in dict.fromkeys(probe["batch"] for probe in run.probes):
-        for birth in births(probe for probe in run.probes if probe["batch"] == batch):
-            entries = {name: getattr(birth, name) for name in ("step", "tokens", "step_before", "layer", "largest")}
-            link = {"batch": batch, "link": birth.link.name, "threshold": birth.link.threshold}
+        for appearance in appearances(probe for probe in run.probes if probe["batch"] == batch):
+            entries = {
+                name: getattr(appearance, name) for name in ("step", "tokens", "step_before", "layer", "largest")
+            }
+            link = {"batch": batch, "link": appearance.link.name, "threshold": appearance.link.threshold}
             rows.append(_keys(label, run) | link | entries)
     return rows
 
@@ -241,8 +247,8 @@ def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) ->
         }
     rows = []
     for label in labels:
-        own = [row for row in runs if row["variant"] == label]
-        rows += [_ratio_row(label, name, own) for name in RATIOS if own[0][name] is not None]
+        of_variant = [row for row in runs if row["variant"] == label]
+        rows += [_ratio_row(label, name, of_variant) for name in RATIOS if of_variant[0][name] is not None]
         for name, values in ends.items():
             by_seed = {seed: value for (variant, seed), value in values.items() if variant == label}
             base = {seed: value for (variant, seed), value in values.items() if variant == labels[0]}
@@ -295,8 +301,8 @@ def _row(
     label: str, quantity: str, num_seeds: int, mean: float | None, low: float | None, high: float | None, **more: Any
 ) -> Row:
     empty = {column.name: None for column in VARIANTS.columns} | {"bound": ""}
-    known = {"variant": label, "quantity": quantity, "num_seeds": num_seeds, "mean": mean, "low": low, "high": high}
-    return empty | known | more
+    entries = {"variant": label, "quantity": quantity, "num_seeds": num_seeds, "mean": mean, "low": low, "high": high}
+    return empty | entries | more
 
 
 AT_THE_END = {"sink_rate": "sink rate", "dom_ratio": "DomRatio", "effective_rank": "effective rank"}
@@ -337,7 +343,7 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
 
 
 def _of_one_run(tables: Mapping[str, Mapping[str, list]], of: Callable[[str, str], Row | None]) -> str:
-    """What a run reached, how its sink ended, and which links were born on held-out text."""
+    """What a run reached, how its sink ended, and which links appeared on held-out text."""
     (run,) = rows_where(tables["training_runs"])
     text = f"{run['variant']}, seed {run['seed']}: validation loss {run['validation_loss']:.4f} after "
     text += f"{run['tokens']:,} tokens"

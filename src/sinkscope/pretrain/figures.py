@@ -21,7 +21,7 @@ from sinkscope.pages.figure import (
     points,
 )
 from sinkscope.pages.text import number, percent, plotted
-from sinkscope.pretrain.births import LINKS
+from sinkscope.pretrain.appearances import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, interval, number
-from sinkscope.pretrain.births import LINKS
+from sinkscope.pretrain.appearances import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
 from sinkscope.pretrain.figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
 from sinkscope.pretrain.schemas import RATIOS

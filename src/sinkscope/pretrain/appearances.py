@@ -1,8 +1,9 @@
-"""When each link of the sink chain is born in training. The rules were fixed before any run was looked at.
+"""When each link of the sink chain appears in training. The rules were fixed before any run was looked at.
 
-A link is born at the first probe at which its observable, in the layer where it is largest, reaches its threshold and
-stays there at every later probe of the run. Probes are some steps apart, so the true birth lies between the probe
-before and that one. What has not passed at the last probe is not born; what passes at step 0 was there before training.
+A link appears at the first probe at which its observable, in the layer where it is largest, reaches its threshold and
+stays there at every later probe of the run. Probes are some steps apart, so it truly appears between the probe
+before and that one. What has not passed at the last probe has not appeared; what passes at step 0 was there before
+training.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ LINKS = (
 
 
 @dataclass(frozen=True)
-class Birth:
-    """When a link was born in one run, on one batch; `step` is None where it was not."""
+class Appearance:
+    """When a link appeared in one run, on one batch; `step` is None where it did not."""
 
     link: Link
     step: int | None
@@ -92,23 +93,23 @@ class Birth:
     step_before: int | None
     """The last probe at which it had not passed; None where it was there from the start."""
     layer: int | None
-    """The layer that was largest at birth; None for a number of the whole model."""
+    """The layer that was largest at that step; None for a number of the whole model."""
     largest: float | None
     """The largest value in the run, passed or not."""
 
 
-def births(probes: Iterable[Probe]) -> list[Birth]:
-    """The birth of each link that was measured, in the order of the chain, from one run's probes of one batch."""
+def appearances(probes: Iterable[Probe]) -> list[Appearance]:
+    """When each link that was measured appeared, in the order of the chain, from one run's probes of one batch."""
     probes = sorted(probes, key=lambda probe: probe["step"])
-    found = []
+    result = []
     for link in LINKS:
         read = [(probe, values) for probe in probes if (values := link.values(probe)) is not None]
         if read:
-            found.append(_birth(link, read))
-    return found
+            result.append(_appearance(link, read))
+    return result
 
 
-def _birth(link: Link, read: list[tuple[Probe, Sequence[float | None]]]) -> Birth:
+def _appearance(link: Link, read: list[tuple[Probe, Sequence[float | None]]]) -> Appearance:
     tops = [max((value for value in values if value is not None), default=None) for _, values in read]
     passed = [top is not None and top >= link.threshold for top in tops]
     first = len(passed)
@@ -117,7 +118,7 @@ def _birth(link: Link, read: list[tuple[Probe, Sequence[float | None]]]) -> Birt
     largest = max((top for top in tops if top is not None), default=None)
     before = read[first - 1][0]["step"] if first else None
     if first == len(passed):
-        return Birth(link, None, None, before, None, largest)
+        return Appearance(link, None, None, before, None, largest)
     probe, values = read[first]
     layer = list(values).index(tops[first]) if len(values) > 1 else None
-    return Birth(link, probe["step"], probe["tokens"], before, layer, largest)
+    return Appearance(link, probe["step"], probe["tokens"], before, layer, largest)
