@@ -52,7 +52,7 @@ class Alignment:
 
 def alignment_table(states_NE: Tensor, embeddings_NE: Tensor | None) -> Tensor:
     """The table to align: the whitened ranks of both states of a signature, one above the other."""
-    return torch.cat([whitened_ranks(each) for each in (states_NE, embeddings_NE) if each is not None])
+    return torch.cat([whitened_ranks(table) for table in (states_NE, embeddings_NE) if table is not None])
 
 
 def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
@@ -68,8 +68,8 @@ def whitened_ranks(states_NE: Float[Tensor, "N E"]) -> Float[Tensor, "N E"]:
     tall = ranks_NE.shape[0] >= ranks_NE.shape[1]
     # The smaller of the two second moments: both have the same eigenvalues.
     values, vectors = eigenvectors(ranks_NE.T @ ranks_NE if tall else ranks_NE @ ranks_NE.T)
-    kept = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
-    root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
+    counted = values > SMALLEST_SHARE * values[-1].clamp(min=torch.finfo(torch.float64).tiny)
+    root = vectors[:, counted] * values[counted].rsqrt() @ vectors[:, counted].T
     white_NE = ranks_NE @ root if tall else root @ ranks_NE
     return white_NE * (scale_E > 0)  # a constant dimension exactly, not up to rounding
 

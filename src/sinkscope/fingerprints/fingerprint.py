@@ -79,7 +79,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fingerprint(Result):
-    """Signatures, and every pair of them that was asked for."""
+    """Signatures, and every pair of them that was compared."""
 
     kind = "fingerprint"
     schemas = FINGERPRINT_TABLES
@@ -93,9 +93,9 @@ class Fingerprint(Result):
     def story(self) -> str:
         """The result in a sentence."""
         counts = {verdict: sum(pair.verdict == verdict for pair in self.pairs) for verdict in get_args(Verdict)}
-        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if len(self.pairs) > 1:
-            return f"Of {len(self.pairs)} pairs: {told}."
+            return f"Of {len(self.pairs)} pairs: {verdicts}."
         (pair,) = self.pairs
         return f"{pair.suspect} and {pair.base}: {pair.verdict}."
 
@@ -123,10 +123,10 @@ class Fingerprint(Result):
             "story": self.story,
             "caveat": self.caveat,
             "inputs": asdict(inputs),
-            "models": [{"name": each.name, "weight_hash": each.weight_hash} for each in self.signatures],
-            "unrelated": [each.name for each in self.unrelated],
+            "models": [{"name": model.name, "weight_hash": model.weight_hash} for model in self.signatures],
+            "unrelated": [model.name for model in self.unrelated],
             "pairs": [asdict(pair) for pair in self.pairs],
-            **described(*(each.receipt for each in self.signatures)),
+            **described(*(signature.receipt for signature in self.signatures)),
         }
 
     @property
@@ -167,14 +167,14 @@ def fingerprint(
     """
     check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
     numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
-    asked = {key: value for key, value in numbers.items() if value is not None}
+    chosen = {key: value for key, value in numbers.items() if value is not None}
     # Signatures first: their inputs are the default, and other files are refused before any work.
     sources = deque(_read_if_signature(source) for source in models)
-    given = [_read_if_signature(source) for source in unrelated]
-    inputs = _inputs([*sources, *given], asked)
+    unrelated_sources = [_read_if_signature(source) for source in unrelated]
+    inputs = _inputs([*sources, *unrelated_sources], chosen)
     if inputs is None:
         sources[0] = _loaded(sources[0], loading)
-        inputs = Inputs(vocabulary=num_embeddings(sources[0].model), **asked)
+        inputs = Inputs(vocabulary=num_embeddings(sources[0].model), **chosen)
 
     def signed(source: Any) -> Signature:
         opened = source if isinstance(source, Signature) else _loaded(source, loading)
@@ -193,14 +193,14 @@ def fingerprint(
     while sources:  # taken off, so that no model stays in memory once it is signed
         signatures.append(signed(sources.popleft()))
         _check_widths(signatures)
-    null = [signed(source) for source in given]
+    null = [signed(source) for source in unrelated_sources]
     if fresh and method == "alignment":
         dtype, device = loading.get("dtype", "auto"), loading.get("device", "auto")
         configuration = signatures[0].configuration()
         for index in range(fresh):
-            drawn = draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", dtype=dtype, device=device)
-            null.append(signed(drawn))
-            del drawn  # only one model is in memory at a time
+            fresh_model = draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", dtype=dtype, device=device)
+            null.append(signed(fresh_model))
+            del fresh_model  # only one model is in memory at a time
     _check_widths([signatures[0], *null])
     signatures = _with_own_names(signatures)
     pairs = itertools.combinations(range(len(signatures)), 2)
@@ -214,12 +214,12 @@ def _compare(
     if method == "seedprint":
         pairs = [_published(signatures[a], signatures[b]) for a, b in places]
     else:
-        tables = [alignment_table(each.states, each.embeddings) for each in signatures]
+        tables = [alignment_table(signature.states, signature.embeddings) for signature in signatures]
         for other in unrelated:
             other_table = alignment_table(other.states, other.embeddings)
             for signature, table in zip(signatures, tables, strict=True):
-                found = alignment(table, other_table)
-                rows.append({"model": signature.name, "unrelated": other.name, "effect": found.effect, "z": found.z})
+                result = alignment(table, other_table)
+                rows.append({"model": signature.name, "unrelated": other.name, "effect": result.effect, "z": result.z})
         pairs = _aligned(signatures, places, tables, rows)
     return Fingerprint(method=method, signatures=signatures, unrelated=unrelated, pairs=pairs, unrelated_rows=rows)
 
@@ -227,10 +227,10 @@ def _compare(
 def _aligned(
     signatures: list[Signature], places: list[tuple[int, int]], tables: list[Tensor], rows: list[dict[str, Any]]
 ) -> list[Pair]:
-    found = [alignment(tables[a], tables[b]) for a, b in places]
-    rates = false_discovery_rates([each.p for each in found])
+    alignments = [alignment(tables[a], tables[b]) for a, b in places]
+    rates = false_discovery_rates([result.p for result in alignments])
     pairs = []
-    for (a, b), each, q in zip(places, found, rates, strict=True):
+    for (a, b), result, q in zip(places, alignments, rates, strict=True):
         names = (signatures[a].name, signatures[b].name)
         null = [row["z"] for row in rows if row["model"] in names and not math.isnan(row["z"])]
         largest = max(null, default=math.nan)
@@ -238,7 +238,7 @@ def _aligned(
             base=names[0],
             suspect=names[1],
             verdict="can't tell",
-            **asdict(each),
+            **asdict(result),
             q=float(q),
             num_unrelated=len(null),
             unrelated_z=largest,
@@ -258,20 +258,22 @@ def judged(pair: Pair) -> Verdict:
 
 
 def _published(base: Signature, suspect: Signature) -> Pair:
-    found = seedprint(base.states, suspect.states)
+    result = seedprint(base.states, suspect.states)
     nan = math.nan
-    verdict: Verdict = "can't tell" if math.isnan(found.p) else "same origin" if found.p < LEVEL else "different origin"
+    verdict: Verdict = "same origin" if result.p < LEVEL else "different origin"
+    if math.isnan(result.p):
+        verdict = "can't tell"
     return Pair(
         base=base.name,
         suspect=suspect.name,
         verdict=verdict,
-        effect=found.tau,
+        effect=result.tau,
         low=nan,
         high=nan,
-        z=found.z,
-        p=found.p,
+        z=result.z,
+        p=result.p,
         q=nan,
-        num_dimensions=found.num_dimensions,
+        num_dimensions=result.num_dimensions,
         num_unrelated=0,
         unrelated_z=nan,
     )
@@ -300,12 +302,12 @@ def _read_if_signature(source: Any) -> Any:
     return load_signature(path) if is_signature_file(source) else source
 
 
-def _inputs(sources: Sequence[Any], asked: dict[str, int]) -> Inputs | None:
-    """The inputs asked for, completed from the first signature among the models; None if the vocabulary is unknown."""
+def _inputs(sources: Sequence[Any], chosen: dict[str, int]) -> Inputs | None:
+    """The chosen inputs, completed from the first signature among the models; None if the vocabulary is unknown."""
     for source in sources:
         if isinstance(source, Signature):
-            return Inputs(**(asdict(source.inputs) | asked))
-    return Inputs(**asked) if "vocabulary" in asked else None
+            return Inputs(**(asdict(source.inputs) | chosen))
+    return Inputs(**chosen) if "vocabulary" in chosen else None
 
 
 def _loaded(source: Any, loading: LoadOptions) -> LoadedModel:

@@ -45,8 +45,8 @@ def identity_dimensions(states_NE: Float[Tensor, "N E"]) -> set[int]:
 
 def _mean_tau(taus: list[float]) -> float:
     """The mean tau; constant dimensions, which have no tau, are left out."""
-    found = [tau for tau in taus if not math.isnan(tau)]
-    return sum(found) / len(found) if found else math.nan
+    defined = [tau for tau in taus if not math.isnan(tau)]
+    return sum(defined) / len(defined) if defined else math.nan
 
 
 def seedprint(base_NE: Float[Tensor, "N E"], suspect_NE: Float[Tensor, "N E"]) -> SeedPrint:

@@ -136,9 +136,9 @@ class Signature:
         left_out = {*tensors, "receipt"}  # a receipt is of one reading, not of what is read again from the file
         record = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         metadata = {METADATA: json.dumps({"version": VERSION, **record, "inputs": asdict(self.inputs)})}
-        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        present = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
         with whole_file(path) as partial:
-            save_file(kept, partial, metadata=metadata)
+            save_file(present, partial, metadata=metadata)
 
 
 def load_signature(path: Path) -> Signature:
@@ -158,7 +158,7 @@ def load_signature(path: Path) -> Signature:
             if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
                 raise refused(path, "its entries are not those of a signature")
             rows, slices = record["inputs"]["num_sequences"], {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: each.get_shape() for name, each in slices.items()}
+            shapes = {name: tensor.get_shape() for name, tensor in slices.items()}
             width = shapes.get("states", [0])[-1]
             whole = shapes.keys() in ({"states"}, {"states", "embeddings"}) and 1 <= width <= WIDEST
             if not whole or any(
@@ -193,11 +193,11 @@ def sign(
     batches = []
     for start in processes.share(range(0, inputs.num_sequences, size)):
         key = f"{digest}-{inputs_hash[:16]}-{start}"
-        kept = parts.load(key)
-        if kept is None:
-            kept = _states(loaded, inputs.ids[start : start + size])
-            parts.save(key, kept)
-        batches.append(kept)
+        batch = parts.load(key)
+        if batch is None:
+            batch = _states(loaded, inputs.ids[start : start + size])
+            parts.save(key, batch)
+        batches.append(batch)
         if progress is not None:
             progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
     batches = [batch for share in processes.gathered(batches) for batch in share]
@@ -256,9 +256,9 @@ def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
     config = loaded.model.config
     if config.model_type not in CONFIG_MAPPING:
         return None
-    found = json.loads(config.to_json_string(use_diff=True))
+    settings = json.loads(config.to_json_string(use_diff=True))
     # Where the weights were stored is private, and says nothing about the shape.
-    return {key: value for key, value in found.items() if not key.startswith("_") and key != "name_or_path"}
+    return {key: value for key, value in settings.items() if not key.startswith("_") and key != "name_or_path"}
 
 
 def check_made_with(signature: Signature, inputs: Inputs) -> None:

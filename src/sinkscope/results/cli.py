@@ -30,7 +30,7 @@ class ReportOptions:
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False
 
 
-def report_command(asked: ReportOptions) -> None:
+def report_command(options: ReportOptions) -> None:
     """Write the page of one run.
 
     The page of a training run shows its losses, its sink and when each link was born.
@@ -41,8 +41,8 @@ def report_command(asked: ReportOptions) -> None:
     from sinkscope.results.run_folder import check_page
     from sinkscope.results.saved import write_page_of_run
 
-    beside = Path() if is_reference(asked.run) else user_path(asked.run)
-    out = beside / "report.html" if asked.out is None else user_path(asked.out)
-    check_page(out, asked.overwrite)
-    say(write_page_of_run(asked.run, out))
+    beside = Path() if is_reference(options.run) else user_path(options.run)
+    out = beside / "report.html" if options.out is None else user_path(options.out)
+    check_page(out, options.overwrite)
+    say(write_page_of_run(options.run, out))
     say(f"Page: {out}")

@@ -67,7 +67,7 @@ def kinds() -> dict[str, Kind]:
     folders = sys.modules["sinkscope"].__path__
     rooms = [f"sinkscope.{room.name}.schemas" for room in pkgutil.iter_modules(folders) if room.ispkg]
     declared = [import_module(module).KINDS for module in rooms if importlib.util.find_spec(module)]
-    return {kind.name: kind for own in declared for kind in own}
+    return {kind.name: kind for of_product in declared for kind in of_product}
 
 
 def kind_of(folder: Path) -> Kind:
@@ -85,7 +85,7 @@ def kind_of(folder: Path) -> Kind:
             f"{folder} has no summary.json, so it is not a saved result. "
             "Name the folder that .save or a sinkscope command wrote."
         )
-    told = [kind for kind in kinds().values() if (folder / f"{kind.told_by}.parquet").is_file()]
+    matching = [kind for kind in kinds().values() if (folder / f"{kind.told_by}.parquet").is_file()]
     # A study has the tables of a trace too.
-    parts = {schema.name for kind in told for schema in kind.schemas if schema.name != kind.told_by}
-    return next((kind for kind in told if kind.told_by not in parts), kinds()["trace"])
+    parts = {schema.name for kind in matching for schema in kind.schemas if schema.name != kind.told_by}
+    return next((kind for kind in matching if kind.told_by not in parts), kinds()["trace"])

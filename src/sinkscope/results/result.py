@@ -110,11 +110,11 @@ class Result:
         kind = self._declared
         if not names and kind.picture:
             return import_module(kind.picture).picture(self.tables, self.summary)
-        found = {figure.id: figure for figure in self.figures()}
-        if unknown := [name for name in names if name not in found]:
-            raise InputError(f"There is no figure {unknown[0]!r}. Choose some of these: {', '.join(found)}.")
-        main = [name for name in kind.main_figures if name in found]
-        return drawing([found[name] for name in names or main or list(found)[:1]])
+        by_id = {figure.id: figure for figure in self.figures()}
+        if unknown := [name for name in names if name not in by_id]:
+            raise InputError(f"There is no figure {unknown[0]!r}. Choose some of these: {', '.join(by_id)}.")
+        main = [name for name in kind.main_figures if name in by_id]
+        return drawing([by_id[name] for name in names or main or list(by_id)[:1]])
 
     def figures(self) -> list[Figure]:
         """What the page draws."""

@@ -111,9 +111,9 @@ def read_run(folder: Path, columns: Mapping[str, Collection[str]] | None = None,
     `columns`, by table: only these are read, since those of a long text fill gigabytes."""
     kind = kind_of(folder)
     if kind.load or (of and kind.name not in of):
-        wanted = " or ".join(kinds()[name].called for name in of or ("study", "trace"))
+        expected = " or ".join(kinds()[name].called for name in of or ("study", "trace"))
         raise InputError(
-            f"{folder} holds {kind.called}, not {wanted}. To see it, write its page with sinkscope report {folder}."
+            f"{folder} holds {kind.called}, not {expected}. To see it, write its page with sinkscope report {folder}."
         )
     summary = read_json(folder / "summary.json")
     sizes = _sizes(kind, summary, folder / "summary.json")

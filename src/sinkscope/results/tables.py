@@ -116,17 +116,17 @@ def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RAN
     With a schema only its columns are read. A table of another version is refused, as is one that lacks a column or
     holds values that the schema does not allow. `ranges` bounds whole numbers by the name of their column.
     """
-    found = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
-    if not found.is_file():
-        raise InputError(f"There is no table {found}. Give the folder of a run.")
-    version, table = _read_parquet(found, schema)
+    file = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
+    if not file.is_file():
+        raise InputError(f"There is no table {file}. Give the folder of a run.")
+    version, table = _read_parquet(file, schema)
     if schema is None:
         return table
     missing = [column.name for column in schema.columns if column.name not in table]
     if version != schema.version or missing:
         lacking = f" and lacks {', '.join(missing)}" if missing else ""
         raise InputError(
-            f"The table {found} has version {version}{lacking}; this sinkscope reads version {schema.version}. "
+            f"The table {file} has version {version}{lacking}; this sinkscope reads version {schema.version}. "
             "Run the command that wrote it again with this version."
         )
     table = {column.name: table[column.name] for column in schema.columns}
@@ -139,18 +139,18 @@ def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RAN
             elif nulls is not None:
                 table[name] = [None if is_null else value for value, is_null in zip(values, nulls, strict=True)]
     except ValueError as error:
-        raise refused(found, str(error)) from error
+        raise refused(file, str(error)) from error
     return table
 
 
 def rows_where(table: Mapping[str, Sequence], **equal: Any) -> list[dict[str, Any]]:
     """The rows of a table, given by columns, whose columns named in `equal` have these values."""
     # Columns are compared before any row is built: tables of long sequences have hundreds of thousands of rows.
-    kept = range(len(next(iter(table.values()))))
+    rows = range(len(next(iter(table.values()))))
     for name, value in equal.items():
         column = table[name]
-        kept = [index for index in kept if column[index] == value]
-    return [{name: column[index] for name, column in table.items()} for index in kept]
+        rows = [index for index in rows if column[index] == value]
+    return [{name: column[index] for name, column in table.items()} for index in rows]
 
 
 Checked = tuple[np.ndarray, np.ndarray | None]
@@ -185,12 +185,12 @@ def _checked_column(where: str, column: Column, values: Sequence | np.ndarray) -
     else:
         items = list(values)
         # A set of types is one pass in C. numpy must not guess: it turns [1, "a"] into strings, [True, 2] into ints.
-        found = set(map(type, items))
-        wrong = [kind for kind in found - {type(None)} if not _fits(kind, python_types)]
+        types = set(map(type, items))
+        wrong = [kind for kind in types - {type(None)} if not _fits(kind, python_types)]
         if wrong:
             names = ", ".join(sorted(kind.__name__ for kind in wrong))
             raise ValueError(f"column {where} holds values of type {names}, not {column.type}")
-        if type(None) in found:
+        if type(None) in types:
             nulls = np.fromiter((item is None for item in items), bool, len(items))
             items = [dtype() if item is None else item for item in items] if dtype is not object else items
         # Strings stay objects: a numpy string array drops a NUL at the end of a token, and pads to the longest row.
@@ -234,12 +234,13 @@ def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[s
             arrow, names = file.schema_arrow, file.schema_arrow.names
             if schema:
                 # Other types are not read: a list in one row may be as long as it likes.
-                own = {column.name: _arrow_types(pyarrow)[column.type] for column in schema.columns}
-                names = [name for name in own if name in names]
+                declared = {column.name: _arrow_types(pyarrow)[column.type] for column in schema.columns}
+                names = [name for name in declared if name in names]
                 for name in names:
-                    found = arrow.field(name).type
-                    if (found.value_type if pyarrow.types.is_dictionary(found) else found) != own[name]:
-                        raise ValueError(f"column {name} is of type {found}, not {own[name]}")
+                    stored = arrow.field(name).type
+                    value_type = stored.value_type if pyarrow.types.is_dictionary(stored) else stored
+                    if value_type != declared[name]:
+                        raise ValueError(f"column {name} is of type {stored}, not {declared[name]}")
             # The footer says how much there is: a column of one value takes a few bytes for any number of rows.
             if (cells := file.metadata.num_rows * len(names)) > MOST_CELLS:
                 raise ValueError(f"it has {cells:,} values, and at most {MOST_CELLS:,} are read")

@@ -230,7 +230,7 @@ def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -
         if not isinstance(value, str) or len(value) > shape.most:
             raise _wrong(where, f"text of at most {shape.most:,} characters", value)
     elif isinstance(shape, AnyOf):
-        if not any(_fits(value, each, sizes) for each in shape.shapes):
+        if not any(_fits(value, one, sizes) for one in shape.shapes):
             raise _wrong(where, shape.words, value)
     elif shape is bool:
         if not isinstance(value, bool):
@@ -243,8 +243,8 @@ def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -
     else:
         if not isinstance(value, dict):
             raise _wrong(where, "an object with names", value)
-        for name, own in _fields(value, shape):
-            _check_shape(value.get(name), own, f"{where}.{name}" if where else shortened(name), sizes)
+        for name, field_shape in _fields(value, shape):
+            _check_shape(value.get(name), field_shape, f"{where}.{name}" if where else shortened(name), sizes)
 
 
 def _fields(value: Mapping[str, Any], shape: Any) -> Iterator[tuple[str, Any]]:
@@ -261,8 +261,8 @@ def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
 
 def _wrong(where: str, expected: str, value: Any) -> ValueError:
     # Never the repr of what may be a whole document.
-    shown = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
-    return ValueError(f"{shortened(where, 80) if where else 'it'} is {shortened(shown, 40)}, not {expected}")
+    described = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
+    return ValueError(f"{shortened(where, 80) if where else 'it'} is {shortened(described, 40)}, not {expected}")
 
 
 def _reason(error: Exception) -> str:
