@@ -175,7 +175,9 @@ def test_verdicts_of_losses_that_are_known(tmp_path):
 
 def test_a_plan_with_other_verdicts_is_refused():
     other = read_plan(PROJECT / "lab" / "experiments" / "large_batches.yaml")
-    with pytest.raises(InputError, match="lacks the verdicts confirmed, accelerates, removes_the_sink, halves_the_sink"):
+    with pytest.raises(
+        InputError, match="lacks the verdicts confirmed, accelerates, removes_the_sink, halves_the_sink"
+    ):
         sink_tables.tables([], [], other["verdicts"])
 
 

@@ -36,28 +36,32 @@ For training: probe(model, batch) in any loop; SinkProbe, a callback of the Hugg
 insert_head_norm and remove_head_norm.
 """
 
-import ast
+from functools import cache
 from importlib import import_module
-from pathlib import Path
-
-from sinkscope.names import RESOLVERS
 
 __version__ = "0.1.0"
 
-# The stub beside this file is what type checkers read, and the one list of what is public.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {line.names[0].name: line.module for line in _STUB.body if isinstance(line, ast.ImportFrom)}
-__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
-RESOLVERS.append("sinkscope.pretrain.model_specs")
+@cache
+def _homes() -> dict[str, str]:
+    """By public name, the module where it lives: the stub beside this file is what type checkers read, and the one list
+    of what is public. Read when first asked for: until this file is done, the command line does not hear Ctrl-C."""
+    import ast
+    from pathlib import Path
+
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    return {line.names[0].name: line.module for line in stub.body if isinstance(line, ast.ImportFrom) if line.module}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 def __getattr__(name: str):
     """Public names are imported when first used, so that the command line answers --help without loading torch."""
-    if name not in _HOMES:
+    if name == "__all__":
+        return sorted([*_homes(), "__version__"])
+    # Python looks for names such as __path__ here too.
+    if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
-    return getattr(import_module(f"sinkscope.{_HOMES[name]}"), name)
+    return getattr(import_module(f"sinkscope.{_homes()[name]}"), name)

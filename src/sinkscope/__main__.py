@@ -1,5 +1,24 @@
-"""python -m sinkscope: the command line."""
+"""Where the command line begins, as sinkscope and as python -m sinkscope. It imports next to nothing, so that Ctrl-C is
+answered while the commands, and what they need, are still being imported."""
 
-from sinkscope.cli import main
+import os
+import signal
 
-main()
+
+def main() -> None:
+    """Runs the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background
+        signal.signal(signal.SIGINT, interrupted_at_the_start)
+    from sinkscope import cli
+
+    cli.main()
+
+
+def interrupted_at_the_start(number: int, frame: object) -> None:
+    """Ends the process at once. Nothing is written yet, and libraries swallow exceptions while they are imported."""
+    os.write(2, b"sinkscope: interrupted; no run was written\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -90,7 +90,7 @@ def main() -> None:
     escape_what_cannot_be_printed()
     # A termination must unwind the stack, so that no half-written folder stays behind.
     signal.signal(signal.SIGTERM, _end_once)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
         signal.signal(signal.SIGINT, _end_once)
     shares = next(iter(sys.argv[1:]), "") in SHARED
     try:

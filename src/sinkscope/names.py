@@ -2,7 +2,7 @@
 
 reference:softmax, the default, reference:head_norm and reference:learned_sink come with the package. They were trained
 alike but for the attention. Each is the folder of its training run, with the final weights in model/. Others are known
-to the layers above, which name themselves in RESOLVERS.
+to the layers above, which RESOLVERS names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sinkscope.user_paths import user_path
 PREFIX = "reference:"
 REFERENCES = (f"{PREFIX}softmax", f"{PREFIX}head_norm", f"{PREFIX}learned_sink")
 DEFAULT_MODEL = REFERENCES[0]
-RESOLVERS: list[str] = []
+RESOLVERS = ["sinkscope.pretrain.model_specs"]
 """Modules with a function `resolve`, which `load` asks for the model of a name before it looks for a folder or file.
 They are named, not imported: a name is all that may point upward, and `--help` must not import torch."""
 FOLDER = Path(__file__).resolve().parent / "reference"

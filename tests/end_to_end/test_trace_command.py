@@ -1,6 +1,9 @@
 """The real command: what it prints, what it writes, and how it refuses."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -204,6 +207,35 @@ module.trace_tables = interrupted
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_an_interrupt_while_modules_are_imported_is_told(module, tmp_path):
+    """Ctrl-C when a module is looked for, through the entry point of the console script."""
+    code = f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from sinkscope.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", code, "trace", "--out", "run"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 130
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_next_to_nothing_is_imported_before_ctrl_c_is_heard():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["sinkscope"] == "sinkscope.__main__:main"
+    code = "import sys; before = set(sys.modules); import sinkscope.__main__; print(*set(sys.modules) - before)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    assert "sinkscope.__main__" in imported
+    assert not {"typing", "pathlib", "ast", "typer", "torch"} & set(imported)
 
 
 def test_the_version_is_the_packages(tmp_path):

@@ -382,8 +382,8 @@ def other_forward(model):
 
 
 class Doubling(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
 def linear_of_another_kind(model):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
+import peft
 import pytest
 import torch
 import yaml
@@ -357,6 +358,18 @@ def test_as_many_random_tokens_are_none_of_the_sinks():
 def test_what_cannot_be_audited_is_refused(tiny, options, message):
     with pytest.raises(InputError, match=message):
         audit(tiny[0], **options)
+
+
+def test_a_model_whose_adapter_is_off_is_audited_as_it_is_without_it():
+    """Its factors are modules that no pass calls; with the adapter on they are rounded as all linear layers are."""
+    ids = torch.randint(10, 97, (22, 64), generator=torch.Generator().manual_seed(0))
+    config = peft.LoraConfig(target_modules=["down_proj", "q_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    with model.disable_adapter():
+        off = audit(model, ids, length=64, num_sequences=4)
+        assert not [name for name in linear_layers(model) if "lora" in name]
+    assert off.summary["schemes"] == audit(tiny_model("llama"), ids, length=64, num_sequences=4).summary["schemes"]
+    assert [name for name in linear_layers(model) if "lora" in name]
 
 
 def test_a_model_that_overflows_is_refused():

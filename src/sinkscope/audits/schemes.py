@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import anatomy_of, is_linear, is_transposed, projection_weight
+from sinkscope.models.anatomy import anatomy_of, idle_adapters, is_linear, is_transposed, projection_weight
 from sinkscope.models.loading import bare_model
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule
@@ -118,9 +118,10 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """Every linear layer but the output head, by name; refuses a model that multiplies by other weights too."""
-    head = model.get_output_embeddings()
-    layers = {name: part for name, part in model.named_modules() if is_linear(part) and part is not head}
+    """Every linear layer that a pass calls but the output head, by name; refuses a model that multiplies by other
+    weights too."""
+    left_out = {model.get_output_embeddings(), *idle_adapters(model)}
+    layers = {name: part for name, part in model.named_modules() if is_linear(part) and part not in left_out}
     own = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
     experts = [layer.index for layer in anatomy_of(model).layers if layer.experts is not None]
     if own or experts or not layers:

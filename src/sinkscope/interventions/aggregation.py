@@ -63,7 +63,7 @@ class ChangeAggregation(Intervention):
         position: int,
         factor: float = 1.0,
         *,
-        calibration: TokenBatch | None = None,
+        calibration: TokenBatch | Tensor | None = None,
         layers: int | Sequence[int] | None = None,
         heads: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
@@ -282,7 +282,7 @@ def amplify_variance(
     position: int,
     factor: float,
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[AggregationPlace],
 ) -> ChangeAggregation:
     """The deviation of the aggregation at `position` from its mean is multiplied by `factor`.
@@ -298,7 +298,7 @@ def scale_norm(
     position: int,
     factor: float,
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[AggregationPlace],
 ) -> ChangeAggregation:
     """The aggregation at `position` is multiplied by `factor`: the control that makes no sink.
@@ -314,7 +314,7 @@ def shift_mean(
     position: int,
     factor: float,
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[AggregationPlace],
 ) -> ChangeAggregation:
     """The mean is added 1 - `factor` times: what amplification does beside scaling the norm.
@@ -330,7 +330,7 @@ def swap_deviation(
     position: int,
     factor: float,
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[AggregationPlace],
 ) -> ChangeAggregation:
     """As amplification, with another sequence's deviation.
@@ -346,7 +346,7 @@ def random_direction(
     position: int,
     factor: float,
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[AggregationPlace],
 ) -> ChangeAggregation:
     """As amplification, along a random direction of equal norm.
@@ -358,7 +358,7 @@ def random_direction(
 
 
 def equalise_variance(
-    model: Model, position: int, *, calibration: TokenBatch | None = None, **where: Unpack[AggregationPlace]
+    model: Model, position: int, *, calibration: TokenBatch | Tensor | None = None, **where: Unpack[AggregationPlace]
 ) -> ChangeAggregation:
     """The variance at `position` is brought down to that of the later half of positions.
 

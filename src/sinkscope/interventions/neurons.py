@@ -137,7 +137,7 @@ class AblateNeurons(ChangeNeurons):
         model: Model,
         units: Iterable[UnitLike],
         mode: str,
-        calibration: TokenBatch | None,
+        calibration: TokenBatch | Tensor | None,
         **where: Unpack[TokenPlace],
     ) -> None:
         super().__init__(model, "ablate_neurons", units, **where)
@@ -298,7 +298,7 @@ def ablate_neurons(
     units: Iterable[UnitLike],
     mode: Literal["zero", "mean", "resample"] = "zero",
     *,
-    calibration: TokenBatch | None = None,
+    calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[TokenPlace],
 ) -> AblateNeurons:
     """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences. Without a

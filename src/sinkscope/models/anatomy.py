@@ -413,6 +413,18 @@ def _is_low_rank_adapter(projection: AnyModule) -> bool:
     return hasattr(projection, "get_base_layer") and hasattr(projection, "get_delta_weight")
 
 
+def idle_adapters(model: AnyModule) -> set[nn.Module]:
+    """The factors of PEFT adapters that no pass calls now: of those that are disabled, merged or not chosen."""
+    idle: set[nn.Module] = set()
+    for part in model.modules():
+        if not _is_low_rank_adapter(part):
+            continue
+        acting = () if part.merged or part.disable_adapters else part.active_adapters
+        for factors in (part.lora_A, part.lora_B):
+            idle.update(factor for name, factor in factors.items() if name not in acting)
+    return idle
+
+
 def projection_weight(projection: AnyModule) -> Tensor:
     """[out, in] weight of a Linear or a Conv1D, with what an adapter that is on adds to it."""
     if not _is_low_rank_adapter(projection):

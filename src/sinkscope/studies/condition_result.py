@@ -25,7 +25,7 @@ QUANTITIES = {
 ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
 """What is kept of every position's row of attention, means over layers, by where a reading has it."""
 ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "units_BTn")
-STORED = (*ARRAYS, "places")
+STORED = (*ARRAYS, "places", "acted_in")
 """Of every result, and what its part holds at least."""
 
 
@@ -54,6 +54,8 @@ class ConditionResult:
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
     """Where it was recorded."""
+    acted_in: tuple[int, ...] = ()
+    """The layers in which its interventions acted."""
     means: dict[str, np.ndarray] = field(default_factory=dict)
     """The calibration means that it was made with."""
 
@@ -87,13 +89,15 @@ class ConditionResult:
         tensors = {name: getattr(self, name) for name in ARRAYS}
         if self.loss_B is not None:
             tensors["loss_B"] = self.loss_B
-        return {**tensors, "places": np.array(self.places), **{f"means.{k}": v for k, v in self.means.items()}}
+        tensors |= {name: np.array(getattr(self, name), dtype=np.int64) for name in ("places", "acted_in")}
+        return {**tensors, **{f"means.{k}": v for k, v in self.means.items()}}
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, np.ndarray]) -> ConditionResult:
         return cls(
             **{name: tensors[name] for name in ARRAYS},
             places=tuple(tensors["places"].tolist()),
+            acted_in=tuple(tensors["acted_in"].tolist()),
             loss_B=tensors.get("loss_B"),
             means={k.removeprefix("means."): v for k, v in tensors.items() if k.startswith("means.")},
         )

@@ -40,6 +40,7 @@ from sinkscope.studies.conditions import (
     sides_of_norm,
 )
 from sinkscope.studies.controls import Controls
+from sinkscope.tracing.open_interventions import open_interventions
 from sinkscope.tracing.replay import Replay
 
 
@@ -251,7 +252,8 @@ class ConditionRunner:
             reading = self.replay.read(first_layer, first_position, changed_units=edited, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.
             means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
-        return replace(reduced(reading, self.plan), means=means)
+            acted_in = {layer for each in open_interventions(self.replay.anatomy.decoder) for layer in each.acted_in}
+        return replace(reduced(reading, self.plan), means=means, acted_in=tuple(sorted(acted_in)))
 
 
 def _levelled(mixing: str, target: int) -> Iterator[Condition]:

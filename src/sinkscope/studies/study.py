@@ -77,10 +77,11 @@ class Study(Result):
 
     @property
     def receipt(self) -> Receipt | None:
-        """That of the baseline's trace, with every condition that was run."""
+        """That of the baseline's trace, with every condition that was run and the layers in which it acted."""
         if self.trace.receipt is None:
             return None
-        conditions = [{"name": condition.part} for condition in self.data.results]
+        results = self.data.results.items()
+        conditions = [{"name": condition.part, "layers": list(each.acted_in)} for condition, each in results]
         return replace(self.trace.receipt, interventions=tuple(conditions))
 
     @property
@@ -332,7 +333,8 @@ class _Run:
         def turned() -> dict[str, np.ndarray]:
             model = rotate(self.loaded.model)
             replay = Replay(anatomy_of(model), model, self.judging.ids, plan.super_neurons, loss=True)
-            return reduced(replay.untouched, plan).tensors()
+            every_layer = tuple(range(len(replay.anatomy.layers)))
+            return replace(reduced(replay.untouched, plan), acted_in=every_layer).tensors()
 
         condition = Condition(TURNED_BASIS, plan.sink)
         try:
