@@ -117,7 +117,7 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert summary == json.loads((run / "summary.json").read_text())
     assert [claim["id"] for claim in summary["claims"]] == list(CLAIMS)
     acted = {each["name"]: each["layers"] for each in summary["receipt"]["interventions"]}
-    assert acted["mask_to_self-10"] == list(range(4))
+    assert acted["mask_to_self-10"] == list(range(6))
     assert all(acted.values())
     for claim in summary["claims"]:
         assert claim.keys() == {"id", "verdict", "effect", "low", "high", "control", "n"}

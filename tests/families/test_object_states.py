@@ -26,6 +26,7 @@ import sinkscope
 from sinkscope import InputError
 from sinkscope.fingerprints.signature import Inputs, sign
 from sinkscope.interventions.base import Intervention, Place
+from sinkscope.models.weights import weight_hash
 
 IDS = torch.randint(10, 97, (3, 40), generator=torch.Generator().manual_seed(0))
 CALIBRATION = torch.randint(10, 97, (64, 40), generator=torch.Generator().manual_seed(1))
@@ -437,6 +438,22 @@ def test_the_weight_hash_knows_of_a_row_or_column_that_was_changed_past_torch(pl
         loaded.model.model.layers[0].mlp.up_proj.weight.data[place] = 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_weight_hash_knows_of_any_one_value_that_was_changed_past_torch(dtype):
+    """Also in weights that are not contiguous, that begin or end within eight bytes, or have no values."""
+    module = nn.Module()
+    module.transposed = nn.Parameter(torch.arange(35, dtype=dtype).view(5, 7).T)
+    module.odd = nn.Parameter(torch.arange(7, dtype=dtype)[1:6])
+    module.scalar = nn.Parameter(torch.ones((), dtype=dtype))
+    module.empty = nn.Parameter(torch.ones(0, dtype=dtype))
+    hashes = [weight_hash(module)]
+    for parameter, place in [(module.transposed, (3, 4)), *((module.odd, n) for n in range(5)), (module.scalar, ())]:
+        parameter.data[place] += 1
+        hashes.append(weight_hash(module))
+    assert len(set(hashes)) == len(hashes)
+    assert weight_hash(module) == hashes[-1] == weight_hash(copy.deepcopy(module))
+
+
 # Every intervention acts, and the model is left as it was
 
 
@@ -503,6 +520,28 @@ def test_a_model_may_be_trained_inside_an_intervention():
     with sinkscope.ablate_neurons(model, NEURONS):
         model(IDS, labels=IDS).loss.backward()
         optimiser.step()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_copies_made_inside_an_intervention_name_the_attention_of_their_owner(family, implementation):
+    """Another process does not know the name that ours has meanwhile."""
+    model = tiny_model(family, attn_implementation=implementation)
+    with sinkscope.mask_to_self(model, 10):
+        assert model.config._attn_implementation != "eager"
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model.config)):
+            assert getattr(copied, "config", copied)._attn_implementation == implementation
+            assert type(getattr(copied, "config", copied)._attn_implementation) is str
+    assert type(model.config._attn_implementation) is str
+
+
+def test_what_is_not_open_cannot_be_closed():
+    mask = sinkscope.mask_to_self(tiny_model("llama"), 10)
+    for _ in range(2):
+        with pytest.raises(InputError, match="mask_to_self is not open"):
+            mask.__exit__(None, None, None)
+        with mask:
+            pass
 
 
 def test_a_model_may_be_saved_inside_an_intervention(tmp_path):

@@ -209,6 +209,7 @@ class Planted(LearnedSink):
 
     def __init__(self, shape):
         super().__init__(shape)
+        self.sink = torch.nn.Parameter(torch.full((shape.num_heads,), 2.0))
         self.strength = torch.nn.Parameter(torch.ones(shape.num_heads))
         self.mixed = torch.nn.Linear(shape.num_heads, shape.num_heads, bias=False)
 
@@ -218,7 +219,7 @@ def test_a_parameter_of_a_variant_keeps_what_its_class_gave_it(tmp_path, monkeyp
     made = [Decoder(decoder_config(TINY | {"attention_variant": "planted"})) for _ in range(2)]
     variant, again = (model.blocks[0].self_attn.variant for model in made)
     assert (variant.strength == 1).all()
-    assert (variant.sink == 0).all()
+    assert (variant.sink == 2).all()
     assert torch.equal(variant.mixed.weight, again.mixed.weight)  # drawn from the seed, as every Linear
     variant.strength.data.fill_(3)
     made[0].save_pretrained(tmp_path)

@@ -195,6 +195,8 @@ class Intervention(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *exception):
+        if not self._opened:
+            raise InputError(f"{self.name} is not open, so it cannot be closed. Open it first: with {self.name}(...):")
         result = self._opened.pop().__exit__(*exception)
         _calibrate()
         return result

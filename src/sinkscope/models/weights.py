@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from sinkscope.models.checkpoint_checks import each_weight
 
 HASHED_ELEMENTS = 1 << 20
-_hashed: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
-"""By model: the checksum that its weights had, and their hash."""
+_hashed: WeakKeyDictionary[nn.Module, tuple[tuple | None, str]] = WeakKeyDictionary()
+"""By model: the sums that its weights had, and their hash."""
 
 
 def weight_hash(model: nn.Module) -> str:
@@ -21,12 +22,34 @@ def weight_hash(model: nn.Module) -> str:
     A tensor with more than 2^20 elements is sampled: every n-th element, with the smallest n that leaves at most
     2^20, then the first and the last 4,096. So the hash tells checkpoints apart, but may miss a single edited weight.
     """
-    checksum = weight_checksum(model)
+    sums = _sums(model)
     known = _hashed.get(model)
-    if known is None or known[0] != checksum:
-        known = checksum, _sha256(model)
+    if sums is None or known is None or known[0] != sums:
+        known = sums, _sha256(model)
         _hashed[model] = known
     return known[1]
+
+
+@torch.no_grad()
+def _sums(model: nn.Module) -> tuple | None:
+    """Of each weight its name and the sum of its bits as integers of 64 bits, several times faster than SHA-256. None
+    where a weight has no bits of its own, as those of tensor subclasses.
+
+    Any one value that changes shows, also through `.data`. Several may cancel out: values that change places, by eight
+    bytes or a multiple, leave the sum as it is.
+    """
+    sums: list[Any] = []
+    for name, weight in each_weight(model):
+        if type(weight) not in (Tensor, nn.Parameter) or weight.layout != torch.strided:
+            return None
+        bytes_of_it = weight.contiguous().reshape(-1).view(torch.uint8)
+        whole = len(bytes_of_it) // 8 * 8
+        words = bytes_of_it[:whole]
+        if words.storage_offset() % 8:
+            words = words.clone()
+        rest = tuple(bytes_of_it[whole:].tolist())
+        sums.append((name, tuple(weight.shape), weight.dtype, int(words.view(torch.int64).sum()), rest))
+    return tuple(sums)
 
 
 def _sha256(model: nn.Module) -> str:

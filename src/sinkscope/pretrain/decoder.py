@@ -246,7 +246,7 @@ class Decoder(PreTrainedModel, GenerationMixin):
             elif isinstance(module, RMSNorm) and name == "weight":
                 initialization.ones_(parameter)
             elif (isinstance(module, HeadRMSNorm) and name == "offset") or (
-                isinstance(module, LearnedSink) and name == "sink"
+                type(module) is LearnedSink and name == "sink"  # a contributor's subclass begins as it says
             ):
                 initialization.zeros_(parameter)
 

@@ -101,6 +101,20 @@ _renamed: dict[int, _Renamed] = {}
 """By the configuration's id."""
 
 
+class _OurName(str):
+    """A name in a configuration in place of the one that its owner chose, which copies and pickles have again: another
+    process does not know ours."""
+
+    def __new__(cls, name: str, before: str):
+        return super().__new__(cls, name)
+
+    def __init__(self, name: str, before: str) -> None:
+        self.before = before
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        return str, (self.before,)
+
+
 def implementation_of(config: Any) -> str:
     """The attention implementation that a configuration's owner has chosen."""
     renamed = _renamed.get(id(config))
@@ -173,7 +187,7 @@ def _rename(config: Any, in_registry: bool) -> None:
     the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen."""
     if id(config) not in _renamed:
         before = config._attn_implementation
-        ours = _name_over(before) if in_registry else "sdpa"
+        ours = _OurName(_name_over(before) if in_registry else "sdpa", before)
         _renamed[id(config)] = _Renamed(config=config, before=before, ours=ours)
         config._attn_implementation = ours
     _renamed[id(config)].count += 1
