@@ -58,6 +58,10 @@ class CausalMask:
     plain: Callable[[], Any] | None = None
     """Makes the mask itself, for another model that has the same configuration object."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what makes the mask, which cannot be pickled: under torchrun the rows of the lock travel."""
+        return vars(self) | {"plain": None}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _AttentionHook:
