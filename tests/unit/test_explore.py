@@ -1,7 +1,9 @@
 """The live page's server: what it computes is what the library computes, and it answers nobody but its own page."""
 
 import asyncio
+import signal
 import socket
+import threading
 import time
 
 import httpx
@@ -14,7 +16,7 @@ from sinkscope.cli_options import ModelOptions
 from sinkscope.errors import InputError
 from sinkscope.explore import readings
 from sinkscope.explore.cli import ExploreOptions, explore_command
-from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, application, listening
+from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, CallingThread, application, listening
 from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.interventions.specs import read_specs
 
@@ -250,3 +252,16 @@ def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():
             listening(port)
     with socket.create_server(("127.0.0.1", port)):
         pass  # control: it was free again
+
+
+def test_a_signal_that_another_thread_receives_ends_the_page():
+    """While the main thread waits for calls, a signal that is not delivered to it does not wake it."""
+    worker = CallingThread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    other = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            worker.run()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -63,6 +63,10 @@ NO_MEMORY = InputError("The device has no memory left for this prompt. Give a sh
 ENDED = InputError("This page was ended in its terminal. Start `sinkscope explore` again.")
 
 
+WAKES_S = 0.5
+"""So soon Ctrl-C is heard, in seconds."""
+
+
 class CallingThread(Executor):
     """Runs what is submitted in the thread that calls `run`."""
 
@@ -81,7 +85,14 @@ class CallingThread(Executor):
 
     def run(self) -> None:
         """Runs calls until `stop`. What ends the process also ends the call that runs."""
-        while (next_call := self._calls.get()) is not None:
+        while True:
+            try:
+                # Not without end: a signal that another thread receives would not wake this one.
+                next_call = self._calls.get(timeout=WAKES_S)
+            except queue.Empty:
+                continue
+            if next_call is None:
+                return
             future, call = next_call
             if not future.set_running_or_notify_cancel():
                 continue
