@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -211,3 +212,20 @@ def imports_of(name: str, path: Path, root: Path) -> set[str]:
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 targets.add(node.args[0].value)
     return targets
+
+
+SCRIPTS = sorted(
+    path for folder in ("benchmarks", "examples", "lab") for path in (SOURCE.parents[1] / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(script):
+    """No test runs the benchmarks, and a name that has moved would only be missed on the machine that they are for."""
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sinkscope"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), (
+                    alias.name
+                )
