@@ -141,7 +141,7 @@ def test_a_list_that_is_not_understood_is_refused(tmp_path, capsys):
     path.write_text("audit: {seed: 1}\nmodels: [{model: a, audit: false}, b]")
     assert [entry.audit for entry in atlas.read_list(path)] == [None, {"seed": 1}]
     path.write_text("models: [a/b, a-b]")
-    with pytest.raises(InputError, match="a-b twice"):
+    with pytest.raises(InputError, match="have the name a-b"):
         atlas.read_list(path)
 
 

@@ -26,7 +26,7 @@ def test_home(tmp_path, monkeypatch):
         folder.write_json("summary.json", {})
     assert json.loads((tmp_path / "x" / "summary.json").read_text()) == {}
     for overwrite in (False, True):
-        with pytest.raises(InputError, match=r"no \.sinkscope in it"):
+        with pytest.raises(InputError, match=r"has no \.sinkscope file"):
             check_output(Path("~"), overwrite)
     assert user_path("org/name") == Path("org/name")  # the control: what is not there may be named
 
