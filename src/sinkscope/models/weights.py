@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,18 +37,20 @@ def _sums(model: nn.Module) -> tuple | None:
     Any one value that changes shows, also through `.data`. Several may cancel out: values that change places, by eight
     bytes or a multiple, leave the sum as it is.
     """
-    sums: list[Any] = []
+    weights: list[tuple] = []
+    sums: dict[torch.device, list[Tensor]] = {}
     for name, weight in each_weight(model):
         if type(weight) not in (Tensor, nn.Parameter) or weight.layout != torch.strided:
             return None
         bytes_of_it = weight.contiguous().reshape(-1).view(torch.uint8)
         whole = len(bytes_of_it) // 8 * 8
-        words = bytes_of_it[:whole]
+        words, rest = bytes_of_it[:whole], bytes_of_it[whole:]
         if words.storage_offset() % 8:
             words = words.clone()
-        rest = tuple(bytes_of_it[whole:].tolist())
-        sums.append((name, tuple(weight.shape), weight.dtype, int(words.view(torch.int64).sum()), rest))
-    return tuple(sums)
+        weights.append((name, tuple(weight.shape), weight.dtype, tuple(rest.tolist()) if len(rest) else ()))
+        sums.setdefault(weight.device, []).append(words.view(torch.int64).sum())
+    # Read once for each device: a GPU would be waited for at every weight.
+    return tuple(weights), tuple(tuple(torch.stack(totals).tolist()) for totals in sums.values())
 
 
 def _sha256(model: nn.Module) -> str:
