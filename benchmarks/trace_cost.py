@@ -44,8 +44,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
-from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.given_ids import given_batch
+from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.observables import CHAIN
 from sinkscope.tracing.recorder import record
