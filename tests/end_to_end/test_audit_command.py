@@ -27,6 +27,6 @@ def test_a_model_without_sinks_is_told_that_nothing_is_needed(sinkscope, tmp_pat
     assert "Nothing needed" in (tmp_path / "run" / "report.html").read_text()
     (tmp_path / "book.txt").write_text("words", encoding="utf-8")
     refused = sinkscope("audit", "model", *FEW, "--text", "book.txt", "--out", "other")
-    assert_refused(refused, "a tokenizer, to read text with", tmp_path)
+    assert_refused(refused, "has no tokenizer to read text with", tmp_path)
     refused = sinkscope("audit", "model", *FEW, "--out", "run")
     assert_refused(refused, "--overwrite", tmp_path)

@@ -153,11 +153,11 @@ def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):
     [
         (("tiny", "--length", 500), "context of 128 tokens"),
         (("tiny", "--controls", "no_such"), "--controls cannot be 'no_such'. Choose one of tanh_activation"),
-        (("no-such/folder/at/all",), "found no "),
+        (("no-such/folder/at/all",), "There is no folder or .gguf file"),
         (("init:nowhere",), "There is no folder nowhere"),
         (("MODEL", "--seeds", 3), "--seeds is for a configuration"),
         (("MODEL", "--along", "OTHER"), "Give checkpoints of the same training run"),
-        (("NAN",), "finite weights; found NaN in"),
+        (("NAN",), "NaN in transformer.h.0.mlp.c_fc.weight"),
     ],
 )
 def test_what_cannot_be_honoured_ends_with_a_message_and_nothing_written(
@@ -230,5 +230,5 @@ def test_weights_that_are_all_zero_are_refused(sinkscope, trained, tmp_path):
     model.save_pretrained(tmp_path / "zero")
     result = sinkscope("bias", tmp_path / "zero", *FEW, "--controls", "none", "--out", "run")
     assert result.code == 2
-    assert "found only special tokens, unused ones" in result.err
+    assert "no ordinary tokens, only special ones, unused ones" in result.err
     assert not (tmp_path / "run").exists()

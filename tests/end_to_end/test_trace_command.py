@@ -172,7 +172,7 @@ def test_refused_options(options, message, sinkscope, model_folder, tmp_path, mo
 def test_a_refusal_in_a_process_of_its_own_has_exit_code_2(tmp_path):
     result = in_a_process("trace", "./nowhere", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith("sinkscope: expected ")
+    assert result.stderr.startswith("sinkscope: There is no folder or .gguf file")
     assert list(tmp_path.iterdir()) == []
 
 
