@@ -48,7 +48,9 @@ def read_attention(
         path, read = f"tiles ({reason})" if reason else "tiles", tiled_attention
     reading = read(query_BHTD, key_BKSD, value_BKSD, rule, request)
     if rule.mask_changes:
-        reading = with_changed_masks(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
+        # Not under the owner's autocast: the few rows are worked out in at least float32.
+        with torch.no_grad(), torch.autocast(query_BHTD.device.type, enabled=False):
+            reading = with_changed_masks(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
     return reading, path
 
 
@@ -165,19 +167,6 @@ def with_changed_masks(
     request: ReadingRequest,
 ) -> AttentionReading:
     """The reading as it is when some queries see other keys: `rule.mask_changes`."""
-    # Not under the owner's autocast: the few rows are worked out in at least float32.
-    with torch.no_grad(), torch.autocast(query_BHTD.device.type, enabled=False):
-        return _with_changed_masks(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
-
-
-def _with_changed_masks(
-    reading: AttentionReading,
-    query_BHTD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    rule: AttentionRule,
-    request: ReadingRequest,
-) -> AttentionReading:
     num_batch, num_heads, length, _ = query_BHTD.shape
     device = query_BHTD.device
     rows = sorted({query for change in rule.mask_changes for query in change.queries})
