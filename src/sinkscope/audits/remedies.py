@@ -87,8 +87,8 @@ class Setting:
 
     @cached_property
     def plain(self) -> np.ndarray:
-        """[N, T - 1] the losses in 16 bits."""
-        return self.losses(None)
+        """[N, T - 1] the losses of the model as it is, in 16 bits."""
+        return losses(self.model, self.held_out.ids)[:, len(self.batch.leading_ids) :]
 
     def check_plain(self) -> None:
         """Refuses a model that gives no losses."""
@@ -107,6 +107,8 @@ class Setting:
         """
         treated = treated or Treated(model=self.model)
         ids_NT, cache, start = self._texts(self.held_out, treated)
+        if scheme is None and treated.model is self.model and cache is None:
+            return self.plain  # tokens, modules and ranges matter only under a scheme
         if scheme is None:
             return losses(treated.model, ids_NT, prefix=cache)[:, start:]
         ranges, keep = None, treated.kept
@@ -182,6 +184,11 @@ class Setting:
     def prefix(self) -> SinkPrefix:
         """The model's own sink tokens as a cache; without tokens where none help."""
         return sink_prefix(self.loaded, self.calibration, progress=self.work("prefixes tried"))
+
+    @cached_property
+    def other_prefix(self) -> SinkPrefix:
+        """The control of the prefix."""
+        return other_prefix(self.loaded, self.prefix, seed=self.seed)
 
     @cached_property
     def better_ranges(self) -> tuple[Ranges, Ranges]:
@@ -281,7 +288,7 @@ class Prefixed(Remedy):
         return replace(to, prefix=prefix) if prefix.ids else prefix.why_none
 
     def control(self, setting, schemes):
-        return Treated(model=setting.model, prefix=other_prefix(setting.loaded, setting.prefix, seed=setting.seed))
+        return Treated(model=setting.model, prefix=setting.other_prefix)
 
     def what(self, setting, scheme):
         return f"the cache of tokens {list(setting.prefix.ids)} before every text"
@@ -360,5 +367,6 @@ BY_OPTION: dict[str, Remedy] = {
     "exempt": EXEMPT,
     "scales": Scales(),
 }
-"""Those that `remedy` can do. They are put together in this order: the first change the weights, and what follows is
-found for the changed model."""
+"""Those that `remedy` can do, in the order in which they are put together. The first change the weights, and what
+follows is found for the changed model; a model that cannot be rotated is refused before the searches, which take
+minutes."""
