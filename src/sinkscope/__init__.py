@@ -18,7 +18,7 @@ What there is to call:
     compare_training(runs)        training runs over variants and seeds, side by side; or one run alone
     sink_tokens(model, ids)       which tokens of each text are sinks, as a mask
     sink_neurons(model, calibration)  a few neurons that recognise sinks without reading attention
-    remedy(model, text)           a model that 8 bits harm less, by rotate, sink_prefix or unplug, each with a control
+    remedy(model, text)           a model made 8-bit-safe by rotate, sink_prefix or unplug, each beside a control
     anatomy_of(model)             where a model keeps its modules
     load_result(folder)           a saved result, without its model
 

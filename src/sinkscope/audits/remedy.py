@@ -1,5 +1,5 @@
-"""remedy(model, text): a model that 8 bits harm less, by a rotation, a prefix in the cache, unplugged super neurons, a
-list of modules that stay in 16 bits, or better static scales.
+"""remedy(model, text): makes a model 8-bit-safe by a rotation, a prefix in the cache, unplugged super neurons, a list
+of modules that stay in 16 bits, or better static scales.
 
 Each remedy that is asked for is measured on its own, beside its control, and then all of them together: the loss in 16
 bits, and under 8-bit activations with one scale a tensor, static and dynamic.

@@ -1,4 +1,4 @@
-"""sinkscope remedy: a model that 8 bits harm less, with what was done and what it costs."""
+"""sinkscope remedy: make a model 8-bit-safe, with what was done and what it costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RemedyOptions:
 
 
 def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
-    """Write a model that 8-bit activations harm less.
+    """Make a model safe for 8-bit activations.
 
     Its card gives the loss before and after, and how the folder is loaded in transformers. Remedies can be combined;
     each is also measured alone, beside a control.
