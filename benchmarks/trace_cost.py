@@ -43,7 +43,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from sinkscope.measures.sink_score import SINK_THRESHOLD, mean_received
+from sinkscope.measures.sink_score import RECEIVED_THRESHOLD, mean_received
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.token_batches import TokenBatch
@@ -232,7 +232,7 @@ def sink_numbers(maps: list[Tensor]) -> Tensor:
 
 def with_sink_rate(received_LHT: Tensor) -> Tensor:
     alpha_LHT = mean_received(received_LHT)
-    (alpha_LHT > SINK_THRESHOLD).float().mean((0, 1)).max().item()
+    (alpha_LHT > RECEIVED_THRESHOLD).float().mean((0, 1)).max().item()
     return alpha_LHT
 
 

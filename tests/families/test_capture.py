@@ -357,7 +357,7 @@ def test_attention_received_equals_eager(variant):
 def test_sink_counts_at_a_threshold_that_many_heads_pass(variant, monkeypatch):
     """Random models have few sinks at 0.3; at 0.03, about what an even spread gives, every family has some to count."""
     this = case(variant)
-    monkeypatch.setattr(layer_call, "SINK_THRESHOLD", 0.03)
+    monkeypatch.setattr(layer_call, "RECEIVED_THRESHOLD", 0.03)
     reading = trace(this.model, this.ids, effective_rank=False).recording
     alpha = torch.stack([received_BHS(layer) for layer in this.plain.layers])
     assert float((alpha - 0.03).abs().min()) > 1e-7

@@ -3,7 +3,7 @@
 import pytest
 
 from sinkscope.arguments import STUDY_SEQUENCES
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import Condition
 from sinkscope.studies.study import Study, study
@@ -61,4 +61,4 @@ def test_a_sink_that_needs_bos(name, request):
     if found.minimal_set:
         left = found.data.at_sink_B(Condition("ablate_minimal_set", 0)).mean()
         assert left < found.data.at_sink_B().mean()
-    assert found.data.baseline.rate_BS[:, 0].mean() >= SINK_RATE
+    assert found.data.baseline.rate_BS[:, 0].mean() >= MIN_SINK_RATE

@@ -176,7 +176,7 @@ def test_moments_are_read_in_the_first_layers_that_are_asked_for():
 def test_readings_equal_a_trace(family, condition, monkeypatch):
     """At a threshold that many heads pass: random models have few sinks at 0.3."""
     model, replay = model_of(family), replay_of(family)
-    monkeypatch.setattr(layer_call, "SINK_THRESHOLD", 0.05)
+    monkeypatch.setattr(layer_call, "RECEIVED_THRESHOLD", 0.05)
     interventions = {"untouched": [], "masked": [mask_to_self(model, 10)], "all": conditions(family)}[condition]
     with together(interventions):
         found = replay._read(None, loss=False)

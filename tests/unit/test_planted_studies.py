@@ -373,7 +373,7 @@ def test_a_sink_that_is_undecided_among_all_claims_explains_nothing(monkeypatch)
 
 def test_causal_claims_are_listed_where_only_the_judging_sequences_show_a_sink(monkeypatch):
     """A rate near 5 % can lie on either side: here the planning side is moved."""
-    monkeypatch.setattr("sinkscope.studies.study.SINK_RATE", 0.9)
+    monkeypatch.setattr("sinkscope.studies.study.MIN_SINK_RATE", 0.9)
     model, _ = decoy("sink_from_ordinary_units", 0)
     found = study(load(model), **SMALL)
     judged = {judgement.id: (judgement.verdict, judgement.note) for judgement in found.judgements}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
-from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, SINK_HEAD_RATE
+from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
+from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, MIN_HEAD_SINK_RATE
 from sinkscope.models.anatomy import Layer, Unit, as_unit
 from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.super_neurons import SuperNeuron
@@ -82,7 +82,7 @@ def make_plan(findings: Findings) -> Plan:
     recording = findings.recording
     anatomy = recording.anatomy
     births, erasures = findings.disparity_layers.get(sink, ([], []))
-    sink_layers = (recording["head_sink_rate"][:, :, sink].mean(1) >= SINK_RATE).nonzero().flatten().tolist()
+    sink_layers = (recording["head_sink_rate"][:, :, sink].mean(1) >= MIN_SINK_RATE).nonzero().flatten().tolist()
     first = next((layer for layer in births if layer >= 0), None)
     if first is not None and anatomy.parallel:
         first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
@@ -107,7 +107,7 @@ def make_plan(findings: Findings) -> Plan:
         candidates=tuple(candidate_units(findings, sink)),
         sink_heads=tuple(
             (layer, head)
-            for layer, head in (recording["head_sink_rate"][:, :, sink] >= SINK_HEAD_RATE).nonzero().tolist()
+            for layer, head in (recording["head_sink_rate"][:, :, sink] >= MIN_HEAD_SINK_RATE).nonzero().tolist()
         ),
     )
 
@@ -144,7 +144,7 @@ def _targets(rate_S: torch.Tensor, sink: int, length: int) -> tuple[int, ...]:
     wanted = torch.linspace(FIRST_TARGET, last, NUM_TARGETS + 1)[:NUM_TARGETS].round().long().tolist()
     targets: list[int] = []
     for start in wanted:
-        free = (p for p in range(start, last + 1) if p != sink and p not in targets and rate_S[p] < SINK_RATE)
+        free = (p for p in range(start, last + 1) if p != sink and p not in targets and rate_S[p] < MIN_SINK_RATE)
         if (position := next(free, None)) is not None:
             targets.append(position)
     return tuple(targets)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-SINK_THRESHOLD = 0.3
-"""eps: a head counts a key as its sink when the key's mean attention received exceeds it (Gu et al.)."""
-SINK_RATE = 0.05
-"""There is a sink at a position when at least this share of sequences, layers and heads count it."""
+RECEIVED_THRESHOLD = 0.3
+"""Of one head: it counts a key as its sink when the key's mean attention received is above this (eps of Gu et al.)."""
+MIN_SINK_RATE = 0.05
+"""Of a position: it is a sink when at least this share of heads, layers and sequences count it as theirs."""
 LATER_QUERIES = 16
 """Only keys with at least this many later queries can be sinks: with few queries a key looks like one by chance."""
 
@@ -55,9 +55,9 @@ def are_sinks(
 ) -> Bool[Tensor, "... S"]:
     """Which keys are sinks, from the share of heads that count each; `keys` of `length` were recorded, if not all."""
     eligible = eligible_positions(rate.shape[-1] if length is None else length)
-    return (rate >= SINK_RATE) & (eligible if keys is None else eligible[keys])
+    return (rate >= MIN_SINK_RATE) & (eligible if keys is None else eligible[keys])
 
 
-def sink_rate(alpha_BLHS: Float[Tensor, "B L H S"], threshold: float = SINK_THRESHOLD) -> Float[Tensor, " S"]:
+def sink_rate(alpha_BLHS: Float[Tensor, "B L H S"], threshold: float = RECEIVED_THRESHOLD) -> Float[Tensor, " S"]:
     """Mean over sequences, layers and heads of alpha > threshold."""
     return (alpha_BLHS > threshold).float().mean(dim=(0, 1, 2))

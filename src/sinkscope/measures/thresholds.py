@@ -10,5 +10,5 @@ DOM_RATIO = 3.0
 """DomRatio at the sink, over that elsewhere: from here on there is a disparity."""
 COSINE = 0.9
 """A position whose states have this mean cosine across sequences is one direction."""
-SINK_HEAD_RATE = 0.5
-"""A head has the sink where so many sequences count it."""
+MIN_HEAD_SINK_RATE = 0.5
+"""A head has the sink when it counts the position as its sink in at least this share of sequences."""

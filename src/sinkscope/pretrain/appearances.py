@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.measures.thresholds import COSINE, DOM_RATIO, LEVEL_ELSEWHERE, TOP_SHARE, VARIANCE_RATIO
 
 Probe = Mapping[str, Any]
@@ -71,13 +71,13 @@ LINKS = (
     Link(
         "sink in a layer",
         "share of a layer's heads and sequences that count the position as a sink",
-        SINK_RATE,
+        MIN_SINK_RATE,
         _by_layer("sink_rate"),
     ),
     Link(
         "sink in the model",
         "share of all heads and sequences that count the position as a sink",
-        SINK_RATE,
+        MIN_SINK_RATE,
         lambda probe: [probe["whole"]["sink_rate"]],
     ),
 )

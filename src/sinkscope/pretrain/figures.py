@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.pages.figure import (
     Figure,
     axis,
@@ -173,7 +173,7 @@ def _observable(comparison: TrainingComparison, quantity: str) -> Figure:
     y_axis = log_axis("", means) if quantity == "dom_ratio" else axis("", rangemode="tozero")
     if quantity == "sink_rate":
         y_axis["tickformat"] = "~%"
-    more = levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")) if quantity == "sink_rate" else {}
+    more = levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")) if quantity == "sink_rate" else {}
     series = _series(comparison, rows, "tokens", "mean")
     id = quantity.replace("_", "-")
     return _curves(id, title, caption, ("observables",), series, "training tokens", yaxis=y_axis, **more)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.measures.thresholds import (
     COSINE,
     DOM_RATIO,
     LEVEL_ELSEWHERE,
-    SINK_HEAD_RATE,
+    MIN_HEAD_SINK_RATE,
     TOP_SHARE,
     VARIANCE_RATIO,
 )
@@ -120,7 +120,7 @@ def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
 
 def _elsewhere(study: StudyData) -> np.ndarray:
     """Positions that are no sink."""
-    elsewhere = study.baseline.rate_BS.mean(0) < SINK_RATE
+    elsewhere = study.baseline.rate_BS.mean(0) < MIN_SINK_RATE
     elsewhere[study.plan.sink] = False
     return elsewhere
 
@@ -151,7 +151,7 @@ def _lock(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:  # all states are one, and without it nothing is left to read
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
-        return Empty(f"no head has the sink in {percent(SINK_HEAD_RATE)} of sequences")
+        return Empty(f"no head has the sink in {percent(MIN_HEAD_SINK_RATE)} of sequences")
     at_sink, *elsewhere = study.link_values.lock_BQ3N.swapaxes(0, 1)
     control = float(gone(elsewhere[0].mean(0))) if elsewhere else None
     note = f"over {len(study.plan.sink_heads)} heads with the sink"
@@ -181,8 +181,8 @@ LINK_CLAIMS = (
     Claim(
         id="sink",
         link="sink",
-        statement=f"The strongest position is a sink: at least {percent(SINK_RATE)} of heads, layers and sequences",
-        bars=(Bar("at least", SINK_RATE),),
+        statement=f"The strongest position is a sink: at least {percent(MIN_SINK_RATE)} of heads, layers and sequences",
+        bars=(Bar("at least", MIN_SINK_RATE),),
         numbers=_sink,
         figures=("received",),
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.measures.sink_score import SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.pages.figure import (
     LOOKS,
     MAP_COLOURS,
@@ -292,7 +292,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, pairs: list[tuple
         {
             "xaxis": axis("key position"),
             "yaxis": axis("sink rate", rangemode="tozero"),
-            **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
+            **levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")),
         },
         ("condition", "position", "rate", "low", "high"),
         [

@@ -18,7 +18,7 @@ from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
-from sinkscope.measures.sink_score import SINK_RATE, are_sinks
+from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Unit, anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
@@ -138,12 +138,12 @@ class Study(Result):
         if removed is None:
             return None
         before_S, after_S = self.data.baseline.rate_BS.mean(0), removed.rate_BS.mean(0)
-        new = are_sinks(torch.from_numpy(after_S)).numpy() & (before_S < SINK_RATE)
+        new = are_sinks(torch.from_numpy(after_S)).numpy() & (before_S < MIN_SINK_RATE)
         if new.any():
             position = int(np.where(new, after_S, -1).argmax())
             return f"shifted to position {position} ({after_S[position]:.1%})"
         at_sink = after_S[self.plan.sink]
-        return "gone" if at_sink < SINK_RATE else f"weaker ({at_sink:.1%})"
+        return "gone" if at_sink < MIN_SINK_RATE else f"weaker ({at_sink:.1%})"
 
     @property
     def verdict(self) -> str:
@@ -151,7 +151,7 @@ class Study(Result):
         sink = self.judgements[0]
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
-            needs = f"the {percent(SINK_RATE)} that a sink needs"
+            needs = f"the {percent(MIN_SINK_RATE)} that a sink needs"
             beside = f"and the interval contains {needs}" if sink.verdict == "undecided" else f"below {needs}"
             strongest = f"position {position} was the strongest in the choosing sequences"
             text = f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
@@ -245,7 +245,7 @@ class _Run:
 
     def study(self) -> Study:
         chosen = trace(self.loaded, self.choosing, effective_rank=False)
-        plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= SINK_RATE
+        plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= MIN_SINK_RATE
         baseline_trace = trace(self.loaded, self.judging)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)

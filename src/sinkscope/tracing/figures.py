@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE, SINK_THRESHOLD
+from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE, RECEIVED_THRESHOLD
 from sinkscope.pages.figure import (
     PATTERNS,
     Figure,
@@ -290,14 +290,14 @@ def _received(run: Run) -> Figure:
     return Figure(
         "received",
         "Attention received",
-        f"Sink rate: share of heads that give a key more than {SINK_THRESHOLD} of their attention."
+        f"Sink rate: share of heads that give a key more than {RECEIVED_THRESHOLD} of their attention."
         + _cut(len(positions), run.summary["tokens"]["length"], "positions; the last ones have few queries"),
         ("rates",) if "rates" in run.tables else ("positions",),
         [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],
         {
             "xaxis": axis("key position"),
             "yaxis": axis("", rangemode="tozero"),
-            **levels(level(SINK_RATE, f"a sink: {percent(SINK_RATE)}")),
+            **levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")),
         },
         ("position", "sink rate", "low", "high"),
         list(zip(positions, rates, low, high, strict=True)),

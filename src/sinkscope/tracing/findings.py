@@ -23,7 +23,7 @@ from sinkscope.measures.dimension_disparity import (
     median_magnitude,
     num_massive_activations,
 )
-from sinkscope.measures.sink_score import SINK_RATE, are_sinks, eligible_positions
+from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks, eligible_positions
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.models.anatomy import Unit
 from sinkscope.statistics import bootstrap_mean_interval
@@ -108,7 +108,7 @@ class Findings:
                     rate=float(rates[:, index].mean()),
                     low=float(low[number]),
                     high=float(high[number]),
-                    layers=(rate_LN[:, number] >= SINK_RATE).nonzero().flatten().tolist(),
+                    layers=(rate_LN[:, number] >= MIN_SINK_RATE).nonzero().flatten().tolist(),
                     mean_attention=float(received_LN[:, number].mean()),
                 )
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sinkscope.kernels.token_statistics import TokenStatistics, token_dom_ratio, token_statistics
 from sinkscope.measures.dimension_disparity import dom_ratio_turned
-from sinkscope.measures.sink_score import SINK_THRESHOLD, eligible_positions, mean_received, mean_received_later
+from sinkscope.measures.sink_score import RECEIVED_THRESHOLD, eligible_positions, mean_received, mean_received_later
 from sinkscope.models.anatomy import Anatomy, Layer
 from sinkscope.tracing.attention_rule import AttentionReading, AttentionRule, ReadingRequest, sampled_queries
 from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
@@ -123,13 +123,13 @@ class LayerCall:
     @cached_property
     def is_sink(self) -> Tensor:
         """[B, H, S] whether the head counts the key as a sink."""
-        return self.alpha > SINK_THRESHOLD
+        return self.alpha > RECEIVED_THRESHOLD
 
     @property
     def is_sink_later(self) -> Tensor:
         """[B, H, S] the same, by later queries alone; where `own weights` were asked for."""
         assert self.attention.own is not None
-        return mean_received_later(self.attention.received, self.attention.own) > SINK_THRESHOLD
+        return mean_received_later(self.attention.received, self.attention.own) > RECEIVED_THRESHOLD
 
     @property
     def sink_heads(self) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_THRESHOLD
+from sinkscope.measures.sink_score import LATER_QUERIES, RECEIVED_THRESHOLD
 from sinkscope.pages.figure import (
     Figure,
     axis,
@@ -82,7 +82,7 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
         # The last keys have few queries: they would take the whole scale without being sinks.
         judged = [column for column, position in enumerate(positions) if position < length - LATER_QUERIES]
         known = values[:, judged][np.isfinite(values[:, judged])]
-        largest = float(known.max(initial=SINK_THRESHOLD))
+        largest = float(known.max(initial=RECEIVED_THRESHOLD))
         caption += f"; the last {LATER_QUERIES} keys have few queries"
     where = "layer %{y}, position %{x}"
     return Figure(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sinkscope.measures.sink_score import SINK_THRESHOLD
+from sinkscope.measures.sink_score import RECEIVED_THRESHOLD
 from sinkscope.pages.drawn import drawing_class
 from sinkscope.pages.figure import floats
 from sinkscope.results.run import before_the_sink, births_of, curve_layers
@@ -98,7 +98,12 @@ def _attention(panel, positions, num_layers: int, shown: int) -> None:
     panel.set_title("Attention received, mean over heads")
     received = floats(positions["attention_received"]).reshape(num_layers, -1)[:, :shown]
     image = panel.imshow(
-        received, aspect="auto", origin="lower", cmap="viridis", vmin=0, vmax=max(SINK_THRESHOLD, np.nanmax(received))
+        received,
+        aspect="auto",
+        origin="lower",
+        cmap="viridis",
+        vmin=0,
+        vmax=max(RECEIVED_THRESHOLD, np.nanmax(received)),
     )
     panel.set(xlabel="key position", ylabel="layer")
     panel.figure.colorbar(image, ax=panel)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.measures.sink_score import LATER_QUERIES, SINK_RATE
+from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -97,7 +97,7 @@ class Trace(Result):
     def beginnings(self) -> str:
         """What must be known of how the texts begin; mostly nothing."""
         # Of a short text nothing is said of sinks: its rate is NaN.
-        return beginnings_in_words(self.receipt, lacks_sink=self.findings.strongest[1] < SINK_RATE)
+        return beginnings_in_words(self.receipt, lacks_sink=self.findings.strongest[1] < MIN_SINK_RATE)
 
     @cached_property
     def schemas(self) -> tuple[Schema, ...]:
@@ -227,7 +227,7 @@ def story(findings: Findings) -> str:
         return _too_short(findings, among)
     if not sinks:
         text = f"No sink{among}: at most {rate:.1%} of heads have a sink at one position ({position})"
-        text += f", and a sink needs {100 * SINK_RATE:g} %"
+        text += f", and a sink needs {100 * MIN_SINK_RATE:g} %"
         if findings.massive_dimensions:
             places = ", ".join(map(str, findings.focus[:5]))
             text += f", though a few dimensions dominate at position {places}"
