@@ -10,7 +10,7 @@ from sinkscope.results.run_folder import run_folder
 STEPS, EVALUATE_EVERY, PROBE_EVERY = 1000, 100, 100
 TOKENS_A_STEP = 1024
 # Quantity by (before, after, share of training at which it passes from one to the other).
-BORN = {
+APPEARS = {
     "variance_ratio": (8.0, 8.0, 0.0),
     "write_contrast": (1.0, 30.0, 0.4),
     "top_share": (0.05, 0.6, 0.4),
@@ -44,7 +44,7 @@ def write_training_folder(
     training: dict[str, Any] | None = None,
     environment: dict[str, Any] | None = None,
 ) -> Path:
-    """A complete run; `loss` gives the validation loss by share of training, `sink` says if the chain is born."""
+    """A complete run; `loss` gives the validation loss by share of training, `sink` says if the chain appears."""
     settings = {"steps": STEPS, "batch_size": 8, "sequence_length": 128, "seed": seed, "learning_rate": 1e-3}
     settings |= {"evaluate_every": EVALUATE_EVERY, "evaluation_sequences": 64, "probe_every": PROBE_EVERY}
     settings |= {"probe_length": 64, "probe_sequences": 32} | (training or {})
@@ -82,7 +82,7 @@ def metrics_row(step: int, loss: Callable[[float], float], seconds_a_step: float
 def probe_row(step: int, batch: str, sink: bool) -> dict[str, Any]:
     layers = {
         name: [before, after if sink and step >= share * STEPS else before]
-        for name, (before, after, share) in BORN.items()
+        for name, (before, after, share) in APPEARS.items()
     }
     whole = {"sink_position": 0, "sink_rate": sum(layers["sink_rate"]) / 2}
     return {"step": step, "tokens": step * TOKENS_A_STEP, "batch": batch, "whole": whole, "layers": layers}

@@ -127,7 +127,7 @@ def test_runs_are_compared(sinkscope, tokens, tmp_path):
     births = read_table(tmp_path / "page-tables" / "births")
     assert len(births["link"]) == 4 * 2 * 7  # runs, batches, links
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert all(name in page for name in (*runs, "Order of birth", "Effective rank"))
+    assert all(name in page for name in (*runs, "When each link appears", "Effective rank"))
     # Another batch, and a run that was stopped, are refused.
     assert sinkscope("pretrain", "--data", tokens, *SHORT, "--batch-size", 4, "--out", "smaller").code == 0
     refused = sinkscope("compare", "softmax-0", "smaller", "--out", "other.html")

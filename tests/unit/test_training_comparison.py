@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from training_folders import (
-    BORN,
+    APPEARS,
     PROBE_EVERY,
     STEPS,
     TOKENS_A_STEP,
@@ -21,7 +21,7 @@ from sinkscope.compare.page import compare
 from sinkscope.errors import InputError
 from sinkscope.pretrain.appearances import LINKS, appearances
 from sinkscope.pretrain.comparison import compare_training, reach
-from sinkscope.pretrain.figures import median_birth
+from sinkscope.pretrain.figures import median_tokens
 from sinkscope.results.saved import write_page_of_run
 from sinkscope.results.tables import read_table
 from sinkscope.statistics import mean_interval
@@ -184,8 +184,8 @@ def test_seconds_of_different_machines_are_not_compared(write):
 
 def test_links_appear_where_they_were_planted(write):
     comparison = compare_training([write(), write("head_norm", sink=False)])
-    planted = [0, *(int(BORN[name][2] * STEPS) for name in ("write_contrast", "top_share", "dom_ratio", "cosine"))]
-    planted += [int(BORN["sink_rate"][2] * STEPS)] * 2
+    planted = [0, *(int(APPEARS[name][2] * STEPS) for name in ("write_contrast", "top_share", "dom_ratio", "cosine"))]
+    planted += [int(APPEARS["sink_rate"][2] * STEPS)] * 2
     for batch in ("random", "text"):
         rows = comparison.rows("births", variant="softmax", batch=batch)
         assert [row["link"] for row in rows] == [link.name for link in LINKS]
@@ -193,16 +193,16 @@ def test_links_appear_where_they_were_planted(write):
         assert [row["tokens"] for row in rows] == [step * TOKENS_A_STEP for step in planted]
         assert [row["step_before"] for row in rows] == [None, *(step - PROBE_EVERY for step in planted[1:])]
         assert [row["layer"] for row in rows] == [0, 1, 1, 1, 1, 1, None]
-        unborn = comparison.rows("births", variant="head_norm", batch=batch)
-        assert [row["step"] for row in unborn] == [0, *[None] * 6]
-        assert unborn[-1]["step_before"] == STEPS
+        missing = comparison.rows("births", variant="head_norm", batch=batch)
+        assert [row["step"] for row in missing] == [0, *[None] * 6]
+        assert missing[-1]["step_before"] == STEPS
     row = comparison.rows("observables", variant="softmax", batch="text", quantity="dom_ratio", step=STEPS)[0]
     assert (row["mean"], row["largest"]) == (32.0, 60.0)
     assert comparison.of("softmax", "sink_rate")["mean"] == pytest.approx(0.3)
 
 
-def test_a_link_is_born_only_where_it_stays():
-    """Passed at steps 2 and 3, lost at 4, passed from 6 on: born at 6. Control: without the loss, born at 2."""
+def test_a_link_appears_only_where_it_stays():
+    """Passed at steps 2 and 3, lost at 4, passed from 6 on: appears at 6. Control: without the loss, appears at 2."""
     rates = [0.0, 0.0, 0.5, 0.5, 0.04, 0.04, 0.05, 0.9]
 
     def sinks(values):
@@ -220,8 +220,8 @@ def test_a_link_is_born_only_where_it_stays():
 
 def test_the_middle_seed():
     rows = [{"tokens": tokens} for tokens in (30, None, 10, 20)]
-    assert median_birth(rows) == 20
-    assert median_birth([{"tokens": 5}, {"tokens": None}, {"tokens": None}]) is None
+    assert median_tokens(rows) == 20
+    assert median_tokens([{"tokens": 5}, {"tokens": None}, {"tokens": None}]) is None
 
 
 REFUSED = {
@@ -288,8 +288,8 @@ def test_one_run_has_a_story_a_page_and_figures(write, tmp_path):
         *("Validation loss against training tokens", "Sink rate", "Dimension disparity")
     ]
     assert drawn._repr_png_().startswith(b"\x89PNG")
-    births = alone.plot("births-text").axes[0]
-    assert [text.get_text() for text in births.get_yticklabels()] == [link.name for link in LINKS]
+    links = alone.plot("appearances-text").axes[0]
+    assert [text.get_text() for text in links.get_yticklabels()] == [link.name for link in LINKS]
     with pytest.raises(InputError, match="Choose some of these: loss-tokens"):
         alone.plot("no such figure")
 
@@ -318,7 +318,8 @@ def test_runs_without_probes_are_compared_by_their_losses(write, tmp_path):
     text = compare(list(map(str, runs)), tmp_path / "page.html", run_of=Path)
     assert "80 % of its tokens" in text
     assert "At the end" not in text
-    assert "Without probes" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Trained without probes, so their sinks, disparity and links are not known: " in page
 
 
 def test_forty_runs_of_ten_variants_make_one_page_with_tables(tmp_path):

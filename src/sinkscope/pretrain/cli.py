@@ -93,7 +93,7 @@ TrainingFlags = make_dataclass("TrainingFlags", _training_options(), frozen=True
 
 
 def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  # type: ignore[valid-type]
-    """Train a small decoder and watch its sink being born.
+    """Train a small decoder and watch its sink appear.
 
     Options that are not given come from --config.
 

@@ -349,13 +349,13 @@ def _of_one_run(tables: Mapping[str, Mapping[str, list]], of: Callable[[str, str
     text += f"{run['tokens']:,} tokens"
     found = [f"{name} {_mean(row)}" for key, name in AT_THE_END.items() if (row := of(run["variant"], key)) is not None]
     text += f"; {', '.join(found)}." if found else "."
-    births = rows_where(tables["births"], batch="text")
-    born = sorted((row for row in births if row["tokens"] is not None), key=lambda row: row["tokens"])
-    if born:
-        listed = [f"{row['link']} at {row['tokens']:,} tokens" for row in born]
-        text += f" Born on held-out text: {', '.join(listed)}."
-    if missing := [row["link"] for row in births if row["tokens"] is None]:
-        text += f" Not born: {', '.join(missing)}."
+    links = rows_where(tables["births"], batch="text")
+    appeared = sorted((row for row in links if row["tokens"] is not None), key=lambda row: row["tokens"])
+    if appeared:
+        times = [f"{row['link']} at {row['tokens']:,} tokens" for row in appeared]
+        text += f" Links that appear on held-out text: {', '.join(times)}."
+    if missing := [row["link"] for row in links if row["tokens"] is None]:
+        text += f" Links that do not appear: {', '.join(missing)}."
     return text
 
 

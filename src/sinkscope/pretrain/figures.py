@@ -49,16 +49,19 @@ def training_figures(comparison: TrainingComparison) -> list[Figure]:
     return figures + [_observable(comparison, name) for name in PROBED if _probed(comparison, name)]
 
 
-def birth_figures(comparison: TrainingComparison) -> list[Figure]:
-    """The order of birth of the links, on each batch that was probed."""
-    return [_births(comparison, name) for name in BATCHES if comparison.rows("births", batch=name)]
+def appearance_figures(comparison: TrainingComparison) -> list[Figure]:
+    """The order in which the links appear, one figure for each batch that was probed."""
+    return [_appearances(comparison, batch) for batch in BATCHES if comparison.rows("births", batch=batch)]
 
 
-def median_birth(rows: Sequence[Row]) -> int | None:
-    """The tokens by which the link was born in half of the seeds; None if it was born in fewer."""
-    born = sorted(row["tokens"] for row in rows if row["tokens"] is not None)
+def median_tokens(rows: Sequence[Row]) -> int | None:
+    """The tokens by which a link had appeared in half of the seeds; None if it appeared in fewer.
+
+    `rows` are those of one link in the table births, one for each seed.
+    """
+    tokens = sorted(row["tokens"] for row in rows if row["tokens"] is not None)
     middle = (len(rows) - 1) // 2
-    return born[middle] if middle < len(born) else None
+    return tokens[middle] if middle < len(tokens) else None
 
 
 def _ratios(comparison: TrainingComparison) -> Figure:
@@ -222,29 +225,29 @@ def _curves(
     return Figure(id, title, caption, sources, traces, layout, columns, table, height)
 
 
-def _births(comparison: TrainingComparison, batch: str) -> Figure:
+def _appearances(comparison: TrainingComparison, batch: str) -> Figure:
     """Links from top to bottom in the order of the chain; a marker a variant, from its first to its last seed."""
     end = max(comparison.tables["training_runs"]["tokens"])
-    never = 1.12 * end
+    never = 1.12 * end  # where links stand that did not appear: right of every run's last token
     links = [link.name for link in LINKS]
     traces, table = [], []
     for look, variant in enumerate(comparison.variants):
         shift = SPREAD * ((look + 0.5) / len(comparison.variants) - 0.5)
-        births = []
+        markers = []
         for index, link in enumerate(links):
             rows = comparison.rows("births", variant=variant, batch=batch, link=link)
             if not rows:
                 continue
-            born = [row["tokens"] for row in rows if row["tokens"] is not None]
-            median = median_birth(rows)
-            count = f"{len(born)} of {len(rows)}"
-            low = min(born, default=never)
-            high = never if len(born) < len(rows) else max(born)
+            tokens = [row["tokens"] for row in rows if row["tokens"] is not None]
+            median = median_tokens(rows)
+            count = f"{len(tokens)} of {len(rows)}"
+            low = min(tokens, default=never)
+            high = never if len(tokens) < len(rows) else max(tokens)
             x = never if median is None else median
-            births.append({"x": x, "y": index + shift, "low": low, "high": high, "text": f"{link}: {count} seeds"})
+            markers.append({"x": x, "y": index + shift, "low": low, "high": high, "text": f"{link}: {count} seeds"})
             table.append((variant, link, count, median))
         symbol = look_of(look)[2]
-        x, y, low, high, text = ([birth[key] for birth in births] for key in ("x", "y", "low", "high", "text"))
+        x, y, low, high, text = ([marker[key] for marker in markers] for key in ("x", "y", "low", "high", "text"))
         traces.append(
             points(
                 x,
@@ -259,18 +262,18 @@ def _births(comparison: TrainingComparison, batch: str) -> Figure:
             )
         )
     return Figure(
-        f"births-{batch}",
-        f"Order of birth, on {BATCHES[batch]}",
-        "Tokens at which each link passed its threshold for good, in the layer where it is largest. Marker: the middle "
-        "seed; bar: from the first to the last. Open, at the right edge: not born.",
+        f"appearances-{batch}",
+        f"When each link appears, on {BATCHES[batch]}",
+        "Tokens after which a link stays above its threshold to the end of the run, in the layer where it is largest. "
+        "Marker: the middle seed; bar: from the first seed to the last. Open marker at the right edge: did not appear.",
         ("births",),
         traces,
         {
             "xaxis": axis("training tokens", **COUNTS, range=[-0.03 * end, 1.17 * end]),
             "yaxis": axis("", tickvals=list(range(len(links))), ticktext=links, range=[len(links) - 0.5, -0.5]),
-            **levels(level(never, "not born", vertical=True)),
+            **levels(level(never, "did not appear", vertical=True)),
         },
-        ("variant", "link", "seeds in which it was born", "tokens, middle seed"),
+        ("variant", "link", "seeds in which it appeared", "tokens, middle seed"),
         table,
         height=150 + len(links) * max(34, 9 * len(comparison.variants)),
     )

@@ -10,7 +10,7 @@ from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, interval, number
 from sinkscope.pretrain.appearances import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
-from sinkscope.pretrain.figures import BATCHES, birth_figures, median_birth, ratio_text, training_figures
+from sinkscope.pretrain.figures import BATCHES, appearance_figures, median_tokens, ratio_text, training_figures
 from sinkscope.pretrain.schemas import RATIOS
 from sinkscope.results.run_folder import run_folder, tables_path
 
@@ -32,22 +32,22 @@ COLUMNS = {
 def write_page(comparison: TrainingComparison, destination: Path) -> None:
     """Writes the page of one training run, which stands alone in the comparison."""
     (run,) = comparison.runs
-    shown = _shown(comparison)
+    context = _shared_context(comparison)
     html.write_page(
         destination,
         "pretrain/page.html",
         f"Training of {run.name}",
-        shown["courses"] + shown["births"],
+        context["curves"] + context["appearances"],
         f"{run.variant}, seed {run.seed}; {run.config['training']['steps']:,} steps",
         run=run,
         file_name=_log_with,
-        **shown,
+        **context,
     )
 
 
 def figures(comparison: TrainingComparison) -> list[Figure]:
     """All figures of the page."""
-    return training_figures(comparison) + birth_figures(comparison)
+    return training_figures(comparison) + appearance_figures(comparison)
 
 
 def write_page_beside(comparison: TrainingComparison, destination: Path, *, overwrite: bool) -> None:
@@ -56,40 +56,40 @@ def write_page_beside(comparison: TrainingComparison, destination: Path, *, over
     title = f"Comparison of {count} training run{'' if count == 1 else 's'}"
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
-        part, drawn = section(comparison, tables_path(destination))
-        circumstances = ", ".join(comparison.variants)
+        section_html, section_figures = section(comparison, tables_path(destination))
+        subtitle = ", ".join(comparison.variants)
         # Inside the block: a page that cannot be written leaves no tables either.
-        html.write_page(destination, "pretrain/comparison.html", title, drawn, circumstances, section=part)
+        html.write_page(destination, "pretrain/comparison.html", title, section_figures, subtitle, section=section_html)
 
 
 def section(comparison: TrainingComparison, tables: Path) -> tuple[Markup, list[Figure]]:
     """The HTML of the section of a page beside the folder `tables`, and the figures that the page must draw."""
-    shown = _shown(comparison)
-    part = html.render(
+    context = _shared_context(comparison)
+    section_html = html.render(
         "pretrain/section.html",
         quantities=list(COLUMNS.values()),
-        reached=[_reached(comparison, variant) for variant in comparison.variants],
+        variants=[_variant_row(comparison, variant) for variant in comparison.variants],
         runs=_runs(comparison, tables.parent),
         folder=tables.name,
         file_name=lambda table: f"{tables.name}/{table}.parquet",
-        **shown,
+        **context,
     )
-    return part, shown["courses"] + shown["births"]
+    return section_html, context["curves"] + context["appearances"]
 
 
-def _shown(comparison: TrainingComparison) -> dict[str, Any]:
-    """What the page of one run and that of several both show."""
+def _shared_context(comparison: TrainingComparison) -> dict[str, Any]:
+    """What the templates of one run and of several runs both use."""
     return {
         "comparison": comparison,
-        "courses": training_figures(comparison),
-        "births": birth_figures(comparison),
-        "birth_tables": _births(comparison),
+        "curves": training_figures(comparison),
+        "appearances": appearance_figures(comparison),
+        "appearance_tables": _appearance_tables(comparison),
         "links": LINKS,
     }
 
 
 def _log_with(table: str) -> str:
-    """The log of a run from which this table of its page is made."""
+    """The log in the run's folder that a table of the page is made from; the tables of one run are not written."""
     return "metrics.jsonl" if table == "losses" else "probes.jsonl"
 
 
@@ -101,13 +101,15 @@ def _mean(row: Row) -> str:
     return f"{row['mean']:.4f}" if row["quantity"] == "validation_loss" else number(row["mean"])
 
 
-def _reached(comparison: TrainingComparison, variant: str) -> dict[str, Any]:
-    """A variant as a row: what it reached, with its interval over seeds."""
+def _variant_row(comparison: TrainingComparison, variant: str) -> dict[str, Any]:
+    """A variant as a row of the first table: each quantity at the end, with its interval over seeds."""
     cells = {}
     for quantity, label in COLUMNS.items():
         row = comparison.of(variant, quantity)
-        is_one = variant == comparison.baseline and quantity in RATIOS
-        cells[label] = ("1", "") if is_one and row else _cell(row)
+        if row is not None and quantity in RATIOS and variant == comparison.baseline:
+            cells[label] = "1", ""  # the baseline's ratio to itself
+        else:
+            cells[label] = _cell(row)
     return {"name": variant, "num_seeds": len(comparison.rows("training_runs", variant=variant)), "cells": cells}
 
 
@@ -124,6 +126,7 @@ def _cell(row: Row | None) -> tuple[str, str]:
     if row["low"] is None:
         return text, ""
     if row["quantity"] == "sink_rate":
+        # Student's interval may reach below 0, which no rate does.
         ends = f"{100 * max(0.0, row['low']):.1f} to {100 * row['high']:.1f}"
     elif row["quantity"] == "validation_loss":
         ends = f"{row['low']:.4f} to {row['high']:.4f}"
@@ -132,8 +135,8 @@ def _cell(row: Row | None) -> tuple[str, str]:
     return text, ends
 
 
-def _births(comparison: TrainingComparison) -> dict[str, list[tuple]]:
-    """By batch: links as rows, variants as columns, with the tokens at birth, and in how many seeds."""
+def _appearance_tables(comparison: TrainingComparison) -> dict[str, list[tuple]]:
+    """By batch: links as rows, variants as columns, with the tokens at which a link appears, and in how many seeds."""
     tables = {}
     for batch, name in BATCHES.items():
         if not comparison.rows("births", batch=batch):
@@ -143,19 +146,25 @@ def _births(comparison: TrainingComparison) -> dict[str, list[tuple]]:
             cells = []
             for variant in comparison.variants:
                 rows = comparison.rows("births", variant=variant, batch=batch, link=link.name)
-                cells.append(_birth_cell(rows) if rows else NO_VALUE)
+                cells.append(_appearance_cell(rows) if rows else NO_VALUE)
             entries.append((link.name, f"at least {link.threshold:g}", *cells))
         tables[name] = entries
     return tables
 
 
-def _birth_cell(rows: list[Row]) -> str:
-    born = [row for row in rows if row["tokens"] is not None]
-    if not born:
-        return "not born"
-    median = median_birth(rows)
-    tokens = "later than the end" if median is None else "from the start" if median == 0 else _tokens(median)
-    return tokens if len(born) == len(rows) else f"{tokens} ({len(born)} of {len(rows)} seeds)"
+def _appearance_cell(rows: list[Row]) -> str:
+    """When a link appeared in the middle seed, and in how many seeds if not in all."""
+    num_appeared = sum(row["tokens"] is not None for row in rows)
+    if not num_appeared:
+        return "did not appear"
+    median = median_tokens(rows)
+    if median is None:
+        text = "later than the end"
+    elif median == 0:
+        text = "from the start"
+    else:
+        text = _tokens(median)
+    return text if num_appeared == len(rows) else f"{text} ({num_appeared} of {len(rows)} seeds)"
 
 
 def _tokens(count: int) -> str:

@@ -1,7 +1,7 @@
 """The observables of the sink chain, traced on fixed batches while a model trains.
 
 All of them describe one position: the strongest sink or, while there is none, the key that receives the most attention.
-So each link can be followed before it is strong, and the links can be ordered by their birth.
+So each link can be followed before it is strong, and the links can be ordered by when they appear.
 
 `SinkProbe` does the same inside the Hugging Face Trainer:
 

@@ -207,7 +207,7 @@ def unequal_conditions(groups: Groups) -> list[str]:
             notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")
     if any(not run.probes for run in runs):
         without = [run.name for run in runs if not run.probes]
-        notes.append(f"Without probes, so without sinks, disparity and births: {_listed(without)}.")
+        notes.append(f"Trained without probes, so their sinks, disparity and links are not known: {_listed(without)}.")
     return notes
 
 

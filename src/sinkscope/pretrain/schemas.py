@@ -61,10 +61,22 @@ BIRTHS = Schema(
         Column("batch", "str", "what was read: random tokens or held-out text"),
         Column("link", "str", "link of the chain"),
         Column("threshold", "float", "what its observable must reach, and keep"),
-        Column("step", "int", "probe at which it was born; empty: not born", nullable=True),
-        Column("tokens", "int", "training tokens seen then", nullable=True),
-        Column("step_before", "int", "last probe at which it was not there; empty: there at the first", nullable=True),
-        Column("layer", "int", "layer that was largest at birth; empty for the whole model", nullable=True),
+        Column(
+            "step",
+            "int",
+            "first probe from which it stays above the threshold; empty: it did not appear",
+            nullable=True,
+        ),
+        Column("tokens", "int", "training tokens seen at that probe", nullable=True),
+        Column(
+            "step_before",
+            "int",
+            "last probe below the threshold; empty: above it from the first probe on",
+            nullable=True,
+        ),
+        Column(
+            "layer", "int", "layer with the largest value when it appeared; empty for the whole model", nullable=True
+        ),
         Column("largest", "float", "largest value in the run", nullable=True),
     ),
     is_listed=True,
