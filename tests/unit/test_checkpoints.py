@@ -254,7 +254,10 @@ SPOILED = {
     "dtype": (with_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].double()})), f"{NORM} has the shape"),
     "no moment": (with_tensors(lambda tensors: tensors.pop(f"optimiser{NORM[5:]}.exp_avg")), "no tensor optimiser"),
     "no random state": (with_tensors(lambda tensors: tensors.pop("generator.cpu")), "no tensor generator.cpu"),
-    "random state": (with_tensors(lambda tensors: tensors["generator.cpu"].zero_()), "no state of a generator"),
+    "random state": (
+        with_tensors(lambda tensors: tensors["generator.cpu"].zero_()),
+        "not the state of a random generator",
+    ),
 }
 
 

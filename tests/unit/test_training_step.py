@@ -21,7 +21,7 @@ from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.presets import TRAINING_PRESETS, changed, decoder_config, preset, resolve
 from sinkscope.pretrain.runs import num_machines
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, vocabulary_loss
-from sinkscope.pretrain.train import _note_another_set_up, train
+from sinkscope.pretrain.train import _note_changed_set_up, train
 from sinkscope.results.run_folder import RunFolder
 
 TINY = TRAINING_PRESETS["tiny"]
@@ -401,7 +401,9 @@ def test_a_variance_across_sequences_needs_all_of_them_in_one_pass(tmp_path, tra
     refused, softmax, whole = (tmp_path / name for name in ("refused", "softmax", "whole"))
     for folder in (refused, softmax, whole):
         folder.mkdir()
-    with pytest.raises(InputError, match=r"equal_variance goes by .* all in one pass of one process"):
+    with pytest.raises(
+        InputError, match=r"equal_variance uses the variance .* must be in one forward pass\. .* use one process"
+    ):
         short_run(refused, variant="equal_variance", **asked)
     assert not (refused / "run").exists()
     short_run(softmax, **asked)
@@ -410,7 +412,7 @@ def test_a_variance_across_sequences_needs_all_of_them_in_one_pass(tmp_path, tra
 
 def test_held_out_text_beside_shards_is_refused(tmp_path):
     run = short_run(tmp_path)
-    with pytest.raises(InputError, match=r"held_out\.txt cannot be `validation`"):
+    with pytest.raises(InputError, match=r"`validation` does nothing beside them\. Leave held_out\.txt out here"):
         train(run / "tokens", tmp_path / "other", validation="held_out.txt", steps=1)
 
 
@@ -428,9 +430,9 @@ def test_a_run_that_goes_on_with_another_set_up_shares_its_seconds_with_none(tmp
     short_run(tmp_path)  # it is complete, so nothing runs
     assert json.loads((run / "environment.json").read_text())["num_threads"] == 99
     folder.write_json("environment.json", before)
-    _note_another_set_up(folder, before | {"started_at": "later"})
+    _note_changed_set_up(folder, before | {"started_at": "later"})
     assert json.loads((run / "environment.json").read_text()) == before
-    _note_another_set_up(folder, before | {"parallel": "ddp", "num_processes": 2})
+    _note_changed_set_up(folder, before | {"parallel": "ddp", "num_processes": 2})
     after = json.loads((run / "environment.json").read_text())
     assert (after["parallel"], after["num_processes"]) == ("single, then ddp", "1, then 2")
     same, other = SimpleNamespace(environment=before), SimpleNamespace(environment=after)

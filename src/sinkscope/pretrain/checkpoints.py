@@ -1,8 +1,9 @@
-"""Complete checkpoints of a training run, each a folder that is whole or absent, and the model that a run exports.
+"""Checkpoints of a training run, from which it resumes, and the export of its model for transformers.
 
-A checkpoint holds the weights and the states of optimisers and random generators in safetensors. `checkpoint.json`
-has the step, which is also the position in the data, and the hash of every file. What FSDP2 shards is gathered, tensor
-by tensor, and written by the first process: torch.distributed.checkpoint would write a pickle.
+A checkpoint is a folder that is whole or absent. Weights and the states of optimisers and random generators are in
+safetensors. `checkpoint.json` has the step, which is also the position in the data, and the hash of every file. What
+FSDP2 shards is gathered tensor by tensor and written by the first process. torch.distributed.checkpoint would write a
+pickle, which runs code when it is loaded.
 
 An export is a folder that transformers loads, if possible without this package.
 
@@ -17,7 +18,7 @@ A softmax model whose heads do not divide its width is written as a Decoder too,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,14 @@ RECORD_SHAPE = {
     "seconds": Each(Real(0)),
     "validation_loss": Maybe(Real()),
 }
-# What each optimiser keeps for a parameter: tensors of its shape, and counts.
+# What each optimiser keeps for a parameter: (names of tensors of its shape, names of scalars).
 _MUON = (("momentum_buffer",), ())
 _STATE = {
     torch.optim.AdamW: (("exp_avg", "exp_avg_sq"), ("step",)),
     torch.optim.Muon: _MUON,
     CapturableMuon: _MUON,
 }
-# As safetensors names them.
+# By the names that safetensors has for them. Weights and moments are float32, states of random generators are bytes.
 _DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 
 SHARED_FIELDS = (
@@ -69,6 +70,7 @@ SHARED_FIELDS = (
     *("intermediate_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
 )
+"""Fields that our decoder's configuration has in common with those of Llama and Qwen3, under the same names."""
 
 
 def save_checkpoint(
@@ -85,13 +87,13 @@ def save_checkpoint(
     path = run / FOLDER / f"step-{step:08d}"
     tensors = {}
     for name, tensor in (training_state(parameters, optimisers) | _generator_states(group.device)).items():
-        gathered = whole(tensor)  # by every process
+        gathered = whole(tensor)  # a collective: every process must call it for every tensor
         if group.is_first:
             tensors[name] = gathered.cpu().contiguous()
     if not group.is_first:
         return
     if path.exists():
-        remove_run(path)  # a damaged one: this run was resumed from one before it
+        remove_run(path)  # a damaged checkpoint: the run was resumed from an older one and has come here again
     with run_folder(path) as folder:
         save_file(tensors, folder.path / TENSORS)
         files = {TENSORS: file_sha256(folder.path / TENSORS)}
@@ -102,15 +104,16 @@ def save_checkpoint(
 
 def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Say) -> Path | None:
     """The newest undamaged checkpoint, None if there is none yet; says which newer ones are damaged."""
-    found = _checkpoints(run)
-    for path in found:
+    checkpoints = _checkpoints(run)
+    for path in checkpoints:
         reason = damage(path, expected)
         if reason is None:
             return path
-        say(f"checkpoint {path.name} is damaged ({reason}); looking at the one before")
-    if found:
+        say(f"checkpoint {path.name} is damaged ({reason}); trying the one before it")
+    if checkpoints:
+        newest = checkpoints[0]
         raise InputError(
-            f"Every checkpoint in {run / FOLDER} is damaged; {found[0].name}: {damage(found[0], expected)}. "
+            f"Every checkpoint in {run / FOLDER} is damaged; {newest.name}: {damage(newest, expected)}. "
             "Start the run again with `overwrite=True`, or choose another `out`."
         )
     return None
@@ -119,7 +122,7 @@ def newest_checkpoint(run: Path, expected: Mapping[str, Layout], say: Say) -> Pa
 def load_checkpoint(
     path: Path, parameters: Parameters, optimisers: list[torch.optim.Optimizer], group: Processes
 ) -> dict[str, Any]:
-    """The record of a checkpoint, whose tensors are now in the parameters, the optimisers and the generators."""
+    """Loads a checkpoint into the parameters, the optimisers and the random generators; returns its record."""
     tensors = load_file(path / TENSORS)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -127,15 +130,24 @@ def load_checkpoint(
     torch.set_rng_state(tensors["generator.cpu"])
     if "generator.cuda" in tensors and group.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["generator.cuda"].cpu(), group.device)
-    owners = {id(p): o for o in optimisers for entry in o.param_groups for p in entry["params"]}
-    for name, parameter in parameters.items():
-        if (optimiser := owners.get(id(parameter))) is not None:
-            moments, counts = _STATE[type(optimiser)]
-            for key in moments:
-                optimiser.state[parameter][key] = laid_out_as(parameter, tensors[f"optimiser.{name}.{key}"])
-            for key in counts:
-                optimiser.state[parameter][key] = tensors[f"optimiser.{name}.{key}"].to(parameter.device)
+    for name, parameter, optimiser in _optimised(parameters, optimisers):
+        moments, scalars = _STATE[type(optimiser)]
+        for key in moments:
+            optimiser.state[parameter][key] = laid_out_as(parameter, tensors[f"optimiser.{name}.{key}"])
+        for key in scalars:
+            optimiser.state[parameter][key] = tensors[f"optimiser.{name}.{key}"].to(parameter.device)
     return _record(path)
+
+
+def _optimised(
+    parameters: Parameters, optimisers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[str, Tensor, torch.optim.Optimizer]]:
+    """(name, parameter, its optimiser) for every parameter that an optimiser has."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                yield names[id(parameter)], parameter, optimiser
 
 
 def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -150,34 +162,34 @@ def training_state(parameters: Parameters, optimisers: list[torch.optim.Optimize
 
 
 def expected_layouts(parameters: Parameters, optimisers: list[torch.optim.Optimizer]) -> dict[str, Layout]:
-    """What a checkpoint after at least one update must hold, before any update is done."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    """Shape and dtype of every tensor that a checkpoint must hold.
+
+    Worked out from the parameters, because the optimisers have no state before the first update.
+    """
     layouts = {f"model.{name}": _layout(parameter) for name, parameter in parameters.items()}
     layouts["generator.cpu"] = _layout(torch.get_rng_state())
-    for optimiser in optimisers:
-        moments, counts = _STATE[type(optimiser)]
-        for parameter in (parameter for entry in optimiser.param_groups for parameter in entry["params"]):
-            name = names[id(parameter)]
-            layouts |= {f"optimiser.{name}.{key}": _layout(parameter) for key in moments}
-            layouts |= {f"optimiser.{name}.{key}": ((), torch.float32) for key in counts}
+    for name, parameter, optimiser in _optimised(parameters, optimisers):
+        moments, scalars = _STATE[type(optimiser)]
+        layouts |= {f"optimiser.{name}.{key}": _layout(parameter) for key in moments}
+        layouts |= {f"optimiser.{name}.{key}": ((), torch.float32) for key in scalars}
     return layouts
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Checkpoints, newest first. Folders with other names, such as partial ones, are left out."""
+    """The checkpoints of a run, newest first. A half-written one has another name and is not among them."""
     return sorted((run / FOLDER).glob("step-????????"), reverse=True)
 
 
 def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
-    """What is wrong with a checkpoint: its record, a file's hash, or a missing tensor; None if nothing is."""
+    """What is wrong with a checkpoint, such as a file's hash or a missing tensor; None if nothing is."""
     try:
         record = _record(path)
     except UnusableFileError as error:
         return f"{RECORD}: {error.reason}"
-    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {RECORD, MARK}
-    if missing := sorted(record["files"].keys() - found):
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {RECORD, MARK}
+    if missing := sorted(record["files"].keys() - names):
         return f"{missing[0][:100]} is missing"
-    for name in sorted(found):
+    for name in sorted(names):
         if file_sha256(path / name) != record["files"].get(name):
             return f"{name} has other bytes"
     try:
@@ -193,7 +205,7 @@ def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
         with safe_open(path / TENSORS, framework="pt") as file:
             torch.Generator().set_state(file.get_tensor("generator.cpu"))
     except (RuntimeError, TypeError, SafetensorError):
-        return "generator.cpu is no state of a generator"
+        return "generator.cpu is not the state of a random generator"
     return None
 
 
@@ -225,22 +237,21 @@ def _generator_states(device: torch.device) -> dict[str, Tensor]:
 
 def export(model: Decoder, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Writes weights (safetensors), configuration and tokenizer into `folder`; returns the architecture's name."""
-    config = model.config
-    known = _known_config(config)
-    if known is None:
+    family_config = _family_config(model.config)
+    if family_config is None:
         model.save_pretrained(folder)
     else:
         weights = model.state_dict().items()
-        # The variant's own parameters, the norms of qk_norm, stand one level higher there.
+        # Parameters of the variant (the norms of qk_norm) stand one level higher in the family's own module.
         model.save_pretrained(folder, state_dict={name.replace(".variant.", "."): weight for name, weight in weights})
-        known.save_pretrained(folder)
+        family_config.save_pretrained(folder)  # in place of the decoder's, which save_pretrained wrote
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return ((known or config).architectures or ["Decoder"])[0]
+    return ((family_config or model.config).architectures or ["Decoder"])[0]
 
 
-def _known_config(config: DecoderConfig) -> PreTrainedConfig | None:
-    """The configuration of the family that has the same forward pass, if there is one."""
+def _family_config(config: DecoderConfig) -> PreTrainedConfig | None:
+    """The configuration of the transformers family with the same forward pass, if there is one."""
     if config.feed_forward_variant != "swiglu":
         return None
     options: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS}

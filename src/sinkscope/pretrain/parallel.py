@@ -1,4 +1,9 @@
-"""The processes of a run: one, or those that torchrun started, with DDP or FSDP2."""
+"""The processes that train a run: one alone, or those that torchrun started, with DDP or FSDP2.
+
+DDP keeps a whole model in every process; FSDP2 gives each process a shard of every weight, a DTensor. A collective
+(`from_first`, `summed`, `whole`) must be called by all processes in the same order, or they wait for each other for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +46,12 @@ class Processes:
         """The first process's value, in every process; all of them wait for it."""
         if self.mode == "single":
             return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        values: list[Any] = [value]  # broadcast in place
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
 
     def summed(self, values: Tensor) -> Tensor:
-        """The sum over processes, in every process."""
+        """The sum over processes, in every process; changes `values` itself."""
         if self.mode != "single":
             dist.all_reduce(values)
         return values
@@ -60,8 +65,10 @@ def processes(parallel: str = "auto", device: str = "auto") -> Iterator[Processe
         return
     resolved = resolve_device(device)
     if resolved.type == "cuda":
+        # One GPU for each process of this machine.
         resolved = resolve_device(f"cuda:{torchrun.number('LOCAL_RANK')}")
         torch.cuda.set_device(resolved)
+    # Gloo for objects in CPU memory, beside NCCL for tensors.
     torchrun.join("cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield Processes(
@@ -87,37 +94,42 @@ def spread(module: nn.Module, blocks: nn.ModuleList, group: Processes) -> nn.Mod
     if group.mode == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        low = torch.bfloat16 if group.device.type == "cuda" else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        gathered_dtype = torch.bfloat16 if group.device.type == "cuda" else None
+        policy = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
         mesh = dist.device_mesh.init_device_mesh(group.device.type, (group.num_processes,))
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
+        # The whole last: it takes the parameters that no block has taken.
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return module
 
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Sums gradients over processes only in the last of an update's backward passes."""
+    """While open, backward passes sum their gradients over processes, or only keep them if not `enabled`.
+
+    Summing only in the last of an update's backward passes saves all other exchanges.
+    """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not enabled:
         with module.no_sync():
             yield
         return
-    if hasattr(module, "set_requires_gradient_sync"):
+    if hasattr(module, "set_requires_gradient_sync"):  # FSDP2 adds this method to the module
         module.set_requires_gradient_sync(enabled)  # type: ignore[operator]
     yield
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all processes if it is sharded."""
+    """The whole tensor, gathered from all processes if it is sharded: then a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, which every process has, on the parameter's device, and sharded where the parameter is."""
+    """The tensor, which every process has whole, on the parameter's device and sharded as the parameter is."""
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return tensor
+    # src_data_rank=None: every process takes its shard of what it has, and nothing is sent.
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 

@@ -1,13 +1,16 @@
 """One update of a decoder: loss, gradients, clipping, optimisers. Also the loss on held-out text, and the FLOPs.
 
-Compilation is regional: each block is compiled on its own, all of them with one graph, and so are the last norm and
-the loss. That starts several times sooner than compiling the whole model, at the same speed. A compiled model that one
-process trains is also recorded as a CUDA graph. A small model's kernels take a few microseconds each, less
-than their launch, so the host launches one graph in place of thousands of kernels.
+Three things make small models fast:
 
-The cross entropy is computed in chunks of tokens, together with its gradients. Logits are the largest tensor of a small
-language model: only those of one chunk are held at a time, and the backward pass has nothing to recompute. Axes: N
-tokens, n tokens of a chunk, E width, V vocabulary, W vocabulary padded for alignment.
+- Regional compilation. Each block is compiled on its own; the blocks share one compiled graph. The last norm and the
+  loss are compiled too. Compared with compiling the whole model, training starts several times sooner and runs as fast.
+- One CUDA graph for the whole update, if one process trains a compiled model. The kernels of a small model take a few
+  microseconds each, less than their launch: the host then launches one graph instead of thousands of kernels.
+- The cross entropy in chunks of tokens, together with its gradients. The logits are the largest tensor of a small
+  language model. Only those of one chunk are held at a time, and the backward pass recomputes nothing.
+
+Axes: B sequences, T positions, t positions whose loss counts, N tokens, n tokens of a chunk, E width, V vocabulary, W
+vocabulary padded for alignment.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from sinkscope.pretrain.parallel import Processes, gradient_sync, local, spread,
 from sinkscope.pretrain.tokens import TokenStream
 
 WARM_UP_UPDATES = 3
-"""Updates that are launched kernel by kernel first: they compile, tune, and create the state of the optimisers."""
+"""Updates before the CUDA graph is recorded. They compile, tune kernels and create the optimisers' state; none of this
+may happen during a recording."""
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and targets, each [b, T]."""
 Numbers = tuple[Tensor, Tensor]
-"""The loss of an update and the norm of its gradient."""
+"""The loss of an update, and the norm of its gradient before clipping."""
 
 CHUNK_TOKENS = 8192
 """Large enough for full matrix units, small enough that the logits stay under a gigabyte at 50,000 tokens."""
@@ -50,13 +54,14 @@ class LanguageModelLoss(nn.Module):
         self.skipped_targets = skipped_targets
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        # Cut off rather than masked, so that no logits are computed for them.
         counted = slice(self.skipped_targets, None)
         hidden_BtE, targets_Bt = self.model.hidden_states(tokens_BT)[:, counted], targets_BT[:, counted]
         return vocabulary_loss(hidden_BtE.flatten(0, 1), self.model.lm_head_weight, targets_Bt.flatten())
 
 
 class TrainingStep:
-    """A model with its optimisers, and this process's share of the work; `record` allows a CUDA graph."""
+    """A model, its optimisers, and this process's share of each batch; `record` allows a CUDA graph."""
 
     def __init__(
         self, model: Decoder, config: TrainingConfig, group: Processes, *, compile: bool, record: bool = True
@@ -69,10 +74,10 @@ class TrainingStep:
         if compile:
             compile_blocks(model)
         self.loss = spread(LanguageModelLoss(model, config.skipped_targets), model.blocks, group)
-        # Kept, since FSDP2 shows gathered weights in their place after a forward pass. Buffers are changed by training
-        # too, where a variant keeps statistics.
+        # Kept, because after a forward pass FSDP2 shows gathered weights in place of these shards. With the buffers, in
+        # which a variant may keep running statistics.
         self.parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        # Collectives belong to all processes at once.
+        # A graph would hold collectives, which all processes must launch in the same order: with several, no graph.
         on_one_device = group.device.type == "cuda" and group.mode == "single"
         self._is_recorded = record and compile and on_one_device
         self._graph: StepGraph | None = None
@@ -80,8 +85,10 @@ class TrainingStep:
         self.optimisers = build_optimisers(model, model.blocks, config, capturable=self._is_recorded)
 
     def update(self, step: int, stream: TokenStream) -> Numbers:
-        """(mean loss over all processes, norm of the gradient before clipping) of the update that follows `step`
-        updates. Both stay on the device, so that nothing waits, and are valid until the next update."""
+        """Does update number `step`, from 0; returns its loss, mean over all processes, and its gradient norm.
+
+        Both stay on the device, so that the host need not wait for them. The next update may overwrite them.
+        """
         with in_one_order() if self.config.deterministic else contextlib.nullcontext():
             return self._launch_or_replay(step, stream)
 
@@ -96,6 +103,7 @@ class TrainingStep:
         return self._update([(self._moved(tokens), self._moved(targets)) for tokens, targets in batches])
 
     def _update(self, batches: Sequence[Batch]) -> Numbers:
+        """The update itself, on batches that are on the device; with several batches, gradients are accumulated."""
         total = torch.zeros((), device=self.group.device)
         for number, (tokens, targets) in enumerate(batches, 1):
             with gradient_sync(self.loss, number == len(batches)), self._autocast():
@@ -122,7 +130,8 @@ class TrainingStep:
         round_size = size * self.group.num_processes
         count = min(self.config.evaluation_sequences, stream.num_windows)
         sums = torch.zeros(2, dtype=torch.float64, device=self.group.device)
-        # Every process makes the same number of calls: with FSDP2 each of them gathers weights from all.
+        # Every process must make the same number of forward passes, since FSDP2 gathers the weights in each. A process
+        # with no windows left in the last round runs the first one again and drops its loss.
         for start in range(0, count, round_size):
             rows = slice(start + rank * size, min(start + (rank + 1) * size, count))
             is_empty = rows.start >= count
@@ -135,6 +144,7 @@ class TrainingStep:
         return total / number
 
     def _moved(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device. From pinned memory, so that the copy runs beside the kernels."""
         if self.group.device.type == "cpu":
             return tensor
         return tensor.contiguous().pin_memory().to(self.group.device, non_blocking=True)
@@ -146,13 +156,15 @@ class TrainingStep:
 
 @contextlib.contextmanager
 def in_one_order() -> Iterator[None]:
-    """While open, torch uses no kernel whose sums depend on which of its threads comes first. The usual backward pass
-    of attention is one, where a sequence is longer than one of its blocks."""
+    """While open, torch uses no kernel that adds up in the order in which its threads finish.
+
+    The usual backward pass of attention is such a kernel, if a sequence is longer than one of its blocks.
+    """
     settings: Any = torch.utils.deterministic  # a module whose attribute type checkers don't see
     before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before a matrix product
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a search for bugs, which costs time
+    settings.fill_uninitialized_memory = False  # a debugging aid that would only cost time here
     try:
         yield
     finally:
@@ -161,29 +173,29 @@ def in_one_order() -> Iterator[None]:
 
 
 def compile_blocks(model: Decoder) -> None:
-    """Compiles each block's forward, and the last norm's.
+    """Compiles the forward method of each block and of the last norm.
 
-    The forward and not the call, so that hooks, such as those of FSDP2 and of the probes, stay outside.
+    The method and not the module, so that hooks, such as those of FSDP2 and of the probes, run outside of the graph.
     """
     for module in (*model.blocks, model.final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)
 
 
 class StepGraph:
-    """One update of a model, recorded as a CUDA graph with its own input tensors."""
+    """One update of a model, recorded as a CUDA graph. It reads its batches from tensors of its own."""
 
     def __init__(self, update: Callable[[Sequence[Batch]], Numbers], batches: Sequence[Batch], device: torch.device):
         self._inputs = [(torch.empty_like(x, device=device), torch.empty_like(y, device=device)) for x, y in batches]
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
-        with torch.cuda.graph(self._graph):  # records, and computes nothing
+        with torch.cuda.graph(self._graph):  # records the kernels without running them
             self._numbers = update(self._inputs)
 
     def update(self, batches: Sequence[Batch]) -> Numbers:
         """The numbers of one update on these batches; the next update overwrites them."""
         for inputs, batch in zip(self._inputs, batches, strict=True):
-            for there, here in zip(inputs, batch, strict=True):
-                there.copy_(here.contiguous().pin_memory(), non_blocking=True)
+            for target, source in zip(inputs, batch, strict=True):
+                target.copy_(source.contiguous().pin_memory(), non_blocking=True)
         self._graph.replay()
         return self._numbers
 
@@ -194,11 +206,14 @@ def vocabulary_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 class _VocabularyLoss(torch.autograd.Function):
+    """Computes the gradients in the forward pass, chunk by chunk; the backward pass scales them."""
+
     @staticmethod
     def forward(ctx, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
         device = hidden_NE.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VE.dtype
         vocab_size, num_tokens = weight_VE.shape[0], hidden_NE.shape[0]
+        # On held-out text neither gradient is needed.
         with_gradients = any(ctx.needs_input_grad[:2])
         with torch.autocast(device, enabled=False):
             padding = -vocab_size % ALIGNMENT
@@ -229,8 +244,12 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _chunk_loss(logits_nW: Tensor, targets_n: Tensor, vocab_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """(the chunk's share of the mean loss, its gradient with respect to the logits, in the logits' dtype)."""
+    """(the chunk's share of the mean loss, its gradient with respect to the logits, in the logits' dtype).
+
+    The gradient of the cross entropy of one token is softmax(logits) - onehot(target).
+    """
     column_W = torch.arange(logits_nW.shape[1], device=logits_nW.device)
+    # The padded columns get probability 0.
     wide_nW = torch.where(column_W < vocab_size, logits_nW.to(_wide(logits_nW)), float("-inf"))
     log_sum_n = torch.logsumexp(wide_nW, dim=-1)
     is_target_nW = column_W == targets_n[:, None]
@@ -240,6 +259,7 @@ def _chunk_loss(logits_nW: Tensor, targets_n: Tensor, vocab_size: int, num_token
 
 
 def _wide(values: Tensor) -> torch.dtype:
+    """float32, or the dtype of the values if that is wider."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
@@ -249,8 +269,9 @@ _compiled_chunk_loss = torch.compile(_chunk_loss, dynamic=False)
 def flops_per_token(model: Decoder, length: int) -> float:
     """Floating-point operations of the model's forward and backward pass per token: 6 N + 6 L T E.
 
-    N are the parameters without the input embedding, which is looked up (tied, it is the output matrix and counts);
-    causal attention adds L layers over T / 2 keys of width E on average. Recomputation would not count.
+    N counts the parameters that multiply: all but the input embedding, which is looked up. A tied embedding is the
+    output matrix too, so it counts. In causal attention a token attends to T / 2 keys of width E on average, in L
+    layers. Work done twice, such as activations computed again, would not count.
     """
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -263,7 +284,7 @@ def flops_per_token(model: Decoder, length: int) -> float:
 
 @torch.no_grad()
 def matrix_rate(device: torch.device) -> float:
-    """FLOP/s of a large matrix product in the dtype that training multiplies in, the best of a few."""
+    """FLOP/s of a large matrix product in the dtype that training multiplies in; the best of six measurements."""
     on_cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_cuda else (768, torch.float32)
     # Random numbers: a GPU multiplies zeros faster.

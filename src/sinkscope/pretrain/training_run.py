@@ -1,4 +1,9 @@
-"""A training run: optimise, evaluate, probe, checkpoint, resume, and export the model at the end."""
+"""The training loop: update, evaluate, probe, checkpoint, resume, and export the model at the end.
+
+What one update does is in step.py. In a distributed run every process runs this loop, and the first one alone writes
+files. A method that gathers shards or broadcasts must be called by all of them, also where only the first uses the
+result: `_pause`, `_evaluate`, `_checkpoint`, `_whole_model`.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +80,18 @@ class TrainingRun:
         self.validation_loss: float | None = None
 
     def train(self) -> dict[str, Any]:
-        """The run's summary, when all steps are done and everything is written."""
+        """Trains from the newest checkpoint, or from the start, to the end; returns the run's summary.
+
+        On a GPU a row of numbers comes one update late (metrics.py), so that the loop does not wait for the device.
+        Before an evaluation, a probe or a checkpoint all of them are fetched, and training stops if one is not finite:
+        no checkpoint of a diverged model is written.
+        """
         done = self._resume()
-        self.spoken_at = time.perf_counter()
+        self.said_at = time.perf_counter()
         if self.group.is_first:
-            self.metrics, self.probes = (self._log_until(done, name) for name in ("metrics.jsonl", "probes.jsonl"))
-        if not done:
+            self.metrics = self._open_log("metrics.jsonl", done)
+            self.probes = self._open_log("probes.jsonl", done)
+        if done == 0:
             self._pause(0)
         self.numbers.restart_clock()
         for step in range(done, self.config.steps):
@@ -92,6 +103,7 @@ class TrainingRun:
                 if is_due:
                     self.step.check_weights(step + 1)
                 if self.config.is_due(self.config.evaluate_every, step + 1):
+                    # The last row is this step's, since all rows were waited for.
                     rows[-1]["validation_loss"] = self.validation_loss = self._evaluate(step + 1)
             except FloatingPointError as error:
                 raise self._diverged(error) from error
@@ -101,8 +113,9 @@ class TrainingRun:
         return self._finish()
 
     def _resume(self) -> int:
-        """Loads the newest checkpoint; returns the number of updates done before."""
+        """Loads the newest checkpoint, if there is one; returns how many updates it was taken after."""
         expected = expected_layouts(self.step.parameters, self.step.optimisers)
+        # The first process chooses, so that all of them load the same checkpoint.
         path = newest_checkpoint(self.run, expected, self.say) if self.group.is_first else None
         path = self.group.from_first(path)
         if path is None:
@@ -110,8 +123,8 @@ class TrainingRun:
         record = load_checkpoint(path, self.step.parameters, self.step.optimisers, self.group)
         if record["data"] != self.shards.fingerprint:
             raise InputError(
-                f"The run in {self.run} began with other tokens than those of `data`. "
-                "Give the first ones as `data`, or start again with `overwrite=True`."
+                f"The run in {self.run} was started with other tokens than those of `data`. "
+                "Give the same `data` again, or start anew with `overwrite=True`."
             )
         self.numbers.elapsed_before = record["elapsed_s"]
         self.seconds = {name: record["seconds"].get(name, 0.0) for name in self.seconds}
@@ -119,28 +132,34 @@ class TrainingRun:
         self.say(f"resuming at step {record['step']} from {path.name}")
         return record["step"]
 
-    def _log_until(self, done: int, name: str) -> JsonLines:
-        """A log with the rows of the updates done; refuses to go on if one is missing."""
+    def _open_log(self, name: str, done: int) -> JsonLines:
+        """A log that begins with the rows of the `done` updates; later rows, of updates that are done again, go.
+
+        Refuses to continue if one of the rows is missing.
+        """
         path = self.run / name
         return JsonLines(path, read_first_rows(path, log_keys(self.config, done)[name]))
 
     def _is_due(self, step: int) -> bool:
-        """Whether the loop must stop at a step to evaluate, probe or write."""
+        """Whether there is something to do after a step: evaluate, probe, or save."""
         config = self.config
         intervals = (config.evaluate_every, config.probe_every, config.checkpoint_every)
         return any(config.is_due(interval, step) for interval in intervals) or step in config.snapshots
 
     def _pause(self, step: int) -> None:
+        """Probes and saves what is due after a step."""
         config = self.config
-        wants_probe = config.is_due(config.probe_every, step)
         snapshot = self.run / "snapshots" / f"step-{step:08d}"
-        wants_snapshot = step in config.snapshots and not self.group.from_first(snapshot.exists())
-        model = self._whole_model() if wants_probe or wants_snapshot else None
-        if wants_probe and model is not None:
+        must_probe = config.is_due(config.probe_every, step)
+        # A run that was stopped after its snapshot and before its checkpoint comes to this step a second time.
+        must_export = step in config.snapshots and not self.group.from_first(snapshot.exists())
+        model = self._whole_model() if must_probe or must_export else None
+        if must_probe and model is not None:
             self._probe(step, model)
-        if wants_snapshot and model is not None:
+        if must_export and model is not None:
             self._export(model, snapshot)
-        # Last, so that a step that has a checkpoint has everything else too.
+        # The checkpoint comes last. So a step with a checkpoint has its probe and its snapshot too, and a run that
+        # resumes there needs to make neither up.
         if step and config.is_due(config.checkpoint_every, step):
             self._checkpoint(step)
         self.numbers.restart_clock()
@@ -153,6 +172,7 @@ class TrainingRun:
         return loss
 
     def _probe_batches(self, model: Decoder) -> dict[str, TokenBatch]:
+        """The batches that are probed, by name, the same ones at every step: random tokens and held-out text."""
         config = self.config
         if not config.probe_every:
             return {}
@@ -164,7 +184,7 @@ class TrainingRun:
     def _probe(self, step: int, model: Decoder) -> None:
         with _Timer(self.seconds, "probes"):
             for name, batch in self.probe_batches.items():
-                # The effective rank takes longer than all else, and the literature gives it for text.
+                # The effective rank takes longer than all other numbers together, and papers report it for text.
                 result = probe(model, batch, effective_rank=name == "text")
                 row = {"step": step, "tokens": self.numbers.tokens(step), "batch": name, **result.row()}
                 self.probes.write(row)
@@ -174,6 +194,7 @@ class TrainingRun:
     def _checkpoint(self, step: int) -> None:
         with _Timer(self.seconds, "checkpoints"):
             if self.group.is_first:
+                # A run resumes at a checkpoint only if the logs have every row before it.
                 self.metrics.sync()
                 self.probes.sync()
             save_checkpoint(
@@ -195,20 +216,20 @@ class TrainingRun:
         for row in rows:
             self.metrics.write(row)
             self.track(row["step"], {key: value for key, value in row.items() if value is not None and key != "step"})
-            if row["step"] in (1, self.config.steps) or time.perf_counter() - self.spoken_at > PROGRESS_S:
-                self.spoken_at = time.perf_counter()
+            if row["step"] in (1, self.config.steps) or time.perf_counter() - self.said_at > PROGRESS_S:
+                self.said_at = time.perf_counter()
                 self.say(self.numbers.progress(row, self.validation_loss))
 
-    def _diverged(self, what: FloatingPointError) -> InputError:
+    def _diverged(self, error: FloatingPointError) -> InputError:
         names = sorted(path.name for path in (self.run / FOLDER).glob("step-????????"))
-        kept = f"The last good checkpoint is {names[-1]}" if names else "There is no checkpoint yet"
+        newest = f"The last good checkpoint is {names[-1]}" if names else "There is no checkpoint yet"
         return InputError(
-            f"Training diverged: {what}. {kept}. "
+            f"Training diverged: {error}. {newest}. "
             "Start anew with a lower `learning_rate`, more `warmup_steps` or a lower `clip`."
         )
 
     def _finish(self) -> dict[str, Any]:
-        """Exports the model and writes tables and summary; a run that was killed here starts this again."""
+        """Exports the model, writes tables and summary, and returns the summary; a run killed here does this again."""
         model, path = self._whole_model(), self.run / "model"
         summary: dict[str, Any] = {
             "steps": self.config.steps,
@@ -227,7 +248,7 @@ class TrainingRun:
             self.probes.close()
             write_tables(self.run)
             summary["loss"] = read_rows(self.run / "metrics.jsonl")[-1]["loss"]
-            # Last: its presence says that the run is complete.
+            # Written last: a folder with summary.json is a complete run.
             RunFolder(self.run).write_json("summary.json", summary)
             self.say(f"done in {summary['elapsed_s']:,.0f} s; the model is in {path}")
         return summary
@@ -241,12 +262,14 @@ class TrainingRun:
         model = self.step.model
         if self.group.mode != "fsdp":
             return model if self.group.is_first else None
+        # Gathering is collective, so every process takes part in it, also those that do not keep the result.
         weights = {name: whole(parameter.detach()) for name, parameter in self.step.parameters.items()}
         if not self.group.is_first:
             return None
+        # Built without memory, then given the gathered tensors: the sharded model stays as it is.
         with torch.device("meta"):
             copy = Decoder(self.decoder_config)
-        copy.load_state_dict(weights, strict=False, assign=True)
+        copy.load_state_dict(weights, strict=False, assign=True)  # not strict: tied weights have one name here
         copy.tie_weights()
         return copy
 
