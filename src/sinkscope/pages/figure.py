@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.pages.text import plotted
+from sinkscope.measures.sink_score import MIN_SINK_RATE
+from sinkscope.pages.text import percent, plotted
 
 # Colour, dash and marker of the n-th series of a figure.
 LOOKS = (
@@ -234,3 +235,8 @@ def level(value: float, text: str, *, vertical: bool = False) -> tuple[dict[str,
 def levels(*lines: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     """Entries of a layout that draw these thresholds."""
     return {"shapes": [shape for shape, _ in lines], "annotations": [label for _, label in lines]}
+
+
+def sink_level() -> dict[str, Any]:
+    """Entries of a layout that draw the sink rate from which on a position is a sink, for an axis y of sink rates."""
+    return levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}"))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.pages.figure import (
     Figure,
     axis,
@@ -19,8 +18,9 @@ from sinkscope.pages.figure import (
     log_axis,
     look_of,
     points,
+    sink_level,
 )
-from sinkscope.pages.text import number, percent, plotted
+from sinkscope.pages.text import number, plotted
 from sinkscope.pretrain.appearances import LINKS
 from sinkscope.pretrain.comparison import TrainingComparison
 
@@ -176,7 +176,7 @@ def _observable(comparison: TrainingComparison, quantity: str) -> Figure:
     y_axis = log_axis("", means) if quantity == "dom_ratio" else axis("", rangemode="tozero")
     if quantity == "sink_rate":
         y_axis["tickformat"] = "~%"
-    more = levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")) if quantity == "sink_rate" else {}
+    more = sink_level() if quantity == "sink_rate" else {}
     series = _series(comparison, rows, "tokens", "mean")
     id = quantity.replace("_", "-")
     return _curves(id, title, caption, ("observables",), series, "training tokens", yaxis=y_axis, **more)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.pages.figure import (
     LOOKS,
     MAP_COLOURS,
@@ -21,6 +20,7 @@ from sinkscope.pages.figure import (
     line,
     points,
     rounded,
+    sink_level,
 )
 from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
@@ -292,7 +292,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, pairs: list[tuple
         {
             "xaxis": axis("key position"),
             "yaxis": axis("sink rate", rangemode="tozero"),
-            **levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")),
+            **sink_level(),
         },
         ("condition", "position", "rate", "low", "high"),
         [

@@ -7,19 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE, RECEIVED_THRESHOLD
+from sinkscope.measures.sink_score import LATER_QUERIES, RECEIVED_THRESHOLD
 from sinkscope.pages.figure import (
     PATTERNS,
     Figure,
     axis,
     floats,
-    level,
-    levels,
     line,
     log_axis,
     rounded,
+    sink_level,
 )
-from sinkscope.pages.text import number, percent, plotted, token_text
+from sinkscope.pages.text import number, plotted, token_text
 from sinkscope.results.run import Run, before_the_sink, curve_layers
 
 NUM_POSITIONS_DRAWN = 64
@@ -297,7 +296,7 @@ def _received(run: Run) -> Figure:
         {
             "xaxis": axis("key position"),
             "yaxis": axis("", rangemode="tozero"),
-            **levels(level(MIN_SINK_RATE, f"a sink: {percent(MIN_SINK_RATE)}")),
+            **sink_level(),
         },
         ("position", "sink rate", "low", "high"),
         list(zip(positions, rates, low, high, strict=True)),
