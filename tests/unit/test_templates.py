@@ -52,6 +52,19 @@ def test_a_name_that_a_page_does_not_give_is_an_error():
             shown(template, run={})
 
 
+def test_a_table_says_yes_or_no_and_aligns_numbers_alone_to_the_right():
+    rows = [("a", True, 1), ("b", False, 0)]
+    template = '{% import "pages/parts.html" as parts %}{{ parts.table(("name", "holds", "count"), rows) }}'
+    table = shown(template, rows=rows)
+    assert re.findall(r"<td[^>]*>(?:yes|no|\d)</td>", table) == [
+        "<td>yes</td>",
+        '<td class="number">1</td>',
+        "<td>no</td>",
+        '<td class="number">0</td>',
+    ]
+    assert '<th scope="col">holds</th><th scope="col" class="number">count</th>' in table
+
+
 def test_no_template_trusts_a_string():
     templates = sorted(SOURCE.rglob("*.html"))
     assert len(templates) > 10

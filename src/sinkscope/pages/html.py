@@ -154,7 +154,7 @@ def _isolated(value: Any) -> Markup:
 
 def _all_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
     """Whether a column of a table holds numbers alone."""
-    return not any(isinstance(row[column], str | Link) for row in rows)
+    return not any(isinstance(row[column], str | Link | bool) for row in rows)
 
 
 def _plotly() -> str:
