@@ -78,7 +78,10 @@ def drawing(figures: Sequence[Figure]) -> Drawing:
 
 
 def _draw(axes: Axes, figure: Figure) -> None:
-    axes.set_title(_plain(figure.title), fontsize=10, parse_math=False)
+    """Draws one figure into its panel: traces, thresholds with their names, and axes."""
+    names = [label for label in figure.layout.get("annotations", ()) if label["text"]]
+    is_above = any(label.get("yref") == "paper" for label in names)
+    axes.set_title(_plain(figure.title), fontsize=10, parse_math=False, pad=16 if is_above else None)
     bars = [trace for trace in figure.traces if trace["type"] == "bar"]
     # Names in their order; those that the layout does not order come as the series bring them.
     orders = [
@@ -99,27 +102,53 @@ def _draw(axes: Axes, figure: Figure) -> None:
         is_vertical = shape.get("yref") == "paper"
         draw, value = (axes.axvline, shape["x0"]) if is_vertical else (axes.axhline, shape["y0"])
         draw(value, color="gray", linestyle=":", lw=1)
+    for label in names:
+        _name(axes, label)
     is_map = any(trace["type"] == "heatmap" for trace in figure.traces)  # which has set its own ticks
     for name, order in zip(("x", "y"), orders, strict=True):
         _axis(axes, name, figure.layout.get(f"{name}axis", {}), () if is_map else order)
     axes.tick_params(labelsize=8)
 
 
-def _axis(axes: Axes, name: str, asked: dict[str, Any], categories: Collection[str]) -> None:
-    """The axis x or y as the layout asks for it, with these names along it."""
+def _name(axes: Axes, label: dict[str, Any]) -> None:
+    """The name of a threshold, beside its line."""
+    along_x = "axes fraction" if label.get("xref") == "paper" else "data"
+    along_y = "axes fraction" if label.get("yref") == "paper" else "data"
+    axes.annotate(
+        _plain(label["text"]),
+        (label["x"], label["y"]),
+        xycoords=(along_x, along_y),
+        ha=label["xanchor"],
+        va=label["yanchor"],
+        fontsize=7,
+        color="gray",
+    )
+
+
+def _axis(axes: Axes, name: str, layout: dict[str, Any], categories: Collection[str]) -> None:
+    """Sets up the axis x or y as its layout says, with these names along it."""
+    along = axes.xaxis if name == "x" else axes.yaxis
+    is_log = layout.get("type") == "log"
+    if is_log:
+        axes.set(**{f"{name}scale": "log"})  # before ticks: a new scale replaces them
     if categories:
         names = [_plain(category) for category in categories]
         long = name == "x" and max(map(len, names)) > 8
         look = {"rotation": 30, "ha": "right"} if long else {}
-        getattr(axes, f"set_{name}ticks")(range(len(names)), names, **look)
-    axes.set(**{f"{name}label": _plain(asked.get("title", {}).get("text", ""))})
-    if "ticktext" in asked:
-        getattr(axes, f"set_{name}ticks")(asked["tickvals"], [_plain(text) for text in asked["ticktext"]])
-    if "range" in asked:
-        axes.set(**{f"{name}lim": asked["range"]})
-    if asked.get("type") == "log":
-        axes.set(**{f"{name}scale": "log"})
-    if asked.get("autorange") == "reversed":
+        along.set_ticks(range(len(names)), names, **look)
+    axes.set(**{f"{name}label": _plain(layout.get("title", {}).get("text", ""))})
+    if "range" in layout:
+        axes.set(**{f"{name}lim": layout["range"]})
+    if "tickvals" in layout:
+        places = layout["tickvals"]
+        texts = layout.get("ticktext", [f"{place:g}" for place in places])
+        low, high = sorted(along.get_view_interval())
+        # A tick outside would stretch the axis.
+        ticks = [(place, _plain(text)) for place, text in zip(places, texts, strict=True) if low <= place <= high]
+        along.set_ticks([place for place, _ in ticks], [text for _, text in ticks])
+        if is_log:
+            along.set_minor_formatter("")  # matplotlib would write its own labels between ours
+    if layout.get("autorange") == "reversed":
         getattr(axes, f"invert_{name}axis")()
 
 
