@@ -1,8 +1,12 @@
-"""Where the command line begins, as sinkscope and as python -m sinkscope. It imports next to nothing, so that Ctrl-C is
-answered while the commands, and what they need, are still being imported."""
+"""The entry point of the command line, for `sinkscope` and for `python -m sinkscope`.
+
+It imports next to nothing, so that Ctrl-C is answered while the commands, and what they need, are still being imported.
+"""
 
 import os
 import signal
+
+from sinkscope.errors import INTERRUPTED
 
 
 def main() -> None:
@@ -16,7 +20,7 @@ def main() -> None:
 
 def interrupted_at_the_start(number: int, frame: object) -> None:
     """Ends the process at once. Nothing is written yet, and libraries swallow exceptions while they are imported."""
-    os.write(2, b"sinkscope: interrupted; no run was written\n")
+    os.write(2, f"sinkscope: {INTERRUPTED}\n".encode())
     os._exit(130)
 
 

@@ -23,7 +23,7 @@ from sinkscope.atomic import CANNOT_GROW
 from sinkscope.audits.cli import audit_command
 from sinkscope.audits.remedy_cli import remedy_command
 from sinkscope.compare.cli import compare_command
-from sinkscope.errors import InputError
+from sinkscope.errors import INTERRUPTED, InputError
 from sinkscope.explore.cli import explore_command
 from sinkscope.fingerprints.cli import fingerprint_command
 from sinkscope.initial_bias.cli import bias_command
@@ -115,8 +115,8 @@ def main() -> None:
             refused = InputError("No temporary file can be written. Free some space, or name a folder in TMPDIR.")
         if not isinstance(refused, InputError):
             raise
-    except KeyboardInterrupt:
-        print("sinkscope: interrupted; no run was written", file=sys.stderr)
+    except KeyboardInterrupt:  # outside a command, such as while its options are read
+        print(f"sinkscope: {INTERRUPTED}", file=sys.stderr)
         sys.exit(130)
     _refuse(refused)  # here the error is gone, and with it the frames that filled the memory
 

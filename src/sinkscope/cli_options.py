@@ -7,6 +7,7 @@ annotation, help.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from sinkscope.arguments import check_batch, whole_numbers
-from sinkscope.errors import InputError
+from sinkscope.errors import INTERRUPTED, InputError
 from sinkscope.runtime import check_placement
 
 if TYPE_CHECKING:
@@ -129,7 +130,12 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 
     def filled(**values: Any) -> None:
         given = {name: {field.name: values[field.name] for field in fields(kind)} for name, kind in kinds.items()}
-        run(**{name: kind(**given[name]) for name, kind in kinds.items()})
+        try:
+            run(**{name: kind(**given[name]) for name, kind in kinds.items()})
+        except KeyboardInterrupt as interrupt:
+            # Said here: typer turns it into exit code 130 without a word.
+            print(f"sinkscope: {str(interrupt) or INTERRUPTED}", file=sys.stderr)
+            raise
 
     filled.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     filled.__annotations__ = {option.name: option.annotation for option in options}

@@ -109,12 +109,11 @@ def _checked_run_path(out: Path | None, model: str | None, overwrite: bool) -> P
 
 @contextmanager
 def finished_parts_are_kept(way_on: str) -> Iterator[None]:
-    """Around work that can be resumed: on Ctrl-C it prints how."""
+    """Around work that can be resumed: Ctrl-C then says how, in place of `INTERRUPTED`."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"sinkscope: what is finished is kept; {way_on}", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt(f"what is finished is kept; {way_on}") from None
 
 
 def write_page(folder: RunFolder) -> None:

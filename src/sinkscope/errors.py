@@ -1,10 +1,14 @@
-"""The one exception for input that cannot be honoured; the command line turns it into exit code 2.
+"""The one exception for input that cannot be honoured, and what Ctrl-C says; both reach the user as one line.
 
+The command line turns an `InputError` into its message and exit code 2.
 A message says in one or two plain sentences what is wrong and what to do. It names the parameters of Python functions,
 in backticks and as Python writes them: `length`, `length=64`, `bos=False`, `keys=[0, 10]`. The command line prints the
 options of the command that runs in their place: --length, --length 64, --no-bos, --keys 0,10. A parameter therefore has
 one name everywhere; what the command has no option for stays as it is.
 """
+
+INTERRUPTED = "interrupted; no run was written"
+"""What Ctrl-C says, unless a command keeps finished parts and says how to go on."""
 
 
 class InputError(Exception):

@@ -205,6 +205,7 @@ def test_an_interrupted_study_goes_on_from_its_finished_parts(chain_folder, sink
     assert result.code == 130
     assert "Traceback" not in result.err
     assert "--out run goes on" in result.err
+    assert "no run was written" not in result.err
     assert visible(tmp_path) == {"whole"}
     assert ran == whole[:7]
     # A part that was cut off is made again.

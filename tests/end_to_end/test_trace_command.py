@@ -205,6 +205,8 @@ module.trace_tables = interrupted
 """
     result = in_a_process("trace", "--out", "run", cwd=tmp_path, before=before)
     assert result.returncode == code, result.stderr
+    said = result.stderr.count("sinkscope: interrupted; no run was written\n")
+    assert said == (names[0] == "SIGINT"), "a termination needs no sentence"
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -225,7 +227,7 @@ main()
     command = [sys.executable, "-c", code, "trace", "--out", "run"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 130
-    assert "Traceback" not in result.stderr
+    assert result.stderr == "sinkscope: interrupted; no run was written\n"
     assert list(tmp_path.iterdir()) == []
 
 
