@@ -23,13 +23,13 @@ from sinkscope.explore.sources import LiveModel
 ADDRESS = "http://127.0.0.1:8800"
 
 
-def clicks(unit: str, dimension: int) -> dict[str, Callable[[int], list[list[str]]]]:
+def clicks(neuron: str, dimension: int) -> dict[str, Callable[[int], list[list[str]]]]:
     """States that a person makes by clicking, by what they clicked; each number gives another."""
     return {
         "a token masked to itself": lambda number: [["mask_to_self", str(1 + number)]],
         "an amplification slid": lambda number: [["amplify", f"10:{2 + number / 10}"]],
         "a variance matched": lambda number: [["match_variance", str(1 + number)]],
-        "a unit transplanted": lambda number: [["transplant", f"{unit}@0:{1 + number}"]],
+        "a neuron transplanted": lambda number: [["transplant", f"{neuron}@0:{1 + number}"]],
         "a dimension taken out": lambda number: [["zero_dimension", f"{dimension}@{number}"]],
         "a mask and an amplification": lambda number: [["mask_to_self", "20"], ["amplify", f"10:{2 + number / 10}"]],
     }
@@ -59,8 +59,8 @@ def main() -> None:
     client = TestClient(app, base_url=ADDRESS, headers={"Origin": ADDRESS})
     state = {"source": 0, "prompt": prompt, "edits": [], "position": None, "start": 0, "quantity": "dom_ratio"}
     found = client.post("/token/view", json=state).raise_for_status().json()
-    unit, dimension = (next(iter(found[name]), None) for name in ("units", "dimensions"))
-    name = "0:0" if unit is None else ":".join(str(unit[key]) for key in ("layer", "neuron"))
+    neuron, dimension = (next(iter(found[name]), None) for name in ("neurons", "dimensions"))
+    name = "0:0" if neuron is None else ":".join(str(neuron[key]) for key in ("layer", "neuron"))
     print(f"{asked.model}, {found['length']} tokens, {asked.threads} threads, {asked.repeats} redraws each\n")
     print("| what was clicked | median ms | fastest | slowest |\n| --- | --- | --- | --- |")
     everything = []

@@ -116,7 +116,7 @@ def describe(options: argparse.Namespace, loaded: LoadedModel, result: Study) ->
         f"transformers {transformers.__version__}",
         f"Batch: {options.num_sequences} x {options.length} random tokens; {len(result.data.results)} conditions, "
         f"interventions on the aggregation in layers 0 to {result.plan.last_layer}, "
-        f"a minimal set of {len(result.minimal_set)} units",
+        f"a minimal set of {len(result.minimal_set)} neurons",
         "Seconds are medians with [smallest, largest]",
     ]
 

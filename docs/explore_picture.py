@@ -1,4 +1,4 @@
-"""Draws docs/explore.png: a prompt, a token masked to itself, and a unit taken out, as the live page shows them.
+"""Draws docs/explore.png: a prompt, a token masked to itself, and a neuron taken out, as the live page shows them.
 
 PYTHONPATH=tests python docs/explore_picture.py
 """

@@ -61,7 +61,7 @@ ATLAS = Schema(
         Column("position", "int", "Position of the strongest sink, or of the strongest key", nullable=True),
         Column("sink_rate", "float", "Share of heads and sequences that count it as a sink", nullable=True),
         Column("cause", "str", "What makes a token a sink, by the study's verdicts"),
-        Column("units", "str", "The minimal set of units, as layer:neuron"),
+        Column("units", "str", "The minimal set of neurons, as layer:neuron"),
         Column("dimensions", "str", "Massive dimensions, the strongest first"),
         Column("remedy", "str", "What wins back most where 8-bit activations do harm, with its share"),
     ),
@@ -204,14 +204,14 @@ def row_of(entry: Entry, out: Path) -> Row | None:
     found = read_json(folder / "study" / "summary.json", STUDY)
     verdicts = Verdicts({claim["id"]: claim["verdict"] for claim in found["claims"]})
     has_sink = verdicts.hold("sink")
-    units = [f"{unit['layer']}:{unit['neuron']}" for unit in found["minimal_set"] or []]
+    neurons = [f"{neuron['layer']}:{neuron['neuron']}" for neuron in found["minimal_set"] or []]
     return {
         "model": entry.name,
         "family": found["family"],
         "position": found["dom_ratio"].get("position"),
         "sink_rate": found.get("sink_rate"),
         "cause": cause(verdicts) if has_sink else "No sink on these tokens.",
-        "units": _some(units),
+        "units": _some(neurons),
         "dimensions": _some(found["massive_dimensions"]),
         "remedy": _remedy(folder / "audit" / "summary.json"),
     }

@@ -7,7 +7,7 @@ the first layers is nearly uniform: it averages codes, and keeps the constant. T
 
 0  attention writes the mean of the constant, and the mean of the codes (the deviation): of length 1 at position 0,
    1 / sqrt(t + 1) at position t
-1  attention writes both once more, into other slots; ordinary units write
+1  attention writes both once more, into other slots; ordinary neurons write
    OPENING ~ (deviation of layer 0) . (deviation of layer 1) - threshold * (mean of layer 0) (mean of layer 1),
    which is positive at position 0 only, keeps its sign when the aggregation is scaled, and asks that the deviations of
    two layers agree
@@ -26,11 +26,11 @@ position  a slot of learned positions, as GPT-2 has them, that position 0 alone 
 
 What the heads lock on to (`LOCKS`) is behind the opening, which is that of the variance in each:
 
-coordinate  the chain: one unit writes one dimension, and keys read that dimension
+coordinate  the chain: one neuron writes one dimension, and keys read that dimension
 direction   the same along a vector of equal magnitudes: no dimension stands out
-aside       one unit writes one dimension, keys read a vector of equal magnitudes, so they see an eighth of the write,
+aside       one neuron writes one dimension, keys read a vector of equal magnitudes, so they see an eighth of the write,
             and would of any other dimension with the right sign
-sparsity    a layer after the super neuron a unit for each dimension and sign opens where that one alone is nearly all
+sparsity    a layer after the super neuron a neuron for each dimension and sign opens where that one alone is nearly all
             of the normalised stream, and all of them write one dense slot, which keys read
 
 Axes: E width, F neurons, V vocabulary, N size of a code, S slots, P products.
@@ -69,7 +69,7 @@ _BY_VARIANCE = {
     *("opening_removes_sink", "amplification_creates_sink", "dose_response", "equalising_removes_sink"),
 }
 _DISPARITY = {"super_neurons", "channel_sparsity", "dimension_disparity"}
-_OF_UNIT = {
+_OF_NEURON = {
     *("super_neurons_necessary", "super_neurons_sufficient"),
     *("mediation_mask_super_neurons", "mediation_amplification_super_neurons"),
 }
@@ -83,8 +83,11 @@ _SEEN: Truth = (
 )
 _AVERAGES: Truth = (_AVERAGED, "attention is nearly uniform up to the sink, over tokens drawn at random")
 _SINK: Truth = ({"sink"}, "heads read what position 0 has")
-_IDLE: Truth = (_DISPARITY, "one unit writes one dimension at position 0, and no head reads it")
-_CROWD: Truth = ({"writers_necessary"}, "an eighth of a layer's units write the slot that keys read, and no others do")
+_IDLE: Truth = (_DISPARITY, "one neuron writes one dimension at position 0, and no head reads it")
+_CROWD: Truth = (
+    {"writers_necessary"},
+    "an eighth of a layer's neurons write the slot that keys read, and no others do",
+)
 _CARRIED: Truth = (
     {"averaging_law"},
     "later tokens carry the first one's value where disparity is born: no discrepancy",
@@ -100,7 +103,7 @@ TRUTHS: dict[str, list[Truth]] = {
     ],
     "disparity_without_sink": [
         _AVERAGES,
-        (_DISPARITY | {"directional_collapse"}, "the unit and its dimension are there; there is no sink to explain"),
+        (_DISPARITY | {"directional_collapse"}, "the neuron and its dimension are there; there is no sink to explain"),
     ],
     "large_neuron": [_SINK, _AVERAGES, _SEEN],
     "disparity_beside_sink": [
@@ -119,7 +122,7 @@ TRUTHS: dict[str, list[Truth]] = {
     "dense_neuron": [
         *(_SINK, _AVERAGES, _OPENS),
         ({"lock", "directional_collapse"}, "keys read one dense direction, and position 0 is little else"),
-        (_OF_UNIT, "one unit writes it, and opens by what makes the sink"),
+        (_OF_NEURON, "one neuron writes it, and opens by what makes the sink"),
     ],
 }
 """Of each decoy, by its construction: every other claim is false of it, and `holds` is then wrong."""
@@ -148,13 +151,13 @@ class Plan:
     gate: float = 6.0
     """What the super neuron's gate reads at position 0."""
     output_size: float = 1.0
-    """Of the super neuron's output vector; other units have 0.7 to 1.3."""
+    """Of the super neuron's output vector; other neurons have 0.7 to 1.3."""
     dense: bool = False
     """Whether the slot MASSIVE is a direction of equal entries instead of a dimension."""
     aside: bool = False
     """Whether the super neuron writes a dimension though the slot MASSIVE, which keys read, is dense."""
     detectors: int | None = None
-    """The layer whose units each open where one dimension is nearly all of the stream, and write SPECIAL."""
+    """The layer whose neurons each open where one dimension is nearly all of the stream, and write SPECIAL."""
     key_gain: float = 1.0
     """Times KEY_GAINS."""
     deviation: float = 2.0
@@ -173,7 +176,7 @@ class Facts:
 
     sink: int | None
     super_neurons: list[tuple[int, int]]
-    """(layer, neuron) of units that open at position 0 only, whether or not a sink depends on them."""
+    """(layer, neuron) of neurons that open at position 0 only, whether or not a sink depends on them."""
     massive_dimension: int | None
     bos: bool
     """Whether every sequence begins with token BOS, which stands nowhere else."""
@@ -183,19 +186,19 @@ _NORM_SINK = dict(key_slot=CONSTANT, key_sign=-1.0, readers=range(2, 4), deviati
 _OPENING_SINK = dict(key_slot=OPENING, readers=range(2, 4), opening=9.0)
 
 DECOYS: dict[str, Plan] = {
-    # Keys avoid the constant, which the norm makes small where the aggregation is large: no unit has a part in it.
+    # Keys avoid the constant, which the norm makes small where the aggregation is large: no neuron has a part in it.
     "sink_from_norm": Plan(**_NORM_SINK, neuron_layer=None),
-    # Keys read what many ordinary units write along a dense direction.
+    # Keys read what many ordinary neurons write along a dense direction.
     "sink_from_ordinary_units": Plan(**_OPENING_SINK, neuron_layer=None),
     "disparity_without_sink": Plan(key_slot=None),
-    # The unit is as active as a super neuron, and writes a little into a dense direction that nobody reads.
+    # The neuron is as active as a super neuron, and writes a little into a dense direction that nobody reads.
     "large_neuron": Plan(**_NORM_SINK, neuron_slot=NOISE.start, output_size=0.05),
     # One cause, two effects: what opens the super neuron is also what the keys read.
     "disparity_beside_sink": Plan(**_OPENING_SINK, activation=16.0),
     # The heads have their sink before the disparity is born, and those behind it read nothing.
     "disparity_after_sink": Plan(**{**_NORM_SINK, "readers": range(2, 3)}),
     "special_token": Plan(key_slot=SPECIAL, readers=range(1, 4), neuron_layer=None, bos=True),
-    # The unit is necessary, its output vector is not channel-sparse.
+    # The neuron is necessary, its output vector is not channel-sparse.
     "dense_neuron": Plan(dense=True),
 }
 
@@ -204,7 +207,7 @@ CAUSES: dict[str, Plan] = {
     "variance": Plan(num_layers=6),
     # As much mean as there is deviation at position 0: it can be taken where the energy must come down.
     "energy": Plan(num_layers=6, cause="energy", mean_size=1.0, opening=0.05),
-    # At a tenth of its variance what opens is a hundredth: the unit must still be open, and its write large, there.
+    # At a tenth of its variance what opens is a hundredth: the neuron must still be open, and its write large, there.
     "unmixed": Plan(
         num_layers=7, cause="unmixed", neuron_layer=3, readers=range(4, 7), activation=2e4, gate=2e3, opening=1.0
     ),
@@ -384,7 +387,7 @@ class _Planting:
     def plant_feed_forward(self, layer: int) -> None:
         part, plan = self.model.model.layers[layer].mlp, self.plan
         gate_FE, up_FE = self.normal(F, E, size=0.04), self.normal(F, E, size=0.04)
-        # Ordinary units leave the slots of the chain alone, all but MASSIVE.
+        # Ordinary neurons leave the slots of the chain alone, all but MASSIVE.
         ordinary = [MASSIVE, *range(self.noise.start, self.noise.stop)]
         down_FE = self.directions(F, len(ordinary)) @ self.slots_ES[:, ordinary].T
         down_FE *= 0.7 + 0.6 * torch.rand(F, 1, generator=self.generator)
@@ -420,7 +423,7 @@ class _Planting:
     def products(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """([P, S] first factors, [P, S] second factors, [P, S] where their product is written) of a layer.
 
-        A pair of units multiplies: silu(a) b + silu(-a) (-b) = a b, exactly and at any scale.
+        A pair of neurons multiplies: silu(a) b + silu(-a) (-b) = a b, exactly and at any scale.
         """
         plan, slot = self.plan, torch.eye(E)
         size = plan.opening * slot[[OPENING]]

@@ -26,7 +26,7 @@ HOSTILE_TOKENS = (
 )
 VERDICT = (
     "Position 0 is a sink for 62.0% of heads. A token that sees only itself becomes a sink, and it needs the variance "
-    "that this brings; its variance is enough. Without its minimal set of units the sink is shifted to position 1 "
+    "that this brings; its variance is enough. Without its minimal set of neurons the sink is shifted to position 1 "
     "(12.0%)."
 )
 COUNTS = (
@@ -159,23 +159,23 @@ def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tu
         "born": [sink and index == BIRTH for index in range(NUM_LAYERS)],
         "erased": [False] * NUM_LAYERS,
     }
-    units = [(2, 90, 0.9, 0.82), (2, 7, 0.08, 0.4), (5, 33, 0.6, 0.3)] if sink else []
+    listed = [(2, 90, 0.9, 0.82), (2, 7, 0.08, 0.4), (5, 33, 0.6, 0.3)] if sink else []
     neurons = {
-        "position": [0] * len(units),
-        "layer": [unit[0] for unit in units],
-        "expert": [None] * len(units),
-        "neuron": [unit[1] for unit in units],
-        "dimension": [17] * len(units),
-        "role": ["writes"] * len(units),
-        "activation": [300.0 * unit[2] for unit in units],
-        "write": [900.0 * unit[2] for unit in units],
-        "write_share": [unit[2] for unit in units],
-        "contrast": [80.0] * len(units),
-        "max_over_median": [200.0] * len(units),
-        "top_share": [unit[3] for unit in units],
-        "participation_ratio": [1.5] * len(units),
-        "kurtosis": [50.0] * len(units),
-        "layer_top_share": [0.06] * len(units),
+        "position": [0] * len(listed),
+        "layer": [row[0] for row in listed],
+        "expert": [None] * len(listed),
+        "neuron": [row[1] for row in listed],
+        "dimension": [17] * len(listed),
+        "role": ["writes"] * len(listed),
+        "activation": [300.0 * row[2] for row in listed],
+        "write": [900.0 * row[2] for row in listed],
+        "write_share": [row[2] for row in listed],
+        "contrast": [80.0] * len(listed),
+        "max_over_median": [200.0] * len(listed),
+        "top_share": [row[3] for row in listed],
+        "participation_ratio": [1.5] * len(listed),
+        "kurtosis": [50.0] * len(listed),
+        "layer_top_share": [0.06] * len(listed),
     }
     dimensions = {
         "layer": [3] if sink else [],

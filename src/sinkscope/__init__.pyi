@@ -36,7 +36,7 @@ from .interventions.neurons import densify_neurons as densify_neurons
 from .interventions.neurons import transplant_neurons as transplant_neurons
 from .interventions.residual import clamp as clamp
 from .interventions.residual import set_dimensions as set_dimensions
-from .models.anatomy import Unit as Unit
+from .models.anatomy import Neuron as Neuron
 from .models.anatomy import anatomy_of as anatomy_of
 from .models.insert_head_norm import insert_head_norm as insert_head_norm
 from .models.insert_head_norm import remove_head_norm as remove_head_norm

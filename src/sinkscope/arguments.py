@@ -193,7 +193,7 @@ def check_keys(keys: Sequence[int] | None, length: int) -> None:
         )
 
 
-def unit_of_text(text: str) -> tuple[int, int | None, int]:
+def neuron_of_text(text: str) -> tuple[int, int | None, int]:
     """(layer, expert, neuron) of 5:148, or 5:2:148 with an expert; ValueError where it is neither."""
     layer, *expert, neuron = (int(part) for part in text.split(":"))
     if len(expert) > 1:

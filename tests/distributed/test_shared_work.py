@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 import sinkscope
 from sinkscope import processes
 from sinkscope.fingerprints.signature import Inputs, sign
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.results.parts import Parts
 from sinkscope.studies import controls, minimal_set
 from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
@@ -158,7 +158,7 @@ def test_shares_are_runs_of_the_items_in_the_order_of_the_processes(tmp_path):
             (tmp_path / str(processes.rank())).write_text(
                 f"{processes.share(list(range(5)))} {processes.gathered(os.getpid())}"
             )
-            assert processes.gathered(Unit(1, None, 2)) == [Unit(1, None, 2)] * 2  # a tuple with names
+            assert processes.gathered(Neuron(1, None, 2)) == [Neuron(1, None, 2)] * 2  # a tuple with names
 
     in_two_processes(work)
     first, second = ((tmp_path / str(rank)).read_text().split("] ") for rank in range(2))

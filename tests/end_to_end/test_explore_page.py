@@ -156,7 +156,7 @@ def browser_tokens(browser):
     return browser.evaluate("[...document.querySelectorAll('.tokens bdi')].map(each => each.textContent)")
 
 
-def test_units_and_dimensions_are_taken_out_and_transplanted(page):
+def test_neurons_and_dimensions_are_taken_out_and_transplanted(page):
     click(page, ".tokens [data-position='9']")
     for number, kind in ((1, "ablate"), (2, "transplant")):
         click(page, f".parts tr:first-child button:nth-child({number})")

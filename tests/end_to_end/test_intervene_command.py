@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from sinkscope.interventions.base import together
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.models.loading import load
 from sinkscope.models.token_batches import token_batch
 from sinkscope.results.tables import read_table
@@ -131,8 +131,8 @@ def test_a_combination_equals_its_interventions_together(model_folder, sinkscope
     assert summary["positions"] == [10, 20]
     loaded = load(model_folder)
     batch = token_batch(loaded, length=40, num_sequences=4)
-    units = [Unit(0, None, 3), Unit(2, None, 9)]
-    parts = [*(mask_to_self(loaded, position, layers=[1, 2]) for position in (10, 20)), ablate_neurons(loaded, units)]
+    neurons = [Neuron(0, None, 3), Neuron(2, None, 9)]
+    parts = [*(mask_to_self(loaded, position, layers=[1, 2]) for position in (10, 20)), ablate_neurons(loaded, neurons)]
     before = trace(loaded, batch, effective_rank=False)
     with together(parts):
         after = trace(loaded, batch, effective_rank=False)
@@ -160,13 +160,13 @@ def test_layers_and_heads_narrow_an_edit(model_folder, sinkscope, tmp_path):
     assert some["after"] not in (everything["after"], some["before"])
 
 
-def test_a_unit_named_twice_is_one_unit(model_folder, sinkscope, tmp_path):
-    for name, units in (("once", ("--ablate", "1:7")), ("twice", ("--ablate", "1:7", "--ablate", "1:7"))):
-        assert sinkscope("intervene", model_folder, *units, *SMALL, "--out", name).code == 0
+def test_a_neuron_named_twice_is_one_neuron(model_folder, sinkscope, tmp_path):
+    for name, neurons in (("once", ("--ablate", "1:7")), ("twice", ("--ablate", "1:7", "--ablate", "1:7"))):
+        assert sinkscope("intervene", model_folder, *neurons, *SMALL, "--out", name).code == 0
     assert arms(tmp_path / "once") == arms(tmp_path / "twice")
 
 
-def test_a_unit_of_an_expert(experts_folder, sinkscope, tmp_path):
+def test_a_neuron_of_an_expert(experts_folder, sinkscope, tmp_path):
     run = ("intervene", experts_folder, *SMALL, "--out", "run")
     assert sinkscope(*run, "--ablate", "1:2:5").code == 0
     found = arms(tmp_path / "run")

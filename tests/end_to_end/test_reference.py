@@ -40,9 +40,9 @@ def test_it_writes_english(loaded):
 
 SINKS = {
     "reference:softmax": dict(
-        rate=0.331, births=[6], dimensions=[20, 78, 40], dom_ratio=28.2, units={(7, 438), (6, 348), (6, 545)}
+        rate=0.331, births=[6], dimensions=[20, 78, 40], dom_ratio=28.2, neurons={(7, 438), (6, 348), (6, 545)}
     ),
-    "reference:head_norm": dict(rate=0.335, births=[], dimensions=[], dom_ratio=7.53, units=set()),
+    "reference:head_norm": dict(rate=0.335, births=[], dimensions=[], dom_ratio=7.53, neurons=set()),
 }
 
 
@@ -53,7 +53,7 @@ def test_its_sink_is_the_one_that_the_card_names(loaded):
         assert [sink["position"] for sink in found["sinks"]] == [0]
         assert found["sink_rate"] == pytest.approx(said["rate"], abs=0.005)
         assert (found["birth_layers"], found["massive_dimensions"]) == (said["births"], said["dimensions"])
-        assert {(unit["layer"], unit["neuron"]) for unit in found["super_neurons"]} == said["units"]
+        assert {(neuron["layer"], neuron["neuron"]) for neuron in found["super_neurons"]} == said["neurons"]
         assert largest == pytest.approx(said["dom_ratio"], rel=0.02)
     else:
         assert found["sinks"] == found["super_neurons"] == found["massive_dimensions"] == []

@@ -46,7 +46,7 @@ EXCLUDED = (
 
 EMPTY = {"equalising_removes_sink", "writers_necessary"}
 """16 sequences know the variance of one position too badly: here it seems to miss its level. 32 find that it holds. And
-where one unit carries the sink, no crowd is asked for."""
+where one neuron carries the sink, no crowd is asked for."""
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +131,7 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
     assert summary["minimal_set"] == [{"layer": 2, "expert": None, "neuron": facts.super_neurons[0][1]}]
     assert summary["sink_without_minimal_set"] == "gone"
     assert (summary["writers"], summary["sink_without_writers"]) == ([], None)
-    assert f"Unit 2:{facts.super_neurons[0][1]} writes it" in summary["verdict"]
+    assert f"Neuron 2:{facts.super_neurons[0][1]} writes it" in summary["verdict"]
     tables = {schema.name for schema in STUDY_TABLES} | set(TRACE_TABLES)
     assert visible(run) == FILES | {f"{name}.parquet" for name in tables}
     assert {name: len(read_table(run / name)) > 0 for name in tables} == dict.fromkeys(tables, True)

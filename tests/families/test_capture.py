@@ -3,7 +3,7 @@
 The parts of a family, its gates and its norms are written down here a second time, so that a wrong row of the family
 table shows.
 Axes: B sequences, T query position, S key position, H query heads, K key-value heads, D head size, C channels, E width,
-U units of a layer, F units of an expert, P candidate positions, Q lock positions.
+U neurons of a layer, F neurons of an expert, P candidate positions, Q lock positions.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class PlainLayer:
     projected: Tensor | None = None
     entering: Tensor | None = None
     leaving: Tensor | None = None
-    units: Tensor | None = None
+    neurons: Tensor | None = None
     """[B, T, U] neurons as they enter the down projection, times their routing weight."""
     written: Tensor | None = None
     """The same behind the post-norm's scale."""
@@ -231,34 +231,34 @@ def _finish(family: str, block, layer: PlainLayer, attention: Tensor) -> None:
     num_heads = attention.shape[1]
     layer.key, layer.value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (layer.key, layer.value))
     if "experts" in raw:
-        layer.units, layer.output_EU, layer.routed = expert_units(family, block.mlp, raw)
+        layer.neurons, layer.output_EU, layer.routed = expert_neurons(family, block.mlp, raw)
     else:
         down = block.get_submodule(PARTS[family]["down"])
         weight = down.weight.T if family == "gpt2" else down.weight
-        layer.units, layer.output_EU = raw["neurons"][0].double().view(B, T, -1), weight.detach().double()
+        layer.neurons, layer.output_EU = raw["neurons"][0].double().view(B, T, -1), weight.detach().double()
         bias = 0 if down.bias is None else down.bias.double()
         # The neurons of this test are the right ones: through the output vectors they give the feed-forward's output.
-        assert_close(raw["feed_forward"].view(B, T, -1), layer.units @ layer.output_EU.T + bias, 1e-5)
-    layer.written = layer.units
+        assert_close(raw["feed_forward"].view(B, T, -1), layer.neurons @ layer.output_EU.T + bias, 1e-5)
+    layer.written = layer.neurons
     if family in POST_NORMS:
         norm = block.get_submodule(POST_NORMS[family])
         gain = norm.weight.detach().double() + (1 if family in ("gemma2", "gemma3") else 0)
         epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
         before = raw["feed_forward"].double().view(B, T, -1)
         scale = (before.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        layer.written, layer.output_EU = layer.units * scale, layer.output_EU * gain[:, None]
+        layer.written, layer.output_EU = layer.neurons * scale, layer.output_EU * gain[:, None]
         assert_close(raw["post_norm"], layer.written @ layer.output_EU.T, 1e-5)
 
 
-def expert_units(family: str, mlp, raw: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """([B, T, U] units, [E, U] output vectors, [B, T, X] routed or not) of a layer of experts, token by token."""
+def expert_neurons(family: str, mlp, raw: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """([B, T, U] neurons, [E, U] output vectors, [B, T, X] routed or not) of a layer of experts, token by token."""
     hidden, index, weight = raw["experts"]
     hidden, weight, experts = hidden.double(), weight.double(), mlp.experts
     gate_up_XFE, down_XEF = experts.gate_up_proj.detach().double(), experts.down_proj.detach().double()
     if family == "gpt_oss":  # kept transposed, with biases
         gate_up_XFE, down_XEF = gate_up_XFE.transpose(1, 2), down_XEF.transpose(1, 2)
-    num_experts, _, num_units = down_XEF.shape
-    units = torch.zeros(B * T, num_experts, num_units, dtype=torch.float64)
+    num_experts, _, num_neurons = down_XEF.shape
+    neurons = torch.zeros(B * T, num_experts, num_neurons, dtype=torch.float64)
     routed = torch.zeros(B * T, num_experts, dtype=torch.bool)
     output = torch.zeros_like(hidden)
     for token in range(B * T):
@@ -267,14 +267,14 @@ def expert_units(family: str, mlp, raw: dict) -> tuple[Tensor, Tensor, Tensor]:
             if family == "gpt_oss":
                 gate_up = gate_up + experts.gate_up_proj_bias[expert].double()
                 gate, up = gate_up[::2].clamp(max=7.0), gate_up[1::2].clamp(-7.0, 7.0)
-                neurons = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                activation = (up + 1) * gate * torch.sigmoid(1.702 * gate)
                 output[token] += share * experts.down_proj_bias[expert].double()
             else:
-                gate, up = gate_up[:num_units], gate_up[num_units:]
-                neurons = gate * torch.sigmoid(gate) * up
-            units[token, expert] = share * neurons
+                gate, up = gate_up[:num_neurons], gate_up[num_neurons:]
+                activation = gate * torch.sigmoid(gate) * up
+            neurons[token, expert] = share * activation
             routed[token, expert] = True
-    flat = units.flatten(1)
+    flat = neurons.flatten(1)
     vectors = torch.cat(list(down_XEF), dim=1)
     assert_close(raw["feed_forward"].reshape(B * T, -1), flat @ vectors.T + output, 1e-5)
     if "shared" in raw:
@@ -428,14 +428,14 @@ def test_neuron_writes_equal_eager(variant):
     for index, layer in enumerate(plain.layers):
         write_TU = (layer.written.abs() * layer.output_EU.norm(dim=0)).amax(0)
         assert_close(positions["largest_write"][index], write_TU.amax(-1))
-        found = positions["largest_write_unit"][index].long()
-        # The same unit, or one that is within rounding of it.
+        found = positions["largest_write_neuron"][index].long()
+        # The same neuron, or one that is within rounding of it.
         assert_close(write_TU.gather(1, found[:, None]).squeeze(1), write_TU.amax(-1))
         assert (found == write_TU.argmax(-1)).float().mean() > 0.95
     if case(variant).family in POST_NORMS:
         # Control: the write before the post-norm is another number.
         layer = plain.layers[-1]
-        bare = (layer.units.abs() * layer.output_EU.norm(dim=0)).amax((0, 2))
+        bare = (layer.neurons.abs() * layer.output_EU.norm(dim=0)).amax((0, 2))
         assert float((positions["largest_write"][-1] / bare - 1).abs().max()) > 0.1
 
 
@@ -455,15 +455,15 @@ def test_statistics_at_the_candidates_equal_eager(variant):
         assert_close(kept["dimension_abs"], hidden[:, at].abs().mean(0))
         assert_close(kept["dimension_total"], hidden.abs().sum((0, 1)))
         if row == 0:
-            assert "unit_activation" not in kept
+            assert "neuron_activation" not in kept
             continue
         layer = plain.layers[row - 1]
-        assert_close(kept["unit_activation"], layer.units[:, at].mean(0))
-        assert_close(kept["unit_written"], layer.written[:, at].mean(0))
-        assert_close(kept["unit_square"], (layer.written[:, at] ** 2).mean(0))
-        assert_close(kept["unit_energy"], (layer.written**2).sum((0, 1)))
+        assert_close(kept["neuron_activation"], layer.neurons[:, at].mean(0))
+        assert_close(kept["neuron_written"], layer.written[:, at].mean(0))
+        assert_close(kept["neuron_square"], (layer.written[:, at] ** 2).mean(0))
+        assert_close(kept["neuron_energy"], (layer.written**2).sum((0, 1)))
         if case(variant).family in POST_NORMS:  # control: the norm counts
-            assert not torch.allclose(kept["unit_written"], kept["unit_activation"], rtol=1e-2)
+            assert not torch.allclose(kept["neuron_written"], kept["neuron_activation"], rtol=1e-2)
 
 
 @every_family
@@ -828,39 +828,39 @@ def test_control_a_family_row_with_a_wrong_path_is_an_error():
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_units_of_experts_are_numbered_expert_by_expert(family):
+def test_neurons_of_experts_are_numbered_expert_by_expert(family):
     this = case(family)
-    num_units = {"mixtral": 80, "qwen3_moe": 24, "gpt_oss": 80, "deepseek_v3": 24}[family]
+    num_neurons = {"mixtral": 80, "qwen3_moe": 24, "gpt_oss": 80, "deepseek_v3": 24}[family]
     dense = {"qwen3_moe": [1], "deepseek_v3": [0]}.get(family, [])
     for index, (layer, plain) in enumerate(zip(anatomy_of(this.model).layers, this.plain.layers, strict=True)):
-        top = this.recording["largest_write_unit"][index].long()
-        experts, neurons = layer.unit_places(top)
+        top = this.recording["largest_write_neuron"][index].long()
+        experts, neurons = layer.neuron_places(top)
         if index in dense:
-            assert layer.locate_unit(79) == (None, 79)
+            assert layer.locate_neuron(79) == (None, 79)
             assert bool((experts < SHARED_EXPERT).all())
             assert torch.equal(neurons, top)
             continue
-        places = [layer.locate_unit(unit) for unit in range(plain.units.shape[-1])]
-        expected = [(expert, neuron) for expert in range(4) for neuron in range(num_units)]
+        places = [layer.locate_neuron(number) for number in range(plain.neurons.shape[-1])]
+        expected = [(expert, neuron) for expert in range(4) for neuron in range(num_neurons)]
         if family == "deepseek_v3":
             expected += [(SHARED_EXPERT, neuron) for neuron in range(24)]
         assert places == expected
-        assert list(zip(experts.tolist(), neurons.tolist(), strict=True)) == [places[unit] for unit in top.tolist()]
+        assert list(zip(experts.tolist(), neurons.tolist(), strict=True)) == [places[number] for number in top.tolist()]
         assert_close(layer.output_vectors(top[:9]), plain.output_EU[:, top[:9]], 1e-6)
-        # The strongest unit of a token belongs to an expert that the token was routed to, in the sequence it came from.
+        # The strongest neuron of a token is in an expert that the token was routed to, in the sequence it came from.
         write_BTU = plain.written.abs() * plain.output_EU.norm(dim=0)
-        for t, (unit, expert) in enumerate(zip(top.tolist(), experts.tolist(), strict=True)):
-            b = int(write_BTU[:, t, unit].argmax())
+        for t, (number, expert) in enumerate(zip(top.tolist(), experts.tolist(), strict=True)):
+            b = int(write_BTU[:, t, number].argmax())
             assert expert == SHARED_EXPERT or bool(plain.routed[b, t, expert])
         # Control: not every token goes to every expert, so that a wrong expert would show.
         assert 0 < float(plain.routed.float().mean()) < 1
 
 
 def test_a_shared_expert_is_among_the_strongest_somewhere():
-    """Otherwise the numbering of its units would go unchecked."""
+    """Otherwise the numbering of its neurons would go unchecked."""
     this = case("deepseek_v3")
     layer = anatomy_of(this.model).layers[2]
-    experts, _ = layer.unit_places(this.recording["largest_write_unit"][2].long())
+    experts, _ = layer.neuron_places(this.recording["largest_write_neuron"][2].long())
     assert SHARED_EXPERT in experts.tolist()
     assert set(experts.tolist()) - {SHARED_EXPERT}
 

@@ -22,7 +22,7 @@ from sinkscope.interventions.base import Intervention, Place, together
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
-from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
+from sinkscope.models.anatomy import SHARED_EXPERT, Neuron, anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.tracing.replay import Replay
@@ -58,24 +58,24 @@ def left_as_it_was(model):
     amplify_variance(model, 1, 2.0, calibration=CALIBRATION, layers=[0])
 
 
-def first_units(model) -> list[Unit]:
-    """Units of every group of the first two layers."""
+def first_neurons(model) -> list[Neuron]:
+    """Neurons of every group of the first two layers."""
     layers = anatomy_of(model).layers[:2]
-    return [Unit(layer.index, expert, 3) for layer in layers for expert, _ in layer.down_weights()]
+    return [Neuron(layer.index, expert, 3) for layer in layers for expert, _ in layer.down_weights()]
 
 
 def one_of_each(model) -> list:
     """Interventions of every kind that do not conflict."""
-    units = first_units(model)
+    neurons = first_neurons(model)
     return [
         mask_to_self(model, 10),
         amplify_variance(model, 5, 3.0, calibration=CALIBRATION),
         random_direction(model, 6, 3.0, calibration=CALIBRATION, layers=[1]),
-        ablate_neurons(model, units, positions=7),
-        transplant_neurons(model, units, 0, 8),
-        densify_neurons(model, units),
+        ablate_neurons(model, neurons, positions=7),
+        transplant_neurons(model, neurons, 0, 8),
+        densify_neurons(model, neurons),
         set_dimensions(model, [7, 19], positions=9),
-        clamp(model, IDS, neurons=units, dimensions=[7], positions=11),
+        clamp(model, IDS, neurons=neurons, dimensions=[7], positions=11),
     ]
 
 
@@ -101,7 +101,7 @@ def on_nothing(model) -> dict[str, Intervention]:
         "block no key": edit_mask(model, 5, "block", []),
         "ablate nothing": ablate_neurons(model, []),
         "ablate nothing to its mean": ablate_neurons(model, [], "mean", **calibrated),
-        "ablate nowhere": ablate_neurons(model, first_units(model), positions=[]),
+        "ablate nowhere": ablate_neurons(model, first_neurons(model), positions=[]),
         "transplant nothing": transplant_neurons(model, [], 0, 5),
         "densify nothing": densify_neurons(model, []),
         "zero no dimension": set_dimensions(model, []),
@@ -198,7 +198,7 @@ def test_an_exception_while_entering_restores_the_model():
         with pytest.raises(OSError, match="while entering"), together([mask_to_self(model, 10), _Failing(model)]):
             pytest.fail("not entered")
         # A clamp of two things whose second is refused: the first must not stay on.
-        both = clamp(model, IDS, neurons=first_units(model), dimensions=[7])
+        both = clamp(model, IDS, neurons=first_neurons(model), dimensions=[7])
         with mask_to_self(model, 10):
             masked = logits(model)
             refused = pytest.raises(InputError, match="set the residual stream")
@@ -221,7 +221,7 @@ def test_two_models_and_a_loaded_one():
             with mask_to_self(two, 10):
                 assert not torch.equal(logits(two), before)
             for make in (
-                lambda model: ablate_neurons(model, [Unit(0, None, 3)], "mean", calibration=CALIBRATION),
+                lambda model: ablate_neurons(model, [Neuron(0, None, 3)], "mean", calibration=CALIBRATION),
                 lambda model: set_dimensions(model, [7], "mean", calibration=CALIBRATION),
                 lambda model: clamp(model, IDS, norms=True),
                 densify_first,
@@ -233,7 +233,7 @@ def test_two_models_and_a_loaded_one():
 
 
 def densify_first(model):
-    return densify_neurons(model, [Unit(0, None, 3)])
+    return densify_neurons(model, [Neuron(0, None, 3)])
 
 
 # Conflicts
@@ -242,8 +242,8 @@ CONFLICTS = {
     "mask": (lambda m: mask_to_self(m, 5), lambda m: edit_mask(m, [4, 5], "block", 0)),
     "aggregation": (lambda m: amplify(m, 5), lambda m: scale_norm(m, 5, 2.0, calibration=CALIBRATION, layers=[1])),
     "neurons": (
-        lambda m: ablate_neurons(m, [Unit(1, None, 3)]),
-        lambda m: transplant_neurons(m, [Unit(1, None, 2), Unit(1, None, 3)], 0, 5),
+        lambda m: ablate_neurons(m, [Neuron(1, None, 3)]),
+        lambda m: transplant_neurons(m, [Neuron(1, None, 2), Neuron(1, None, 3)], 0, 5),
     ),
     "output vectors": (densify_first, densify_first),
     "residual stream": (
@@ -260,10 +260,10 @@ COMPOSED = {
     "mask and aggregation": (lambda m: mask_to_self(m, 5), lambda m: amplify(m, 5)),
     "aggregations of two positions": (lambda m: amplify(m, 5), lambda m: amplify(m, 6)),
     "two neurons": (
-        lambda m: ablate_neurons(m, [Unit(1, None, 3)]),
-        lambda m: transplant_neurons(m, [Unit(1, None, 2), Unit(2, None, 3)], 0, 5),
+        lambda m: ablate_neurons(m, [Neuron(1, None, 3)]),
+        lambda m: transplant_neurons(m, [Neuron(1, None, 2), Neuron(2, None, 3)], 0, 5),
     ),
-    "neuron and output vector": (lambda m: ablate_neurons(m, [Unit(0, None, 3)], positions=4), densify_first),
+    "neuron and output vector": (lambda m: ablate_neurons(m, [Neuron(0, None, 3)], positions=4), densify_first),
     "two dimensions": (lambda m: set_dimensions(m, [3]), lambda m: set_dimensions(m, [4])),
 }
 
@@ -300,7 +300,7 @@ def test_two_at_different_places_compose(name):
 
 # What cannot be honoured
 
-U = Unit(0, None, 3)
+U = Neuron(0, None, 3)
 """In deepseek_v3 layer 0 is dense; layers 1 and 2 hold four experts and a shared one."""
 REFUSED = {
     # Positions and sequences of the text, known when the model runs.
@@ -334,14 +334,14 @@ REFUSED = {
     ),
     "ablate outside": (lambda m: ablate_neurons(m, [U], positions=[1, 24]), "no position 24", "from 0 to 23"),
     "ablate an expert outside": (
-        lambda m: ablate_neurons(m, [Unit(1, 2, 3)], positions=24),
+        lambda m: ablate_neurons(m, [Neuron(1, 2, 3)], positions=24),
         "no position 24",
         "from 0 to 23",
     ),
     "ablate no such sequence": (lambda m: ablate_neurons(m, [U], sequences=3), "no sequence 3", "from 0 to 2"),
     "transplant from outside": (lambda m: transplant_neurons(m, [U], 24, 5), "no position 24", "from 0 to 23"),
     "transplant an expert from outside": (
-        lambda m: transplant_neurons(m, [Unit(1, 2, 3)], 24, 5),
+        lambda m: transplant_neurons(m, [Neuron(1, 2, 3)], 24, 5),
         "no position 24",
         "from 0 to 23",
     ),
@@ -364,27 +364,27 @@ REFUSED = {
         "from 0 to 2",
     ),
     "no such head": (lambda m: mask_to_self(m, 5, heads=[0, 4]), "no head 4", "from 0 to 3"),
-    "a unit of no such layer": (lambda m: ablate_neurons(m, [Unit(3, None, 0)]), "no layer 3", "from 0 to 2"),
-    "no such neuron": (lambda m: ablate_neurons(m, [Unit(0, None, 80)]), "no neuron 80 in layer 0", "from 0 to 79"),
-    "no such neuron of an expert": (lambda m: densify_neurons(m, [Unit(1, 0, 24)]), "no neuron 24", "from 0 to 23"),
+    "a neuron of no such layer": (lambda m: ablate_neurons(m, [Neuron(3, None, 0)]), "no layer 3", "from 0 to 2"),
+    "no such neuron": (lambda m: ablate_neurons(m, [Neuron(0, None, 80)]), "no neuron 80 in layer 0", "from 0 to 79"),
+    "no such neuron of an expert": (lambda m: densify_neurons(m, [Neuron(1, 0, 24)]), "no neuron 24", "from 0 to 23"),
     "no such neuron of the shared expert": (
-        lambda m: transplant_neurons(m, [Unit(1, SHARED_EXPERT, 24)], 0, 5),
+        lambda m: transplant_neurons(m, [Neuron(1, SHARED_EXPERT, 24)], 0, 5),
         "no neuron 24",
         "from 0 to 23",
     ),
     "no such expert": (
-        lambda m: ablate_neurons(m, [Unit(1, 4, 0)]),
+        lambda m: ablate_neurons(m, [Neuron(1, 4, 0)]),
         "the experts 0, 1, 2, 3, -1, and expert 4",
         "layer:expert",
     ),
-    "an expert of a dense layer": (lambda m: densify_neurons(m, [Unit(0, 1, 0)]), "no expert 1", "layer:neuron"),
-    "a dense unit among experts": (
-        lambda m: ablate_neurons(m, [Unit(2, None, 0)]),
+    "an expert of a dense layer": (lambda m: densify_neurons(m, [Neuron(0, 1, 0)]), "no expert 1", "layer:neuron"),
+    "a dense neuron among experts": (
+        lambda m: ablate_neurons(m, [Neuron(2, None, 0)]),
         "no expert was named",
         "layer:expert",
     ),
-    "a clamped unit that is not there": (
-        lambda m: clamp(m, IDS, neurons=[Unit(0, None, -1)]),
+    "a clamped neuron that is not there": (
+        lambda m: clamp(m, IDS, neurons=[Neuron(0, None, -1)]),
         "no neuron -1 in layer 0",
         "from 0 to 79",
     ),
@@ -421,7 +421,7 @@ REFUSED = {
     "a clamp of nothing": (lambda m: clamp(m, IDS), "something to hold", "`neurons`, `dimensions` or `norms`"),
     "a clamp of one sequence": (lambda m: clamp(m, IDS[:1], neurons=[U]), "a batch of 1 x 24 tokens", "3 x 24"),
     "a clamp of an expert in a shorter text": (
-        lambda m: clamp(m, IDS[:, :20], neurons=[Unit(1, 2, 3)]),
+        lambda m: clamp(m, IDS[:, :20], neurons=[Neuron(1, 2, 3)]),
         "a batch of 3 x 20 tokens",
         "3 x 24",
     ),
@@ -460,12 +460,12 @@ def test_a_position_beyond_a_shorter_text_is_refused_when_it_runs():
 def test_untouched_values_are_untouched_whatever_is_on():
     """A clamp, a mean and a resample may be made while an intervention is on: what they read is read without it."""
     model = model_of("deepseek_v3")
-    units = first_units(model)
-    replay = Replay(anatomy_of(model), model, IDS, units, (7,))
+    neurons = first_neurons(model)
+    replay = Replay(anatomy_of(model), model, IDS, neurons, (7,))
     with left_as_it_was(model), together(one_of_each(model)[:4]) as first_layer:
-        held = clamp(model, IDS, neurons=units, dimensions=[7])
+        held = clamp(model, IDS, neurons=neurons, dimensions=[7])
         for group, values in held.held[0].held.items():
-            assert torch.equal(values, replay.untouched.units[group])
+            assert torch.equal(values, replay.untouched.activations[group])
         assert torch.equal(held.held[1].held_LBTM, replay.untouched.dimensions_LBTM)
         # Control: what the model does now is something else.
         assert not torch.equal(replay.read(first_layer).dimensions_LBTM, replay.untouched.dimensions_LBTM)
@@ -475,7 +475,7 @@ def test_values_drawn_by_place_in_the_batch_are_not_split_into_chunks():
     """Control: the mean is the same of every sequence."""
     model = tiny_model("llama")
     drawn, mean = (
-        ablate_neurons(model, first_units(model), mode, calibration=CALIBRATION) for mode in ("resample", "mean")
+        ablate_neurons(model, first_neurons(model), mode, calibration=CALIBRATION) for mode in ("resample", "mean")
     )
     with drawn, pytest.raises(InputError, match="ablate_neurons acts on numbered sequences, so the whole batch"):
         trace(model, IDS, chunk_tokens=IDS.shape[1])

@@ -1,8 +1,8 @@
 """Every intervention on every family against an eager pass that the test edits itself, with hooks of its own.
 
 The formulas, the gates of the experts and the parts of each family are written down here a second time.
-Axes: B sequences, T query position, S key position, H heads, C channels of the value aggregation, F units of a group, E
-width.
+Axes: B sequences, T query position, S key position, H heads, C channels of the value aggregation, F neurons of a
+group, E width.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from sinkscope.interventions.formulas import FORMULAS
 from sinkscope.interventions.mask import edit_mask, mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons, transplant_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
-from sinkscope.models.anatomy import SHARED_EXPERT, Unit
+from sinkscope.models.anatomy import SHARED_EXPERT, Neuron
 from sinkscope.models.given_ids import given_batch
 from sinkscope.tracing.replay import read_condition
 from sinkscope.tracing.trace import trace
@@ -50,7 +50,7 @@ class EagerPass:
     entering_aggregation: list[Tensor] = field(default_factory=list)
     """[B, T, C] before the edit."""
     aggregation: list[Tensor] = field(default_factory=list)
-    units: list[dict[int | None, Tensor]] = field(default_factory=list)
+    neurons: list[dict[int | None, Tensor]] = field(default_factory=list)
     """By expert, [B, T, F] as they enter the down projection, times their routing weight."""
     leaving: list[Tensor] = field(default_factory=list)
     logits: Tensor | None = None
@@ -68,11 +68,11 @@ def eager_pass(
     *,
     mask: Callable = same,
     aggregation: Callable = same,
-    units: Callable = same,
+    neurons: Callable = same,
     stream: Callable = same,
 ) -> EagerPass:
-    """A pass whose mask [B, H, T, S], aggregation [B, T, C], units [B, T, F] and stream [B, T, E] are edited, each by a
-    function of the layer, the values and, for units, the expert."""
+    """A pass whose mask [B, H, T, S], aggregation [B, T, C], neurons [B, T, F] and stream [B, T, E] are edited, each by
+    a function of the layer, the values and, for neurons, the expert."""
     parts, seen = PARTS[family], EagerPass()
 
     def attend(layer):
@@ -95,21 +95,21 @@ def eager_pass(
 
         return hook
 
-    def edit_units(layer, values, expert):
-        values = units(layer, values.view(*ids.shape, -1).clone(), expert)
-        seen.units[layer][expert] = values
+    def edit_neurons(layer, values, expert):
+        values = neurons(layer, values.view(*ids.shape, -1).clone(), expert)
+        seen.neurons[layer][expert] = values
         return values
 
     def feed_forward(layer, expert):
         def hook(module, args):
-            return (edit_units(layer, args[0], expert).to(args[0].dtype).view_as(args[0]),)
+            return (edit_neurons(layer, args[0], expert).to(args[0].dtype).view_as(args[0]),)
 
         return hook
 
     def route(layer):
         def hook(module, args, kwargs, output):
             hidden, index, weight = [*args, *kwargs.values()][:3]
-            edit = functools.partial(edit_units, layer)
+            edit = functools.partial(edit_neurons, layer)
             return experts_again(family, module, hidden, index, weight, edit).to(output.dtype).view_as(output)
 
         return hook
@@ -125,7 +125,7 @@ def eager_pass(
     before = model.config._attn_implementation
     with contextlib.ExitStack() as stack:
         for layer, block in enumerate(model.get_submodule(parts["blocks"])):
-            seen.units.append({})
+            seen.neurons.append({})
             hooks = [
                 block.get_submodule(parts["attention"]).register_forward_pre_hook(attend(layer), with_kwargs=True),
                 block.get_submodule(parts["output"]).register_forward_pre_hook(project(layer)),
@@ -148,7 +148,7 @@ def eager_pass(
 
 
 def experts_again(family: str, experts, hidden: Tensor, index: Tensor, weight: Tensor, edit: Callable) -> Tensor:
-    """[N, E] what experts add up to, in float64, their units edited."""
+    """[N, E] what experts add up to, in float64, their neurons edited."""
     hidden, output = hidden.double(), torch.zeros(hidden.shape, dtype=torch.float64)
     for expert in range(len(experts.down_proj)):
         gate_up_FE, down_EF = (x[expert].double() for x in (experts.gate_up_proj, experts.down_proj))
@@ -250,11 +250,11 @@ def assert_traced(this: SimpleNamespace, expected: EagerPass) -> None:
     assert_close(reading["second_moment"], second_moment)
     dom_ratio = by_layer(lambda h: (h.abs().amax(-1) / h.abs().mean(-1)).mean(0), expected.leaving)
     assert_close(reading["dom_ratio"], dom_ratio)
-    for layer, groups in enumerate(expected.units):
-        units_BTU = torch.cat([groups[expert].double() for expert in sorted(groups, key=_as_listed)], dim=-1)
+    for layer, groups in enumerate(expected.neurons):
+        neurons_BTU = torch.cat([groups[expert].double() for expert in sorted(groups, key=_as_listed)], dim=-1)
         at = reading.by_layer["positions_of_interest"][layer][0]
-        found = reading.by_layer["unit_activation"][layer]
-        assert_close(found, units_BTU[:, at].mean(0), name=f"units of layer {layer}")
+        found = reading.by_layer["neuron_activation"][layer]
+        assert_close(found, neurons_BTU[:, at].mean(0), name=f"neurons of layer {layer}")
 
 
 def _as_listed(expert: int | None) -> float:
@@ -485,21 +485,21 @@ def test_random_directions_are_independent_and_of_equal_norm():
     assert float(torch.cosine_similarity(own, deviation, dim=-1).min()) > 0.999
 
 
-# Units
+# Neurons
 
 NEURONS = (3, 17)
 
 
 @functools.cache
-def some_units(family: str) -> tuple[Unit, ...]:
-    """Two units of each of two experts, of the shared expert and of the dense feed-forward, in layers 0 and 1."""
-    groups = [(layer, expert) for layer in (0, 1) for expert in case(family).plain.units[layer]]
-    return tuple(Unit(*group, neuron) for group in groups if group[1] in (None, 1, 2, -1) for neuron in NEURONS)
+def some_neurons(family: str) -> tuple[Neuron, ...]:
+    """Two neurons of each of two experts, of the shared expert and of the dense feed-forward, in layers 0 and 1."""
+    groups = [(layer, expert) for layer in (0, 1) for expert in case(family).plain.neurons[layer]]
+    return tuple(Neuron(*group, neuron) for group in groups if group[1] in (None, 1, 2, -1) for neuron in NEURONS)
 
 
-def unit_edit(family: str, new_values: Callable, *, shift: int = 0, positions=slice(None), sequences=slice(None)):
-    """The edit of an eager pass: the chosen units' new values, where it acts."""
-    chosen = {(unit.layer, unit.expert) for unit in some_units(family)}
+def neuron_edit(family: str, new_values: Callable, *, shift: int = 0, positions=slice(None), sequences=slice(None)):
+    """The edit of an eager pass: the chosen neurons' new values, where it acts."""
+    chosen = {(neuron.layer, neuron.expert) for neuron in some_neurons(family)}
 
     def edit(layer, values_BTF, expert):
         if (layer, expert) in chosen:
@@ -515,38 +515,38 @@ def unit_edit(family: str, new_values: Callable, *, shift: int = 0, positions=sl
 
 
 def mean_of(run: EagerPass) -> Callable:
-    return lambda layer, expert, _: run.units[layer][expert][..., list(NEURONS)].double().mean((0, 1))
+    return lambda layer, expert, _: run.neurons[layer][expert][..., list(NEURONS)].double().mean((0, 1))
 
 
 def drawn_from(run: EagerPass) -> Callable:
-    """One token of the calibration batch for each token, drawn by layer; its units belong together."""
+    """One token of the calibration batch for each token, drawn by layer; its neurons belong together."""
 
     def values(layer, expert, current_BTn):
-        seen = run.units[layer][expert][..., list(NEURONS)].flatten(0, 1)
+        seen = run.neurons[layer][expert][..., list(NEURONS)].flatten(0, 1)
         drawn = torch.randint(len(seen), current_BTn.shape[:2], generator=torch.Generator().manual_seed(layer))
         return seen[drawn]
 
     return values
 
 
-def test_the_units_of_this_test_are_of_every_kind():
-    kinds = {(family, unit.expert) for family in CONFIGURATIONS for unit in some_units(family)}
+def test_the_neurons_of_this_test_are_of_every_kind():
+    kinds = {(family, neuron.expert) for family in CONFIGURATIONS for neuron in some_neurons(family)}
     assert {("llama", None), ("qwen3_moe", None), ("qwen3_moe", 1), ("deepseek_v3", None), ("deepseek_v3", -1)} <= kinds
     # Not every token goes to an expert, so that an edit where it was not routed shows.
-    assert bool((case("mixtral").plain.units[0][1] == 0).all(-1).any())
+    assert bool((case("mixtral").plain.neurons[0][1] == 0).all(-1).any())
 
 
 @every_family
 def test_ablation_to_zero_equals_eager(family):
-    this, units = case(family), some_units(family)
-    zero = functools.partial(unit_edit, family, lambda layer, expert, values: torch.zeros_like(values))
-    expected = eager_pass(family, this.model, this.ids, units=zero())
-    with ablate_neurons(this.model, units):
+    this, neurons = case(family), some_neurons(family)
+    zero = functools.partial(neuron_edit, family, lambda layer, expert, values: torch.zeros_like(values))
+    expected = eager_pass(family, this.model, this.ids, neurons=zero())
+    with ablate_neurons(this.model, neurons):
         found = own_pass(this)
         assert_traced(this, expected)
     assert_same_pass(found, expected)
     assert_another_pass(found, this.plain)
-    assert_another_pass(found, eager_pass(family, this.model, this.ids, units=zero(shift=1)))
+    assert_another_pass(found, eager_pass(family, this.model, this.ids, neurons=zero(shift=1)))
 
 
 @pytest.mark.parametrize("mode", ["mean", "resample"])
@@ -554,45 +554,45 @@ def test_ablation_to_zero_equals_eager(family):
 def test_ablation_from_a_calibration_batch_equals_eager(family, mode):
     this, values = case(family), {"mean": mean_of, "resample": drawn_from}[mode]
     where = dict(positions=slice(4, 9), sequences=slice(1, 3))
-    edit = functools.partial(unit_edit, family, **where)
-    expected = eager_pass(family, this.model, this.ids, units=edit(values(this.calibrated)))
+    edit = functools.partial(neuron_edit, family, **where)
+    expected = eager_pass(family, this.model, this.ids, neurons=edit(values(this.calibrated)))
     chosen = dict(positions=range(4, 9), sequences=[1, 2], calibration=this.calibration)
-    with ablate_neurons(this.model, some_units(family), mode, **chosen):
+    with ablate_neurons(this.model, some_neurons(family), mode, **chosen):
         found = own_pass(this)
     assert_same_pass(found, expected)
     assert_another_pass(found, this.plain)
     # Controls: what another batch says; and everywhere.
-    assert_another_pass(found, eager_pass(family, this.model, this.ids, units=edit(values(this.other))))
-    everywhere = unit_edit(family, values(this.calibrated))
-    assert_another_pass(found, eager_pass(family, this.model, this.ids, units=everywhere))
+    assert_another_pass(found, eager_pass(family, this.model, this.ids, neurons=edit(values(this.other))))
+    everywhere = neuron_edit(family, values(this.calibrated))
+    assert_another_pass(found, eager_pass(family, this.model, this.ids, neurons=everywhere))
 
 
 @every_family
 def test_transplant_equals_eager(family):
-    """An expert's unit is written also where its expert was not chosen, with the routing weight of the source."""
+    """An expert's neuron is written also where its expert was not chosen, with the routing weight of the source."""
     this = case(family)
 
     def source(position):
-        return unit_edit(family, lambda layer, expert, values: values[:, position, None], positions=[10])
+        return neuron_edit(family, lambda layer, expert, values: values[:, position, None], positions=[10])
 
-    expected = eager_pass(family, this.model, this.ids, units=source(0))
-    with transplant_neurons(this.model, some_units(family), 0, 10):
+    expected = eager_pass(family, this.model, this.ids, neurons=source(0))
+    with transplant_neurons(this.model, some_neurons(family), 0, 10):
         found = own_pass(this)
         assert_traced(this, expected)
     assert_same_pass(found, expected)
     assert_another_pass(found, this.plain)
-    assert_another_pass(found, eager_pass(family, this.model, this.ids, units=source(1)))
+    assert_another_pass(found, eager_pass(family, this.model, this.ids, neurons=source(1)))
 
 
 @every_family
-def test_densified_units_equal_eager_with_other_weights(family):
-    this, units = case(family), some_units(family)
-    densified, on = copy.deepcopy(this.model), densify_neurons(this.model, units)
+def test_densified_neurons_equal_eager_with_other_weights(family):
+    this, neurons = case(family), some_neurons(family)
+    densified, on = copy.deepcopy(this.model), densify_neurons(this.model, neurons)
     blocks = densified.get_submodule(PARTS[family]["blocks"])
     with torch.no_grad():
-        for unit in units:
-            column = output_vector(family, blocks[unit.layer], unit)
-            change = on.change[unit.layer, unit.expert][:, NEURONS.index(unit.neuron)]
+        for neuron in neurons:
+            column = output_vector(family, blocks[neuron.layer], neuron)
+            change = on.change[neuron.layer, neuron.expert][:, NEURONS.index(neuron.neuron)]
             norm = column.norm()
             column += change
             # Of equal norm, spread evenly over all dimensions, with both signs.
@@ -603,19 +603,19 @@ def test_densified_units_equal_eager_with_other_weights(family):
         found = own_pass(this)
     assert_same_pass(found, expected)
     assert_another_pass(found, this.plain)
-    with densify_neurons(this.model, units, seed=1):
+    with densify_neurons(this.model, neurons, seed=1):
         assert_another_pass(found, own_pass(this))
 
 
-def output_vector(family: str, block, unit: Unit) -> Tensor:
-    """[E] view of the weights through which one unit writes."""
-    if unit.expert is None:
+def output_vector(family: str, block, neuron: Neuron) -> Tensor:
+    """[E] view of the weights through which one neuron writes."""
+    if neuron.expert is None:
         weight = block.get_submodule(PARTS[family]["down"]).weight
-        return weight[unit.neuron] if family == "gpt2" else weight[:, unit.neuron]
-    if unit.expert == SHARED_EXPERT:
-        return block.mlp.shared_experts.down_proj.weight[:, unit.neuron]
-    weight = block.mlp.experts.down_proj[unit.expert]
-    return weight[unit.neuron] if family == "gpt_oss" else weight[:, unit.neuron]
+        return weight[neuron.neuron] if family == "gpt2" else weight[:, neuron.neuron]
+    if neuron.expert == SHARED_EXPERT:
+        return block.mlp.shared_experts.down_proj.weight[:, neuron.neuron]
+    weight = block.mlp.experts.down_proj[neuron.expert]
+    return weight[neuron.neuron] if family == "gpt_oss" else weight[:, neuron.neuron]
 
 
 # Residual dimensions
@@ -676,14 +676,14 @@ def test_clamping_equals_eager(family, what):
 
     edits = {
         "neurons": dict(
-            units=unit_edit(family, lambda layer, expert, _: this.plain.units[layer][expert][..., list(NEURONS)])
+            neurons=neuron_edit(family, lambda layer, expert, _: this.plain.neurons[layer][expert][..., list(NEURONS)])
         ),
         "dimensions": dict(
             stream=dimension_edit(lambda layer, _: this.plain.leaving[layer][..., DIMENSIONS], layers=layers)
         ),
         "norms": dict(stream=norms),
     }[what]
-    held = {"neurons": some_units(family), "dimensions": DIMENSIONS, "norms": True}
+    held = {"neurons": some_neurons(family), "dimensions": DIMENSIONS, "norms": True}
     expected = eager_pass(family, this.model, this.ids, mask=masked("to self"), **edits)
     with mask_to_self(this.model, 10), clamp(this.model, this.ids, **{what: held[what]}):
         # The clamp was made while the mask was on: what it holds is untouched all the same.
@@ -701,18 +701,20 @@ def test_a_clamp_of_several_kinds_at_chosen_places_with_other_interventions(fami
     held = dict(positions=[9, 10], sequences=slice(0, 3, 2))
     layers = range(len(this.plain.leaving))
     edits = dict(
-        units=unit_edit(family, lambda layer, expert, _: this.plain.units[layer][expert][..., list(NEURONS)], **held),
+        neurons=neuron_edit(
+            family, lambda layer, expert, _: this.plain.neurons[layer][expert][..., list(NEURONS)], **held
+        ),
         stream=dimension_edit(lambda layer, _: this.plain.leaving[layer][..., DIMENSIONS], layers=layers, **held),
     )
     seen = calibrate(this, "amplify_variance", 5, 3.0, (0, 1))
     amplified = aggregation_edit("amplify_variance", seen, 5, 3.0)
     expected = eager_pass(family, this.model, this.ids, mask=masked("to self"), aggregation=amplified, **edits)
-    units = some_units(family)
-    reading = read_condition(None, this.model, this.ids, units=units, dimensions=tuple(DIMENSIONS))
+    neurons = some_neurons(family)
+    reading = read_condition(None, this.model, this.ids, neurons=neurons, dimensions=tuple(DIMENSIONS))
     interventions = [
         mask_to_self(this.model, 10),
         amplify_variance(this.model, 5, 3.0, calibration=this.calibration, layers=[0, 1]),
-        clamp(this.model, reading, neurons=units, dimensions=DIMENSIONS, **where),
+        clamp(this.model, reading, neurons=neurons, dimensions=DIMENSIONS, **where),
     ]
     with together(interventions) as first_layer:
         assert first_layer == 0

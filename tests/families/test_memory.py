@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.tracing import hooks
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.trace import trace
-from sinkscope.tracing.units import LayerUnits
 
 LENGTH = 2048
 # One family for each way in which attention is made: plain, soft-capped, learned sinks with windows, falcon's own call
@@ -127,8 +127,8 @@ def test_control_a_square_made_by_the_reader_would_show(monkeypatch):
 # What stays alive from one layer to the next
 
 
-class WatchedUnits(LayerUnits):
-    """Layer units that can be found again."""
+class WatchedNeurons(LayerNeurons):
+    """Layer neurons that can be found again."""
 
     made: weakref.WeakSet
 
@@ -138,16 +138,19 @@ class WatchedUnits(LayerUnits):
 
 
 @pytest.mark.parametrize("family", [*KINDS, "olmo2", "gpt2"])
-def test_units_hold_nothing_once_their_layer_has_ended(family, monkeypatch):
-    monkeypatch.setattr(WatchedUnits, "made", weakref.WeakSet(), raising=False)
-    monkeypatch.setattr(hooks, "LayerUnits", WatchedUnits)
+def test_neurons_hold_nothing_once_their_layer_has_ended(family, monkeypatch):
+    monkeypatch.setattr(WatchedNeurons, "made", weakref.WeakSet(), raising=False)
+    monkeypatch.setattr(hooks, "LayerNeurons", WatchedNeurons)
     model, ids = long_model(family, 3), tokens(64, 2)
     anatomy = anatomy_of(model)
     held_inside, held_between = [], []
 
     def held() -> int:
         return sum(
-            value is not None for units in WatchedUnits.made for name, value in vars(units).items() if name != "layer"
+            value is not None
+            for neurons in WatchedNeurons.made
+            for name, value in vars(neurons).items()
+            if name != "layer"
         )
 
     handles = []
@@ -205,7 +208,7 @@ def traced(model, ids) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "falcon", "deepseek_v3"])
 def test_what_a_layer_leaves_behind_is_a_part_of_its_residual_stream(family):
-    """One sequence: vectors over positions and units, rows of a few positions and queries, nothing of size T x E."""
+    """One sequence: vectors over positions and neurons, rows of a few positions and queries, nothing of size T x E."""
     model, ids = long_model(family, 5, hidden_size=192), tokens()
     width = model.config.hidden_size
     residual = LENGTH * width * 4

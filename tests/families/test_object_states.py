@@ -429,7 +429,7 @@ def test_the_weight_hash_is_of_the_weights_as_they_are():
 
 @pytest.mark.parametrize("place", [(slice(None), 3), (3, slice(None))])
 def test_the_weight_hash_knows_of_a_row_or_column_that_was_changed_past_torch(place):
-    """Changes through `.data` are not counted by torch; units and tokens are often taken out so."""
+    """Changes through `.data` are not counted by torch; neurons and tokens are often taken out so."""
     loaded = sinkscope.load(tiny_model("llama"))
     before = sinkscope.trace(loaded, IDS).summary["receipt"]["weights"]
     loaded.model.model.layers[1].mlp.down_proj.weight.data[place] = 0

@@ -32,8 +32,8 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
     assert findings.appears_in
     strongest = findings.massive_dimensions[0]
     birth = max(findings.appears_in, key=lambda layer: result.recording["dom_ratio"][layer, 0])
-    writers = [unit for unit in findings.super_neurons if unit.layer == birth and unit.role == "writes"]
-    assert sum(unit.write_share for unit in writers) > 0.5
+    writers = [neuron for neuron in findings.super_neurons if neuron.layer == birth and neuron.role == "writes"]
+    assert sum(neuron.write_share for neuron in writers) > 0.5
     assert writers[0].dimension == strongest
     assert float(writers[0].sparsity.top_share) > 5 * writers[0].layer_top_share
     assert result.story.startswith(("Position 0 ", "Positions 0 "))
@@ -43,13 +43,15 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
 def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):
     """The same instrument must see nothing where the found writers are taken out."""
     batch = token_batch(smollm2_model, num_sequences=4)
-    units = [u for u in trace(smollm2_model, batch, effective_rank=False).findings.super_neurons if u.role == "writes"]
+    neurons = [
+        u for u in trace(smollm2_model, batch, effective_rank=False).findings.super_neurons if u.role == "writes"
+    ]
     layers = smollm2_model.model.model.layers
-    saved = {u.layer: layers[u.layer].mlp.down_proj.weight.detach().clone() for u in units}
+    saved = {u.layer: layers[u.layer].mlp.down_proj.weight.detach().clone() for u in neurons}
     try:
         with torch.no_grad():
-            for unit in units:
-                layers[unit.layer].mlp.down_proj.weight[:, unit.neuron] = 0
+            for neuron in neurons:
+                layers[neuron.layer].mlp.down_proj.weight[:, neuron.neuron] = 0
         without = trace(smollm2_model, batch, effective_rank=False)
     finally:
         with torch.no_grad():

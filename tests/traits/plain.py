@@ -92,7 +92,7 @@ def _of_layer(layer: dict[str, Tensor]) -> dict[str, Tensor]:
     alpha_BHS = torch.stack([a_BHTS[:, :, k:, k].mean(-1) for k in range(num_positions)], dim=-1)
     write_BTF = layer["neurons"].abs() * layer["output_FE"].norm(dim=-1)
     if "behind_norm" in layer:
-        # What a unit writes is what leaves the norm: each dimension is multiplied as the whole output is there.
+        # What a neuron writes is what leaves the norm: each dimension is multiplied as the whole output is there.
         # A feed-forward that gives zeros writes nothing.
         factor_BTE = (layer["behind_norm"] / layer["before_norm"]).nan_to_num()
         write_BTF = layer["neurons"].abs() * (factor_BTE.square() @ layer["output_FE"].T.square()).sqrt()

@@ -15,7 +15,7 @@ from traits.plain import plain_numbers, see_everything, see_itself_only
 from traits.traits import CHAIN, TRAITS, Trait, build
 
 import sinkscope
-from sinkscope import InputError, Unit
+from sinkscope import InputError, Neuron
 from sinkscope.results.run_folder import RunFolder
 
 B, T = 4, 24
@@ -109,17 +109,17 @@ def run_text(given: Subject, tmp_path: Path):
 
 
 def run_intervene(given: Subject, tmp_path: Path):
-    """One unit taken away, then one token that sees itself alone."""
+    """One neuron taken away, then one token that sees itself alone."""
     loaded = sinkscope.load(given.given)
-    with sinkscope.ablate_neurons(loaded, [Unit(0, None, 3)]):
-        without_unit = sinkscope.trace(loaded, given.ids)
+    with sinkscope.ablate_neurons(loaded, [Neuron(0, None, 3)]):
+        without_neuron = sinkscope.trace(loaded, given.ids)
     with sinkscope.mask_to_self(loaded, SELF):
         alone = sinkscope.trace(loaded, given.ids)
 
     def check():
         untouched = given.plain(given.ids)
         for found, edit in (
-            (without_unit, {"zeroed": [(0, 3)]}),
+            (without_neuron, {"zeroed": [(0, 3)]}),
             (alone, {"edit_mask": see_itself_only(SELF)}),
         ):
             expected = given.plain(given.ids, **edit)

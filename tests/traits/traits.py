@@ -127,14 +127,14 @@ def _loud_token_at(position: int) -> Callable[[Tensor], Tensor]:
 
 
 def _huge(model: nn.Module, family: str) -> None:
-    """One token of massive dimensions, and one loud unit."""
+    """One token of massive dimensions, and one loud neuron."""
     weight = model.get_input_embeddings().weight
     weight[50, 7], weight[50, 19] = -3e4, 2e4
-    _scale_unit(model, family, 100.0)
+    _scale_neuron(model, family, 100.0)
 
 
-def _scale_unit(model: nn.Module, family: str, factor: float) -> None:
-    """Unit 3 of layer 0 writes `factor` times as much."""
+def _scale_neuron(model: nn.Module, family: str, factor: float) -> None:
+    """Neuron 3 of layer 0 writes `factor` times as much."""
     weight = part(model, family, 0, "down").weight
     (weight[3] if family == "gpt2" else weight[:, 3]).mul_(factor)
 

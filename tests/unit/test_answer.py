@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.studies.answer import Verdicts, _writers, cause, counts
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.judging import Judgement
@@ -114,38 +114,38 @@ def _counted(verdict_of) -> str:
 @pytest.mark.parametrize(
     ("verdicts", "minimal", "writers", "went", "said"),
     [
-        ({}, 0, 0, None, "No set of units was found that carries it."),
+        ({}, 0, 0, None, "No set of neurons was found that carries it."),
         (
             {"super_neurons_necessary": "holds"},
             *(1, 0, "gone"),
-            "Unit 3:0 writes it: without it 14% of the sink is left.",
+            "Neuron 3:0 writes it: without it 14% of the sink is left.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": "holds"},
             *(0, 6, "weaker (6%)"),
-            "Without the 6 units that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of the sink "
+            "Without the 6 neurons that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of the sink "
             "is left; a smaller set may be enough.",
         ),
         (
             {"super_neurons_necessary": "holds"},
             *(1, 0, "shifted to position 7 (31.0%)"),
-            "Unit 3:0 writes it: without it the sink is shifted to position 7 (31.0%).",
+            "Neuron 3:0 writes it: without it the sink is shifted to position 7 (31.0%).",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": NO},
             *(0, 6, "weaker (30%)"),
-            "No set of units was found that carries it.",
+            "No set of neurons was found that carries it.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": "undecided"},
             *(0, 2, "gone"),
-            "Whether units 3:0, 3:1 write it is not settled: without them 22% of the sink is left.",
+            "Whether neurons 3:0, 3:1 write it is not settled: without them 22% of the sink is left.",
         ),
     ],
 )
 def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writers, went, said):
-    units = tuple(Unit(3, None, neuron) for neuron in range(8))
-    study: Any = SimpleNamespace(minimal=units[:minimal], writers=units[:writers])
+    neurons = tuple(Neuron(3, None, neuron) for neuron in range(8))
+    study: Any = SimpleNamespace(minimal=neurons[:minimal], writers=neurons[:writers])
     left = {"ablate_minimal_set": 0.14, "ablate_writers": 0.22}
     study.plan, study.left_by = SimpleNamespace(sink=0), lambda removal, position: left[removal]
     assert _writers(Verdicts(verdicts), study, went) == said
@@ -153,7 +153,7 @@ def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writ
 
 @pytest.mark.parametrize(("share", "said"), [(0.142, "14%"), (0.0048, "0.5%"), (0.0, "0%")])
 def test_a_small_share_is_not_told_as_none(share, said):
-    study: Any = SimpleNamespace(minimal=(Unit(3, None, 0),), writers=(), plan=SimpleNamespace(sink=0))
+    study: Any = SimpleNamespace(minimal=(Neuron(3, None, 0),), writers=(), plan=SimpleNamespace(sink=0))
     study.left_by = lambda removal, position: share
     sentence = _writers(Verdicts({"super_neurons_necessary": "holds"}), study, "gone")
-    assert sentence == f"Unit 3:0 writes it: without it {said} of the sink is left."
+    assert sentence == f"Neuron 3:0 writes it: without it {said} of the sink is left."

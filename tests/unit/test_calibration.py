@@ -16,9 +16,9 @@ OTHERS = {
     "none": lambda model, batch: [],
     "a mask before": lambda model, batch: [sinkscope.mask_to_self(model, 3)],
     "a later key": lambda model, batch: [sinkscope.edit_mask(model, 3, "allow", 20)],
-    "units at zero": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"])],
-    "units resampled": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"], "resample", calibration=batch)],
-    "units from later": lambda model, batch: [sinkscope.transplant_neurons(model, ["0:5"], 15, 4)],
+    "neurons at zero": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"])],
+    "neurons resampled": lambda model, batch: [sinkscope.ablate_neurons(model, ["0:5"], "resample", calibration=batch)],
+    "neurons from later": lambda model, batch: [sinkscope.transplant_neurons(model, ["0:5"], 15, 4)],
     "a dimension from later": lambda model, batch: [
         sinkscope.set_dimensions(model, [2], "transplant", source=15, positions=4)
     ],
@@ -98,8 +98,8 @@ def test_the_means_are_those_of_feed_forwards_that_run_whole(loaded, batch, name
     hook.remove()
     torch.testing.assert_close(found, calibrated(loaded, batch, others)[0], rtol=1e-4, atol=1e-6)
     first = min((5, *(other.first_position for other in others)))
-    edits_units = name == "units from later"  # those are told by their position among all
-    assert min(run) == num_read - (0 if edits_units else first)
+    edits_neurons = name == "neurons from later"  # those are told by their position among all
+    assert min(run) == num_read - (0 if edits_neurons else first)
 
 
 def test_control_what_is_kept_must_be_of_the_same_tokens(loaded, batch):

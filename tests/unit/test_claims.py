@@ -210,13 +210,13 @@ def test_all_verdicts_together_are_wrong_in_at_most_five_percent_of_studies():
 # The search for a minimal set, on set functions that are known.
 
 
-def test_one_unit_that_carries_the_sink_is_found_alone():
-    found = minimal_set([5, 3, 8], lambda units: 0.0 if 3 in units else 1.0, lambda units: [], 0.2)  # type: ignore[arg-type]
+def test_one_neuron_that_carries_the_sink_is_found_alone():
+    found = minimal_set([5, 3, 8], lambda neurons: 0.0 if 3 in neurons else 1.0, lambda neurons: [], 0.2)  # type: ignore[arg-type]
     assert found == (3,)
 
 
-def test_units_that_back_one_another_up_are_all_found():
-    found = minimal_set(range(10), lambda units: 1.0 - len({2, 7} & set(units)) / 2, lambda units: [], 0.2)  # type: ignore[arg-type]
+def test_neurons_that_back_one_another_up_are_all_found():
+    found = minimal_set(range(10), lambda neurons: 1.0 - len({2, 7} & set(neurons)) / 2, lambda neurons: [], 0.2)  # type: ignore[arg-type]
     assert found == (2, 7)
 
 
@@ -230,22 +230,23 @@ def test_a_backup_that_wakes_only_when_the_first_is_gone_is_found():
 def test_as_many_writers_are_taken_as_it_takes_and_none_where_all_are_not_enough():
     """Each of them carries a fortieth: 32 are the first power of 2 that leaves at most a fifth."""
     ranked: Any = tuple(range(64))
-    assert shortest(ranked, lambda units: 1 - len(units) / 40, 0.2) == ranked[:32]
-    assert shortest(ranked[:33], lambda units: 1 - len(units) / 41, 0.2) == ranked[:33]  # the last try is all of them
-    assert shortest(ranked[:31], lambda units: 1 - len(units) / 40, 0.2) == ()
+    assert shortest(ranked, lambda neurons: 1 - len(neurons) / 40, 0.2) == ranked[:32]
+    # The last try is all of them.
+    assert shortest(ranked[:33], lambda neurons: 1 - len(neurons) / 41, 0.2) == ranked[:33]
+    assert shortest(ranked[:31], lambda neurons: 1 - len(neurons) / 40, 0.2) == ()
 
 
-def test_no_unit_of_a_minimal_set_can_be_put_back():
+def test_no_neuron_of_a_minimal_set_can_be_put_back():
     needed = {0, 4, 11, 12, 30}
-    weight = {unit: 1 + unit % 3 for unit in needed}
+    weight = {neuron: 1 + neuron % 3 for neuron in needed}
 
-    def remaining(units):
-        return 1 - sum(weight.get(unit, 0) for unit in units) / sum(weight.values())
+    def remaining(neurons):
+        return 1 - sum(weight.get(neuron, 0) for neuron in neurons) / sum(weight.values())
 
-    found = minimal_set(range(40), remaining, lambda units: [], 0.2)  # type: ignore[arg-type]
+    found = minimal_set(range(40), remaining, lambda neurons: [], 0.2)  # type: ignore[arg-type]
     assert remaining(found) <= 0.2
-    for unit in found:
-        assert remaining([other for other in found if other != unit]) > 0.2
+    for neuron in found:
+        assert remaining([other for other in found if other != neuron]) > 0.2
 
 
 def test_a_bar_without_a_number_can_leave_a_claim_refuted_and_never_carries_it():

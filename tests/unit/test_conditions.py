@@ -14,7 +14,7 @@ from sinkscope.interventions.base import together
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
-from sinkscope.models.anatomy import SHARED_EXPERT, Unit, anatomy_of
+from sinkscope.models.anatomy import SHARED_EXPERT, Neuron, anatomy_of
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
 from sinkscope.tracing import layer_call
@@ -35,11 +35,14 @@ def model_of(family: str):
     return tiny_model(family)
 
 
-def last_units(model) -> list[Unit]:
-    """Units of every group of the last two layers, out of order."""
+def last_neurons(model) -> list[Neuron]:
+    """Neurons of every group of the last two layers, out of order."""
     layers = anatomy_of(model).layers[-2:]
     return [
-        Unit(layer.index, expert, neuron) for layer in layers for expert, _ in layer.down_weights() for neuron in (9, 3)
+        Neuron(layer.index, expert, neuron)
+        for layer in layers
+        for expert, _ in layer.down_weights()
+        for neuron in (9, 3)
     ]
 
 
@@ -47,30 +50,30 @@ def last_units(model) -> list[Unit]:
 def replay_of(family: str) -> Replay:
     model = model_of(family)
     layers = range(len(anatomy_of(model).layers))
-    return Replay(anatomy_of(model), model, IDS, last_units(model), DIMENSIONS, restarts=layers, loss=True)
+    return Replay(anatomy_of(model), model, IDS, last_neurons(model), DIMENSIONS, restarts=layers, loss=True)
 
 
 def conditions(family: str) -> list:
     """Interventions that act from the last layer but one, of every kind."""
     model = model_of(family)
     last = [len(anatomy_of(model).layers) - 2, len(anatomy_of(model).layers) - 1]
-    units = last_units(model)
+    neurons = last_neurons(model)
     return [
         mask_to_self(model, 10, layers=last),
         amplify_variance(model, 5, 3.0, calibration=CALIBRATION, layers=last),
-        ablate_neurons(model, units[:2], positions=[0, 7]),
-        densify_neurons(model, units[-2:]),
+        ablate_neurons(model, neurons[:2], positions=[0, 7]),
+        densify_neurons(model, neurons[-2:]),
         set_dimensions(model, [4], layers=last, positions=8),
-        clamp(model, IDS, neurons=units[2:], positions=10),
+        clamp(model, IDS, neurons=neurons[2:], positions=10),
     ]
 
 
 def assert_same_bits(found: ConditionReading, expected: ConditionReading) -> None:
     for name in (*BY_SEQUENCE, "dimensions_LBTM"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found.units.keys() == expected.units.keys()
-    for group, values in found.units.items():
-        assert torch.equal(values, expected.units[group]), group
+    assert found.activations.keys() == expected.activations.keys()
+    for group, values in found.activations.items():
+        assert torch.equal(values, expected.activations[group]), group
     assert found.loss_B is not None
     assert torch.equal(found.loss_B, expected.loss_B)
 
@@ -99,19 +102,19 @@ def test_a_pass_from_a_later_layer_equals_a_whole_one_to_the_bit(family):
 @every_family
 def test_feed_forwards_from_a_later_position_give_the_same_reading(family):
     model, seen = model_of(family), []
-    units = last_units(model)
-    replay = Replay(anatomy_of(model), model, IDS, units, DIMENSIONS, keep_writes=True)
+    neurons = last_neurons(model)
+    replay = Replay(anatomy_of(model), model, IDS, neurons, DIMENSIONS, keep_writes=True)
     edits = [mask_to_self(model, 10), set_dimensions(model, [4], layers=[0], positions=8)]
     with together(edits) as first_layer:
         whole, later, too_late = (replay.read(first_layer, position) for position in (0, 8, 11))
-    edited = ablate_neurons(model, units, positions=9)
+    edited = ablate_neurons(model, neurons, positions=9)
     with together([*edits, edited]) as first_layer:
-        both = [replay.read(first_layer, position, changed_units=edited.place.layers) for position in (0, 8)]
-    assert not all(torch.equal(both[0].units[group], whole.units[group]) for group in whole.units)
+        both = [replay.read(first_layer, position, changed_neurons=edited.place.layers) for position in (0, 8)]
+    assert not all(torch.equal(both[0].activations[group], whole.activations[group]) for group in whole.activations)
     for one, other in ((later, whole), both):
         for name in (*BY_SEQUENCE, "dimensions_LBTM"):
             torch.testing.assert_close(getattr(one, name), getattr(other, name), equal_nan=True)
-        torch.testing.assert_close(one.units, other.units)
+        torch.testing.assert_close(one.activations, other.activations)
     if not replay._cache.writes:  # a feed-forward that is no module of its own, or gives more than what it writes
         return
     assert not torch.equal(too_late.residual_norm_LBT, whole.residual_norm_LBT)
@@ -200,7 +203,7 @@ def test_readings_equal_a_trace(family, condition, monkeypatch):
 
 @every_family
 def test_values_equal_those_that_hooks_see(family):
-    """Norms, dimensions, and dense units in the order in which they were asked for."""
+    """Norms, dimensions, and dense neurons in the order in which they were asked for."""
     model, leaving, entering = model_of(family), [], {}
     handles = []
     for layer, block in enumerate(model.get_submodule(PARTS[family]["blocks"])):
@@ -219,24 +222,24 @@ def test_values_equal_those_that_hooks_see(family):
                     lambda _, args, key=key: entering.update({key: args[0].view(B, T, -1).clone()})
                 )
             )
-    units = last_units(model)
-    found = read_condition(None, model, IDS, units=units, dimensions=DIMENSIONS)
+    neurons = last_neurons(model)
+    found = read_condition(None, model, IDS, neurons=neurons, dimensions=DIMENSIONS)
     for handle in handles:
         handle.remove()
     stream = torch.stack(leaving)
     np.testing.assert_allclose(found.residual_norm_LBT, stream.norm(dim=-1), rtol=1e-5)
     np.testing.assert_allclose(found.dimension_values([7, 19]), stream[..., [7, 19]], rtol=1e-6)
     np.testing.assert_allclose(found.dimensions_LBTM, stream[..., list(DIMENSIONS)], rtol=1e-6)
-    for unit in units:
-        values = found.unit_values(unit)
+    for neuron in neurons:
+        values = found.neuron_values(neuron)
         assert values.shape == (B, T)
-        if (unit.layer, unit.expert) in entering:
-            assert torch.equal(values, entering[unit.layer, unit.expert][..., unit.neuron])
+        if (neuron.layer, neuron.expert) in entering:
+            assert torch.equal(values, entering[neuron.layer, neuron.expert][..., neuron.neuron])
         else:  # a routed expert: not every token goes there
             assert 0 < float((values != 0).float().mean()) < 1
-    group = (units[0].layer, units[0].expert)
-    assert torch.equal(found.group_values(group, [9, 3])[..., 0], found.unit_values(units[0]))
-    assert not torch.equal(found.unit_values(units[0]), found.unit_values(units[1]))
+    group = (neurons[0].layer, neurons[0].expert)
+    assert torch.equal(found.group_values(group, [9, 3])[..., 0], found.neuron_values(neurons[0]))
+    assert not torch.equal(found.neuron_values(neurons[0]), found.neuron_values(neurons[1]))
 
 
 # The loss
@@ -309,16 +312,16 @@ def test_a_model_in_training_mode_is_read_without_dropout():
     np.testing.assert_allclose(found.untouched.loss_B, own_loss(model.eval(), IDS), rtol=1e-4)
 
 
-def test_units_that_do_not_exist_are_refused():
+def test_neurons_that_do_not_exist_are_refused():
     model = model_of("deepseek_v3")
-    for unit, expected in (
-        (Unit(0, 1, 0), "Layer 0 has no experts, so no expert 1."),
-        (Unit(1, 4, 0), "the experts 0, 1, 2, 3, -1, and expert 4 was named."),
-        (Unit(3, None, 0), "no layer 3. Choose from 0 to 2"),
-        (Unit(1, SHARED_EXPERT, 24), "no neuron 24 in layer 1. Choose from 0 to 23"),
+    for neuron, expected in (
+        (Neuron(0, 1, 0), "Layer 0 has no experts, so no expert 1."),
+        (Neuron(1, 4, 0), "the experts 0, 1, 2, 3, -1, and expert 4 was named."),
+        (Neuron(3, None, 0), "no layer 3. Choose from 0 to 2"),
+        (Neuron(1, SHARED_EXPERT, 24), "no neuron 24 in layer 1. Choose from 0 to 23"),
     ):
         with pytest.raises(InputError) as error:
-            read_condition(None, model, IDS, units=[unit])
+            read_condition(None, model, IDS, neurons=[neuron])
         assert expected in str(error.value)
 
 

@@ -8,12 +8,12 @@ import torch
 from planted_models import planted_chain
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
-from sinkscope.interventions.neurons import NUM_NEAREST, matched_units, nearest
+from sinkscope.interventions.neurons import NUM_NEAREST, matched_neurons, nearest
 from sinkscope.interventions.plan import Plan
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loading import load
 from sinkscope.studies.causal_claims import _beside, _mediated
-from sinkscope.studies.conditions import MAX_UNITS
+from sinkscope.studies.conditions import MAX_NEURONS
 from sinkscope.studies.controls import (
     Activity,
     direction_writers,
@@ -32,7 +32,7 @@ PLAN = Plan(
 
 @pytest.mark.parametrize("family", [name for name in CONFIGURATIONS if name not in ("mixtral", "gpt_oss")])
 def test_activity_equals_what_hooks_see(family):
-    """Of dense units: |activation| times the norm of what each adds to the stream, at the sink, mean over sequences."""
+    """Of dense neurons: |activation| times the norm of what each adds to the stream at the sink, averaged."""
     model = tiny_model(family)
     anatomy, states, written = anatomy_of(model), {}, {}
     handles = []
@@ -51,7 +51,7 @@ def test_activity_equals_what_hooks_see(family):
         def keep(_, args, out, layer=layer, down=down, post=post):
             values = args[0].view(3, 20, -1)[:, PLAN.sink].double()
             weight = (down.weight.T if type(down).__name__ == "Conv1D" else down.weight).detach().double()
-            if post is not None:  # what one unit adds behind the norm: its vector through the norm's linear part
+            if post is not None:  # what one neuron adds behind the norm: its vector through the norm's linear part
                 state = out.view(3, 20, -1)[:, PLAN.sink].double()
                 behind = post(state.float()).double() / state
                 norms = (behind[:, :, None] * weight).norm(dim=1)
@@ -99,23 +99,23 @@ def test_the_nearest_in_ratio_are_drawn_and_those_that_are_taken_are_not():
     assert nearest(sizes[:4], 0, [0, 1, 3], torch.Generator()) == [2]
 
 
-def test_units_are_matched_in_what_they_write_at_the_sink_not_in_norm_alone():
+def test_neurons_are_matched_in_what_they_write_at_the_sink_not_in_norm_alone():
     model = tiny_model("llama", intermediate_size=400)
     anatomy = anatomy_of(model)
     activity = read_activity(anatomy, model, IDS, PLAN)
     write_F = activity.writes[1, None]
-    strongest = Unit(1, None, int(write_F.argmax()))
-    by_norm = [matched_units(anatomy, [strongest], (), seed=seed)[0] for seed in range(40)]
-    by_write = [matched_units(anatomy, [strongest], (), seed=seed, sizes=activity.writes)[0] for seed in range(40)]
+    strongest = Neuron(1, None, int(write_F.argmax()))
+    by_norm = [matched_neurons(anatomy, [strongest], (), seed=seed)[0] for seed in range(40)]
+    by_write = [matched_neurons(anatomy, [strongest], (), seed=seed, sizes=activity.writes)[0] for seed in range(40)]
     assert min(write_F[u.neuron] for u in by_write) >= write_F.sort(descending=True).values[NUM_NEAREST]
     assert strongest not in by_write
-    # The control: units of the same norm are as silent as any.
+    # The control: neurons of the same norm are as silent as any.
     assert sum(activity.of([u]) for u in by_norm) < 0.5 * sum(activity.of([u]) for u in by_write)
 
 
 def test_writers_are_ranked_over_all_layers_before_the_sink_and_candidates_are_few_of_each():
-    """Of 400 units of a layer 2 can be super neurons. Layer 1 has four that write along the direction, layer 0 one, and
-    layer 2 is behind the first head with the sink."""
+    """Of 400 neurons of a layer 2 can be super neurons. Layer 1 has four that write along the direction, layer 0 one,
+    and layer 2 is behind the first head with the sink."""
     model = tiny_model("llama", intermediate_size=400)
     anatomy = anatomy_of(model)
     direction_E = torch.zeros(48)
@@ -123,23 +123,23 @@ def test_writers_are_ranked_over_all_layers_before_the_sink_and_candidates_are_f
     along = {0: {7: 5.0}, 1: {1: 4.0, 2: -6.0, 3: 3.0, 4: 2.0}, 2: {9: 100.0}}
     writes = {}
     with torch.no_grad():
-        for layer, units in along.items():
+        for layer, neurons in along.items():
             weight_EF: Any = model.model.layers[layer].mlp.down_proj.weight
             weight_EF.zero_()
             weight_EF[5] = 1.0  # the others write elsewhere, however much
             write_F = torch.full((400,), 50.0)
-            for unit, write in units.items():
-                weight_EF[:, unit] = write / abs(write) * direction_E
-                write_F[unit] = abs(write)
+            for neuron, write in neurons.items():
+                weight_EF[:, neuron] = write / abs(write) * direction_E
+                write_F[neuron] = abs(write)
             writes[layer, None] = write_F
     activity = Activity(writes=writes, magnitude_E=torch.ones(48), directions={}, written={1: direction_E})
     found = direction_writers(activity, anatomy, replace(PLAN, sink_heads=((2, 0),)))
     first = [(1, None, 2), (0, None, 7), (1, None, 1), (1, None, 3), (1, None, 4)]
-    assert found[:5] == tuple(Unit(*unit) for unit in first)
-    assert len(found) == 2 * MAX_UNITS
-    assert all(unit.layer < 2 for unit in found)
+    assert found[:5] == tuple(Neuron(*neuron) for neuron in first)
+    assert len(found) == 2 * MAX_NEURONS
+    assert all(neuron.layer < 2 for neuron in found)
     few = few_of_each_layer(found, anatomy)
-    assert [unit for unit in few if unit in found[:5]] == [found[n] for n in (0, 1, 2)]
+    assert [neuron for neuron in few if neuron in found[:5]] == [found[n] for n in (0, 1, 2)]
     assert len(few) == 4
     assert direction_writers(activity, anatomy, replace(PLAN, sink_heads=((0, 0),))) == ()  # nothing comes before it
 
@@ -153,16 +153,16 @@ def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
     activity = Activity(
         writes={(layer, None): write_F for layer in range(3)}, magnitude_E=magnitude_E, directions={}, written={}
     )
-    units, minimal = (Unit(1, None, 0),), (Unit(1, None, 0), Unit(2, None, 1))
-    plan = replace(PLAN, super_neurons=units, candidates=(Unit(1, None, 1),))
+    neurons, minimal = (Neuron(1, None, 0),), (Neuron(1, None, 0), Neuron(2, None, 1))
+    plan = replace(PLAN, super_neurons=neurons, candidates=(Neuron(1, None, 1),))
     found = draw_controls(activity, anatomy, plan, minimal)
-    acted_on = {*units, *minimal, *plan.candidates}
+    acted_on = {*neurons, *minimal, *plan.candidates}
     assert len(found.sets) == len(found.set_levels) == 20
     assert all(len(drawn) == 2 and acted_on.isdisjoint(drawn) for drawn in found.sets)
     for drawn, level in zip(found.sets, found.set_levels, strict=True):
         assert level == pytest.approx(activity.of(drawn) / 50)
     assert found.sets_level == pytest.approx(sum(found.set_levels) / 20)
-    assert found.units_level == pytest.approx(activity.of(found.units) / 30)
+    assert found.neurons_level == pytest.approx(activity.of(found.neurons) / 30)
     assert set(found.dimensions).isdisjoint({5, 9})
     assert len(set(found.dimensions)) == 2
     assert found.dimensions_level == pytest.approx(float(magnitude_E[list(found.dimensions)].sum()) / 150)
@@ -170,10 +170,10 @@ def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
 
 
 def test_an_empty_control_has_no_number_and_is_named():
-    assert _beside(0.9, EMPTY_CONTROL, "units", "a note") == dict(control=0.9, note="a note")
-    empty = _beside(0.9, 0.004, "units", "a note")
+    assert _beside(0.9, EMPTY_CONTROL, "neurons", "a note") == dict(control=0.9, note="a note")
+    empty = _beside(0.9, 0.004, "neurons", "a note")
     assert empty["control"] is None
-    assert empty["note"] == "a note; an empty control: random units do 0.4% of this at the sink"
+    assert empty["note"] == "a note; an empty control: random neurons do 0.4% of this at the sink"
 
 
 def test_the_mediated_share_is_what_random_ones_do_not_carry_by_hand():
@@ -185,7 +185,7 @@ def test_the_mediated_share_is_what_random_ones_do_not_carry_by_hand():
     assert _mediated(np.array([0.4, 0.1, 0.1])) == pytest.approx(0.0)  # random ones do as much: nothing is mediated
 
 
-def test_the_planted_chain_has_no_unit_like_its_super_neuron_and_says_so():
+def test_the_planted_chain_has_no_neuron_like_its_super_neuron_and_says_so():
     model, _ = planted_chain(0)
     found = study(load(model), num_sequences=16, length=32)
     judged = {judgement.id: judgement for judgement in found.judgements}

@@ -10,7 +10,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import densify_neurons
 from sinkscope.interventions.plan import Plan
 from sinkscope.measures.dimension_disparity import direction_share, dom_ratio, dom_ratio_turned
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.studies.causal_claims import what_it_is
 from sinkscope.studies.controls import read_activity
 from sinkscope.studies.judging import gone
@@ -86,7 +86,7 @@ def test_the_planted_sink_is_one_direction_in_every_basis():
 
 def test_vectors_that_point_elsewhere_keep_their_norms():
     model = tiny_model("llama")
-    units = [Unit(0, None, 3), Unit(0, None, 7), Unit(2, None, 5)]
+    neurons = [Neuron(0, None, 3), Neuron(0, None, 7), Neuron(2, None, 5)]
     weights = [model.model.layers[layer].mlp.down_proj.weight for layer in (0, 2)]
     with torch.no_grad():
         weights[0][:, 3], weights[0][:, 7] = 0.01, 0.02
@@ -94,7 +94,7 @@ def test_vectors_that_point_elsewhere_keep_their_norms():
     before = torch.stack([weights[0][:, 3], weights[0][:, 7], weights[1][:, 5]]).detach().double()
 
     def after(**options) -> torch.Tensor:
-        change = densify_neurons(model, units, **options).change
+        change = densify_neurons(model, neurons, **options).change
         return before + torch.cat([change[0, None].T, change[2, None].T]).double()
 
     for mode in ("spread", "move", "turn"):
@@ -110,7 +110,7 @@ def test_vectors_that_point_elsewhere_keep_their_norms():
     assert float(dom_ratio(turned).max()) < 6 < float(dom_ratio(before).min())
     assert not torch.allclose(turned, after(mode="turn", seed=1), atol=0.1)
     with pytest.raises(InputError, match=r"'fold'\. Choose one of spread, move, turn"):
-        densify_neurons(model, units, mode="fold")  # type: ignore[arg-type]
+        densify_neurons(model, neurons, mode="fold")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

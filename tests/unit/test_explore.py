@@ -94,10 +94,10 @@ def test_tabs_do_not_mix(page):
 
 
 def test_what_is_silenced_stays_listed(page):
-    unit = page.view().json()["units"][0]
-    assert (unit["state"], unit["before"]) == ("", unit["activation"])
-    now = page.view(edits=[["ablate", f"{unit['layer']}:{unit['neuron']}"]]).json()["units"]
-    assert now[0] == unit | {"state": "silent now", "activation": 0, "write_share": None}
+    neuron = page.view().json()["neurons"][0]
+    assert (neuron["state"], neuron["before"]) == ("", neuron["activation"])
+    now = page.view(edits=[["ablate", f"{neuron['layer']}:{neuron['neuron']}"]]).json()["neurons"]
+    assert now[0] == neuron | {"state": "silent now", "activation": 0, "write_share": None}
 
 
 def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_so(page, model):
@@ -106,10 +106,10 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
     view = page.view(edits=edits).json()
     asked = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
     findings = model._baseline(PROMPT).under(asked).findings
-    states = {row["state"] for row in view["units"]}
+    states = {row["state"] for row in view["neurons"]}
     assert states >= {"silent now", "no longer listed"}
-    for row in view["units"]:
-        activation = findings.activation(row["position"], sinkscope.Unit(row["layer"], row["expert"], row["neuron"]))
+    for row in view["neurons"]:
+        activation = findings.activation(row["position"], sinkscope.Neuron(row["layer"], row["expert"], row["neuron"]))
         assert row["activation"] == (None if activation is None else pytest.approx(activation))
         if row["state"] == "no longer listed" and activation is not None:
             assert abs(activation) > 0.01 * abs(row["before"])
@@ -125,10 +125,10 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
 
 def test_a_list_that_is_cut_says_so(page, monkeypatch):
     whole = page.view().json()
-    assert whole["found"] == {name: len(whole[name]) for name in ("units", "dimensions")}
+    assert whole["found"] == {name: len(whole[name]) for name in ("neurons", "dimensions")}
     monkeypatch.setattr(readings, "MOST_LISTED", 2)
     cut = page.view().json()
-    assert (cut["units"], cut["found"]) == (whole["units"][:2], whole["found"])
+    assert (cut["neurons"], cut["found"]) == (whole["neurons"][:2], whole["found"])
 
 
 WRONG = {

@@ -42,17 +42,17 @@ def tokens(*positions: int, sequences=slice(None)) -> torch.Tensor:
     return ids
 
 
-def plant_neuron(model, layer: int, unit: int, *, trigger: int, value: float, ids: torch.Tensor) -> None:
-    """Makes one unit open for one dimension and write `value` into MASSIVE at the special token."""
+def plant_neuron(model, layer: int, neuron: int, *, trigger: int, value: float, ids: torch.Tensor) -> None:
+    """Makes one neuron open for one dimension and write `value` into MASSIVE at the special token."""
     mlp = model.model.layers[layer].mlp
     with torch.no_grad():
-        mlp.gate_proj.weight[unit] = 0.0
-        mlp.up_proj.weight[unit] = 0.0
-        mlp.gate_proj.weight[unit, trigger] = 5.0
-        mlp.up_proj.weight[unit, trigger] = 1.0
-        mlp.down_proj.weight[:, unit] = 0.0
-        activation = neurons_of(model, layer, ids)[ids == SPECIAL][:, unit].mean()
-        mlp.down_proj.weight[MASSIVE, unit] = value / activation
+        mlp.gate_proj.weight[neuron] = 0.0
+        mlp.up_proj.weight[neuron] = 0.0
+        mlp.gate_proj.weight[neuron, trigger] = 5.0
+        mlp.up_proj.weight[neuron, trigger] = 1.0
+        mlp.down_proj.weight[:, neuron] = 0.0
+        activation = neurons_of(model, layer, ids)[ids == SPECIAL][:, neuron].mean()
+        mlp.down_proj.weight[MASSIVE, neuron] = value / activation
 
 
 def neurons_of(model, layer: int, ids: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,11 @@ def written_and_erased(ids: torch.Tensor, *, again: bool = False, **options):
     return model
 
 
-def units(found: Trace) -> list[tuple]:
-    return [(unit.layer, unit.expert, unit.neuron, unit.dimension, unit.role) for unit in found.findings.super_neurons]
+def neurons(found: Trace) -> list[tuple]:
+    return [
+        (neuron.layer, neuron.expert, neuron.neuron, neuron.dimension, neuron.role)
+        for neuron in found.findings.super_neurons
+    ]
 
 
 @pytest.mark.parametrize("position", [0, 6, 41])
@@ -86,14 +89,14 @@ def test_a_planted_writer_and_eraser_are_found(position):
     assert findings.disparity_layers == {position: ([1], [2])}
     assert (findings.appears_in, findings.disappears_in) == ([1], [2])
     assert findings.massive_dimensions == [MASSIVE]
-    assert sorted(units(found)) == [(1, None, 17, MASSIVE, "writes"), (2, None, 30, MASSIVE, "erases")]
-    writer, eraser = sorted(findings.super_neurons, key=lambda unit: unit.layer)
+    assert sorted(neurons(found)) == [(1, None, 17, MASSIVE, "writes"), (2, None, 30, MASSIVE, "erases")]
+    writer, eraser = sorted(findings.super_neurons, key=lambda neuron: neuron.layer)
     assert writer.position == eraser.position == position
     assert min(writer.write_share, eraser.write_share) > 0.9
     assert writer.write == pytest.approx(VALUE, rel=1e-3)
     assert eraser.write == pytest.approx(-VALUE, rel=1e-3)
     assert min(writer.contrast, eraser.contrast) > 10
-    # The planted output vector has one entry; the layer's other units are spread out.
+    # The planted output vector has one entry; the layer's other neurons are spread out.
     assert float(writer.sparsity.top_share) == pytest.approx(1.0)
     assert float(writer.sparsity.participation_ratio) == pytest.approx(1.0)
     assert writer.layer_top_share < 0.5
@@ -103,7 +106,7 @@ def test_what_is_found_matches_what_the_model_computes():
     ids = tokens(6)
     model = written_and_erased(ids)
     found = trace(model, ids).findings
-    writer = next(unit for unit in found.super_neurons if unit.layer == 1)
+    writer = next(neuron for neuron in found.super_neurons if neuron.layer == 1)
     at_position = neurons_of(model, 1, ids)[:, 6, 17]
     assert writer.activation == pytest.approx(float(at_position.mean()), rel=1e-5)
     others = [t for t in range(T) if t != 6]
@@ -142,7 +145,7 @@ def test_contrast_is_the_root_mean_square_at_the_position_over_that_at_all_other
     assert found == pytest.approx(true, rel=1e-3)
 
 
-def test_contrast_of_a_unit_that_is_all_but_silent_elsewhere():
+def test_contrast_of_a_neuron_that_is_all_but_silent_elsewhere():
     found, true = contrast_of_writer(noise=0.0)
     assert true > 1e5
     # What is left of a float32 sum says no more: the contrast saturates at about 1,000 sqrt(T), and never jumps beyond.
@@ -154,7 +157,7 @@ def test_disparity_can_be_born_again():
     found = trace(written_and_erased(ids, again=True), ids)
     assert found.findings.disparity_layers == {0: ([1, 3], [2])}
     # The third writes the other way; that is no erasure, since nothing was left to erase.
-    assert sorted(units(found)) == [
+    assert sorted(neurons(found)) == [
         (1, None, 17, MASSIVE, "writes"),
         (2, None, 30, MASSIVE, "erases"),
         (3, None, 44, MASSIVE, "writes"),
@@ -176,7 +179,7 @@ def test_disparity_that_is_not_erased_stays():
     found = trace(model, ids)
     assert found.findings.disparity_layers == {0: ([1], [])}
     assert {entry.layer for entry in found.findings.massive} == {1, 2, 3}
-    assert units(found) == [(1, None, 17, MASSIVE, "writes")]
+    assert neurons(found) == [(1, None, 17, MASSIVE, "writes")]
 
 
 def test_disparity_of_the_embedding_is_born_before_layer_0():
@@ -186,18 +189,18 @@ def test_disparity_of_the_embedding_is_born_before_layer_0():
         model.get_input_embeddings().weight[SPECIAL, MASSIVE] = VALUE
     found = trace(model, ids)
     assert found.findings.disparity_layers == {0: ([-1], [])}
-    assert units(found) == []
+    assert neurons(found) == []
 
 
 def test_two_writers_share_the_write():
-    """Two units of one layer, 80 and 60 of 100: shares of the squared write 0.64 and 0.36."""
+    """Two neurons of one layer, 80 and 60 of 100: shares of the squared write 0.64 and 0.36."""
     ids = tokens(0)
     model = quiet_model()
     plant_neuron(model, 1, 17, trigger=TRIGGER, value=80.0, ids=ids)
     plant_neuron(model, 1, 50, trigger=TRIGGER, value=60.0, ids=ids)
     found = trace(model, ids)
-    assert units(found) == [(1, None, 17, MASSIVE, "writes"), (1, None, 50, MASSIVE, "writes")]
-    shares = [unit.write_share for unit in found.findings.super_neurons]
+    assert neurons(found) == [(1, None, 17, MASSIVE, "writes"), (1, None, 50, MASSIVE, "writes")]
+    shares = [neuron.write_share for neuron in found.findings.super_neurons]
     assert shares == pytest.approx([0.64, 0.36], rel=1e-3)
 
 
@@ -234,14 +237,14 @@ def test_a_planted_writer_among_experts_is_found():
         mlp.gate.weight.zero_()
         mlp.gate.weight[2, TRIGGER] = 5.0
         experts = mlp.experts
-        num_units = experts.down_proj.shape[-1]
-        for row, weight in ((17, 5.0), (num_units + 17, 1.0)):  # the gates come first, then the ups
+        num_neurons = experts.down_proj.shape[-1]
+        for row, weight in ((17, 5.0), (num_neurons + 17, 1.0)):  # the gates come first, then the ups
             experts.gate_up_proj[2, row] = 0.0
             experts.gate_up_proj[2, row, TRIGGER] = weight
         experts.down_proj[2, :, 17] = 0.0
         experts.down_proj[2, MASSIVE, 17] = 2.0
     found = trace(model, ids)
-    assert units(found) == [(1, 2, 17, MASSIVE, "writes")]
+    assert neurons(found) == [(1, 2, 17, MASSIVE, "writes")]
     assert found.findings.disparity_layers == {0: ([1], [])}
     written = next(entry.value for entry in found.findings.massive if entry.layer == 1)
     assert found.findings.super_neurons[0].write == pytest.approx(written, rel=1e-2)
@@ -250,13 +253,13 @@ def test_a_planted_writer_among_experts_is_found():
 
 
 def test_a_planted_writer_behind_a_post_norm_is_found():
-    """OLMo 2: whatever the unit's size, the norm makes the token's write sqrt(E) times the gain of its dimension."""
+    """OLMo 2: whatever the neuron's size, the norm makes the token's write sqrt(E) times the gain of its dimension."""
     ids = tokens(0)
     model = quiet_model("olmo2")
     block = model.model.layers[1]
     with torch.no_grad():
         for layer in model.model.layers:
-            # The norm would make much of a little, so that nothing but unit 17 may write here.
+            # The norm would make much of a little, so that nothing but neuron 17 may write here.
             layer.mlp.down_proj.weight[[TRIGGER, MASSIVE]] = 0.0
             layer.post_feedforward_layernorm.weight.fill_(0.1)
         block.mlp.gate_proj.weight[17] = 0.0
@@ -267,9 +270,9 @@ def test_a_planted_writer_behind_a_post_norm_is_found():
         block.mlp.down_proj.weight[MASSIVE, 17] = 3.0
         block.post_feedforward_layernorm.weight[MASSIVE] = 20.0
     found = trace(model, ids)
-    assert units(found) == [(1, None, 17, MASSIVE, "writes")]
+    assert neurons(found) == [(1, None, 17, MASSIVE, "writes")]
     assert found.findings.super_neurons[0].write == pytest.approx(20 * 48**0.5, rel=1e-2)
-    # Control: before the norm the unit writes three times its activation, which is something else.
+    # Control: before the norm the neuron writes three times its activation, which is something else.
     activation = found.findings.super_neurons[0].activation
     assert abs(3 * activation / (20 * 48**0.5) - 1) > 0.2
 
@@ -416,7 +419,7 @@ def test_a_sink_whose_disparity_is_not_the_largest_has_its_chain():
     found = trace(model, ids).findings
     assert [sink.position for sink in found.sinks] == [40]
     assert found.disparity_layers == {40: ([1], [])}
-    assert [(unit.layer, unit.neuron) for unit in found.super_neurons if unit.position == 40] == [(1, 17)]
+    assert [(neuron.layer, neuron.neuron) for neuron in found.super_neurons if neuron.position == 40] == [(1, 17)]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

@@ -1,7 +1,7 @@
 """Every measure against numbers worked out by hand and against its formula written again in float64 numpy.
 
 Axes as in the measures: B sequences, L layers, H heads, T query position, S key position, D head size, C channels,
-E width, N tokens, U units, M massive dimensions.
+E width, N tokens, U neurons, M massive dimensions.
 """
 
 import math
@@ -399,10 +399,10 @@ def test_sink_rate_counts(num_sequences, num_layers, num_heads, length, seed):
 
 
 def test_write_share_worked_by_hand():
-    # Unit 0 writes 2^2 * (3^2 + 0) = 36, unit 1 writes 1 * (0 + 2^2) = 4, unit 2 nothing.
+    # Neuron 0 writes 2^2 * (3^2 + 0) = 36, neuron 1 writes 1 * (0 + 2^2) = 4, neuron 2 nothing.
     share = write_share(double([4.0, 1.0, 100.0]), double([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
     close(share, [0.9, 0.1, 0.0])
-    # Control: by activation alone unit 2 would lead.
+    # Control: by activation alone neuron 2 would lead.
     assert write_share(double([4.0, 1.0, 100.0]), torch.ones(2, 3, dtype=torch.float64)).argmax() == 2
 
 
@@ -412,17 +412,17 @@ def test_write_share_of_no_write_is_zero():
 
 @few
 @given(st.integers(1, 5), st.integers(1, 30), seeds)
-def test_write_share_equals_its_formula(num_dimensions, num_units, seed):
+def test_write_share_equals_its_formula(num_dimensions, num_neurons, seed):
     random = np.random.default_rng(seed)
-    activation, output = random.normal(size=(6, num_units)), random.normal(size=(num_dimensions, num_units))
-    writes = (activation[:, None, :] * output) ** 2  # every token, dimension and unit
+    activation, output = random.normal(size=(6, num_neurons)), random.normal(size=(num_dimensions, num_neurons))
+    writes = (activation[:, None, :] * output) ** 2  # every token, dimension and neuron
     share = write_share(torch.from_numpy((activation**2).mean(0)), torch.from_numpy(output))
     close(share, writes.sum((0, 1)) / writes.sum())
     close(share.sum(), 1)
 
 
 def test_channel_sparsity_worked_by_hand():
-    # Unit 0 writes 100 into dimension 2 and 1 into the others; unit 1 writes the same everywhere.
+    # Neuron 0 writes 100 into dimension 2 and 1 into the others; neuron 1 writes the same everywhere.
     output = torch.ones(5, 2, dtype=torch.float64)
     output[2, 0] = -100.0
     sparsity = channel_sparsity(output)
@@ -435,8 +435,8 @@ def test_channel_sparsity_worked_by_hand():
 
 @few
 @given(st.integers(0, 6), st.integers(1, 7), seeds)
-def test_channel_sparsity_equals_its_formulas(half, num_units, seed):
-    output = np.random.default_rng(seed).standard_t(2, size=(2 * half + 3, num_units))  # an odd width has one median
+def test_channel_sparsity_equals_its_formulas(half, num_neurons, seed):
+    output = np.random.default_rng(seed).standard_t(2, size=(2 * half + 3, num_neurons))  # an odd width has one median
     sparsity = channel_sparsity(torch.from_numpy(output))
     magnitude = np.abs(output)
     close(sparsity.max_over_median, magnitude.max(0) / np.median(magnitude, axis=0))

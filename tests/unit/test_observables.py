@@ -78,7 +78,7 @@ def test_observables_that_nobody_knows_or_that_share_a_name_are_refused():
         sinkscope.trace(tiny_model("llama"), IDS, observables=["dom_ration"])
     impostor = Observable(
         name="dom_ratio",
-        hook_point=HookPoint.UNITS,
+        hook_point=HookPoint.NEURONS,
         value=lambda call: None,
         reducer=Mean(),
         axes="LT",

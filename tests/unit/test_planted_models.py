@@ -124,14 +124,14 @@ def amplify(factor: float = FACTOR) -> Change:
     return lambda o, mean, layer: mean + factor * (o - mean)
 
 
-def ablate(layer: int, units: list[int]) -> Edit:
-    return at("neurons", [layer], lambda value, _: put(value, (..., units), 0.0))
+def ablate(layer: int, neurons: list[int]) -> Edit:
+    return at("neurons", [layer], lambda value, _: put(value, (..., neurons), 0.0))
 
 
-def densify(layer: int, unit: int, seed: int = 0) -> Edit:
+def densify(layer: int, neuron: int, seed: int = 0) -> Edit:
     def spread(down: Tensor, _: int) -> Tensor:
         signs = torch.randn(len(down), generator=torch.Generator().manual_seed(seed)).sign()
-        return put(down, (slice(None), unit), signs * down[:, unit].norm() / len(down) ** 0.5)
+        return put(down, (slice(None), neuron), signs * down[:, neuron].norm() / len(down) ** 0.5)
 
     return at("down", [layer], spread)
 
@@ -187,10 +187,10 @@ class Case:
         """(place, layers, channel) of the super neuron and of the massive dimension, where they are planted."""
         if not self.facts.super_neurons:
             return {"super_neurons": None, "dimensions": None}
-        ((layer, unit),) = self.facts.super_neurons
+        ((layer, neuron),) = self.facts.super_neurons
         dimension = self.facts.massive_dimension
         return {
-            "super_neurons": ("neurons", range(layer, layer + 1), unit),
+            "super_neurons": ("neurons", range(layer, layer + 1), neuron),
             "dimensions": None if dimension is None else ("stream", EVERY[layer:], dimension),
         }
 
@@ -232,15 +232,15 @@ def equalising(found: Case) -> float:
 
 
 def necessary(found: Case) -> float:
-    return found.removed(*(ablate(layer, [unit]) for layer, unit in found.facts.super_neurons))
+    return found.removed(*(ablate(layer, [neuron]) for layer, neuron in found.facts.super_neurons))
 
 
 def sparsity_necessary(found: Case) -> float:
     """What densifying removes; nothing where there is no sparse vector to begin with."""
-    for layer, unit in found.facts.super_neurons:
-        energy = found.model.model.layers[layer].mlp.down_proj.weight[:, unit].square()
+    for layer, neuron in found.facts.super_neurons:
+        energy = found.model.model.layers[layer].mlp.down_proj.weight[:, neuron].square()
         if energy.max() / energy.sum() > 0.25:
-            return found.removed(densify(layer, unit))
+            return found.removed(densify(layer, neuron))
     return 0.0
 
 
@@ -317,13 +317,15 @@ def test_trace_finds_what_is_planted(kind):
     assert [sink.position for sink in findings.sinks] == ([] if facts.sink is None else [facts.sink])
     sparse = facts.massive_dimension is not None
     assert (findings.massive_dimensions if findings.focus else []) == ([facts.massive_dimension] if sparse else [])
-    assert [(unit.layer, unit.neuron) for unit in findings.super_neurons] == (facts.super_neurons if sparse else [])
-    for unit in findings.super_neurons:
-        assert findings.appears_in == [unit.layer]
-        assert unit.write_share > 0.99
-        assert unit.contrast > 20
-        assert unit.sparsity.top_share > 0.99
-        assert unit.layer_top_share < 0.15
+    assert [(neuron.layer, neuron.neuron) for neuron in findings.super_neurons] == (
+        facts.super_neurons if sparse else []
+    )
+    for neuron in findings.super_neurons:
+        assert findings.appears_in == [neuron.layer]
+        assert neuron.write_share > 0.99
+        assert neuron.contrast > 20
+        assert neuron.sparsity.top_share > 0.99
+        assert neuron.layer_top_share < 0.15
 
 
 def test_the_chain_reads_as_the_paper_says():
@@ -340,18 +342,18 @@ def test_the_chain_reads_as_the_paper_says():
 
 
 @pytest.mark.parametrize("kind", ["sink_from_norm", "special_token"])
-def test_no_unit_has_a_part_in_these_sinks(kind):
+def test_no_neuron_has_a_part_in_these_sinks(kind):
     everything = at("neurons", EVERY, lambda value, _: value * 0)
     assert case(kind, 0).removed(everything) <= 0.01
     assert case("chain", 0).removed(everything) >= 0.35
 
 
-def test_other_units_of_the_layer_have_no_part_in_the_chain():
+def test_other_neurons_of_the_layer_have_no_part_in_the_chain():
     found = case("chain", 0)
-    ((layer, unit),) = found.facts.super_neurons
+    ((layer, neuron),) = found.facts.super_neurons
     sizes = found.model.model.layers[layer].mlp.down_proj.weight.norm(dim=0)
-    assert 0.6 < sizes.min() < sizes[unit] < sizes.max() < 1.4
-    others = [other for other in range(len(sizes)) if other != unit]
+    assert 0.6 < sizes.min() < sizes[neuron] < sizes.max() < 1.4
+    others = [other for other in range(len(sizes)) if other != neuron]
     assert found.removed(ablate(layer, others)) <= 0.02
 
 

@@ -16,7 +16,7 @@ from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.interventions.aggregation import ChangeAggregation
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import densify_neurons
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.loading import load
 from sinkscope.studies import judging
@@ -61,14 +61,14 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     model, facts = planted_chain(seed)
     found = study(load(model))
     verdicts = {judgement.id: judgement.verdict for judgement in found.judgements}
-    # Keys read one direction, whatever its sparsity: moved to another dimension it is not read. And one unit carries
+    # Keys read one direction, whatever its sparsity: moved to another dimension it is not read. And one neuron carries
     # the sink: there is no crowd to ask for.
     others = dict.fromkeys((*RIVALS, "channel_sparsity_necessary"), FAILS) | {"writers_necessary": EMPTY}
     assert verdicts == dict.fromkeys(CLAIMS, HOLDS) | others
     ((layer, neuron),) = facts.super_neurons
-    unit = f"Unit {layer}:{neuron} writes it: without it 0% of the sink is left."
-    assert told_of(found) == f"{SAID['variance']} {unit}"
-    assert found.minimal_set == tuple(Unit(layer, None, neuron) for layer, neuron in facts.super_neurons)
+    told = f"Neuron {layer}:{neuron} writes it: without it 0% of the sink is left."
+    assert told_of(found) == f"{SAID['variance']} {told}"
+    assert found.minimal_set == tuple(Neuron(layer, None, neuron) for layer, neuron in facts.super_neurons)
     assert found.went == "gone"
     assert found.plan.dimensions == (facts.massive_dimension,)
     notes = notes_of(found)
@@ -160,9 +160,9 @@ def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():
     assert judged.effect != pytest.approx(judged.control, rel=0.01)
 
 
-NO_UNIT = {"super_neurons": FAILS, "super_neurons_necessary": FAILS, "super_neurons_sufficient": EMPTY}
+NO_NEURON = {"super_neurons": FAILS, "super_neurons_necessary": FAILS, "super_neurons_sufficient": EMPTY}
 NO_DISPARITY = {"dimension_disparity": FAILS, "channel_sparsity": EMPTY, "channel_sparsity_necessary": EMPTY}
-IDLE_UNIT = {
+IDLE_NEURON = {
     **{"super_neurons": HOLDS, "channel_sparsity": HOLDS, "dimension_disparity": HOLDS},
     **{"super_neurons_necessary": FAILS, "super_neurons_sufficient": FAILS},
     **{claim: FAILS for claim in CAUSAL if claim.startswith("mediation")},
@@ -178,24 +178,24 @@ LINKS: dict[str, dict[str, str]] = {
     # Keys that avoid what the norm makes small at the sink read no direction that its states share.
     "sink_from_norm": {
         **VARIANCE_DOES_IT,
-        **NO_UNIT,
+        **NO_NEURON,
         **NO_DISPARITY,
         **dict.fromkeys(("directional_collapse", "lock", "writers_necessary"), FAILS),
     },
-    "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY, "writers_necessary": HOLDS},
+    "sink_from_ordinary_units": {**VARIANCE_DOES_IT, **NO_NEURON, **NO_DISPARITY, "writers_necessary": HOLDS},
     "disparity_without_sink": {**dict.fromkeys(CLAIMS, EMPTY), "sink": FAILS},
-    "large_neuron": {**VARIANCE_DOES_IT, **NO_UNIT, **NO_DISPARITY},
-    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, "writers_necessary": HOLDS},
-    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_UNIT, **SINK_AT_BIRTH, "writers_necessary": FAILS},
+    "large_neuron": {**VARIANCE_DOES_IT, **NO_NEURON, **NO_DISPARITY},
+    "disparity_beside_sink": {**VARIANCE_DOES_IT, **IDLE_NEURON, **SINK_AT_BIRTH, "writers_necessary": HOLDS},
+    "disparity_after_sink": {**VARIANCE_DOES_IT, **IDLE_NEURON, **SINK_AT_BIRTH, "writers_necessary": FAILS},
     "special_token": {
-        **NO_UNIT,
+        **NO_NEURON,
         **NO_DISPARITY,
         **dict.fromkeys(("unmixing_creates_sink", "amplification_creates_sink", "dose_response"), FAILS),
         # Every sequence has the same token there: what compares sequences says nothing about it.
         **dict.fromkeys(("variance_discrepancy", "equalising_removes_sink", "directional_collapse", "lock"), EMPTY),
     },
-    # A dense writer, and a lock on a direction: the unit is found without a massive dimension.
-    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, **NO_UNIT, "super_neurons_necessary": HOLDS, "lock": HOLDS}
+    # A dense writer, and a lock on a direction: the neuron is found without a massive dimension.
+    "dense_neuron": {**VARIANCE_DOES_IT, **NO_DISPARITY, **NO_NEURON, "super_neurons_necessary": HOLDS, "lock": HOLDS}
     | {"writers_necessary": EMPTY},
 }
 
@@ -205,35 +205,35 @@ FACTORIAL = (
     *("unmixed_value_matters", "variance_is_what_matters", "variance_suffices"),
     *("energy_is_what_matters", "energy_suffices", "amplification_creates_sink"),
 )
-ONE_UNIT = {"super_neurons_necessary": HOLDS}
+ONE_NEURON = {"super_neurons_necessary": HOLDS}
 CAUSE_LINKS: dict[str, dict[str, str]] = {
     # Energy comes along with variance, so amplifying and equalising work too; the variance alone does nothing.
     "energy": {
         **dict.fromkeys((*UNMIXING, "energy_is_what_matters", "energy_suffices"), HOLDS),
         **dict.fromkeys(("amplification_creates_sink", "equalising_removes_sink"), HOLDS),
         **dict.fromkeys(("variance_is_what_matters", "unmixed_value_matters", "mean_suffices"), FAILS),
-        **ONE_UNIT,
+        **ONE_NEURON,
     },
     # Mixed values stay mixed at any variance and energy, unmixed ones unmixed.
     "unmixed": {
         **dict.fromkeys((*UNMIXING, "unmixed_value_matters"), HOLDS),
         **dict.fromkeys((name for name in FACTORIAL if name != "unmixed_value_matters"), FAILS),
         "mean_suffices": FAILS,
-        **ONE_UNIT,
+        **ONE_NEURON,
     },
     # Of unmixed values its own alone.
     "own": {
         **dict.fromkeys(("unmixing_creates_sink", "opening_removes_sink", "unmixed_value_matters"), HOLDS),
         **dict.fromkeys((name for name in FACTORIAL if name != "unmixed_value_matters"), FAILS),
         **dict.fromkeys(("any_single_key_creates_sink", "mean_suffices"), FAILS),
-        **ONE_UNIT,
+        **ONE_NEURON,
     },
     # To the factorial a mean that one key has, and the average does not, is an unmixed value: neither variance nor
     # energy. What tells them apart is the sink with its mean alone.
     "mean": {
         **dict.fromkeys((*UNMIXING, "unmixed_value_matters", "mean_suffices"), HOLDS),
         **dict.fromkeys((name for name in FACTORIAL if name != "unmixed_value_matters"), FAILS),
-        **ONE_UNIT,
+        **ONE_NEURON,
     },
     # Nothing that is done to the aggregation makes or removes the sink; without a rise there is none to take apart.
     "position": {
@@ -242,7 +242,7 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("unmixed_value_matters", "variance_is_what_matters", "energy_is_what_matters"), EMPTY),
         **dict.fromkeys(("variance_discrepancy", "super_neurons_sufficient", "dimensions_suffice"), HOLDS),
         "mean_suffices": HOLDS,
-        **ONE_UNIT,
+        **ONE_NEURON,
     },
 }
 """Beside variance, which is the planted chain."""
@@ -277,7 +277,7 @@ def test_what_opens_the_super_neuron_is_told_right(cause):
     assert {claim: verdicts[claim] for claim in CAUSE_LINKS[cause]} == CAUSE_LINKS[cause]
     # Not more than its energy does is not a sink by its variance; where both are equal, nothing need be decided.
     assert cause != "energy" or verdicts["variance_suffices"] != HOLDS
-    assert told_of(found).startswith(f"{SAID[cause]} Unit")  # no word of another cause
+    assert told_of(found).startswith(f"{SAID[cause]} Neuron")  # no word of another cause
 
 
 @pytest.mark.parametrize("kind", DECOYS)
@@ -319,8 +319,8 @@ def test_200_decoys_and_at_most_4_wrong_holds_in_all(quarter):
 
 
 @pytest.mark.parametrize(("lock", "least", "most"), [("sparsity", 0.75, 1.25), ("coordinate", 0.0, 0.25)])
-def test_where_the_unit_may_write(lock, least, most):
-    """Without a study: what is left of the sink rate of a trace when the unit's vector points elsewhere."""
+def test_where_the_neuron_may_write(lock, least, most):
+    """Without a study: what is left of the sink rate of a trace when the neuron's vector points elsewhere."""
     model, facts = locked(lock, 1)
     ids = random_tokens(facts, num_sequences=4, length=32)
 
@@ -354,9 +354,9 @@ def test_what_heads_lock_on_to_is_told_right(lock):
     assert lock_note in notes["lock"]
     assert verdicts["channel_sparsity_necessary"] == verdict
     assert notes["channel_sparsity_necessary"].startswith(needed)
-    # One unit writes in each of them, sparsely or not.
+    # One neuron writes in each of them, sparsely or not.
     assert verdicts["super_neurons_necessary"] == HOLDS
-    assert found.minimal_set == tuple(Unit(layer, None, neuron) for layer, neuron in facts.super_neurons)
+    assert found.minimal_set == tuple(Neuron(layer, None, neuron) for layer, neuron in facts.super_neurons)
     for claim in ("super_neurons", "channel_sparsity", "dimension_disparity"):
         assert (verdicts[claim] == HOLDS) == (facts.massive_dimension is not None), claim
 

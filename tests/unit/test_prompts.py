@@ -141,11 +141,11 @@ def test_intervening_on_a_prompt_says_what_it_was_calibrated_on(model, tmp_path)
         sinkscope.intervene(model, {"amplify": ["3:2"]}, prompt=TEXTS)
 
 
-def test_units_are_named_in_any_way(model):
-    (unit,) = [u for u in sinkscope.trace(model, LONG).findings.super_neurons if (u.layer, u.neuron) == (6, 348)][:1]
-    for named in (unit, (6, 348), (6, None, 348), "6:348"):
+def test_neurons_are_named_in_any_way(model):
+    (neuron,) = [u for u in sinkscope.trace(model, LONG).findings.super_neurons if (u.layer, u.neuron) == (6, 348)][:1]
+    for named in (neuron, (6, 348), (6, None, 348), "6:348"):
         with sinkscope.ablate_neurons(model, [named]) as edit:
-            assert edit.place.items == {sinkscope.Unit(6, None, 348)}
+            assert edit.place.items == {sinkscope.Neuron(6, None, 348)}
     for wrong in ("5", "5:1:2:3", "five:1", (5,), 148):
         with pytest.raises(sinkscope.InputError, match="5:148"):
             sinkscope.ablate_neurons(model, [wrong])
@@ -283,7 +283,7 @@ def test_what_is_of_another_kind_is_refused(model, call, found):
     assert found in str(refused.value)
 
 
-def test_one_unit_needs_no_list_and_ids_calibrate(model):
+def test_one_neuron_needs_no_list_and_ids_calibrate(model):
     batch = sinkscope.token_batch(model, length=24, num_sequences=64, seed=1)
     with torch.no_grad():
         for one, several in (("1:3", ["1:3"]), ((1, 3), [(1, 3)])):

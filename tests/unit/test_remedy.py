@@ -18,7 +18,7 @@ from sinkscope.audits.damage import losses
 from sinkscope.audits.prefix import LOADER, other_prefix
 from sinkscope.audits.remedy_result import Measured, card, write_plain
 from sinkscope.audits.texts import _written
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.presets import preset
@@ -87,12 +87,12 @@ def test_unplugging_is_ablation_in_the_weights(family):
     model = tiny_model(family)
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     last = anatomy_of(model).layers[-1]
-    units = [Unit(last.index, expert, 3) for expert, _ in last.down_weights()][-2:]
+    neurons = [Neuron(last.index, expert, 3) for expert, _ in last.down_weights()][-2:]
     with torch.no_grad():
         before = model(ids).logits
-        with sinkscope.ablate_neurons(model, units):
+        with sinkscope.ablate_neurons(model, neurons):
             ablated = model(ids).logits
-        assert torch.allclose(sinkscope.unplug(model, units)(ids).logits, ablated, atol=1e-3)
+        assert torch.allclose(sinkscope.unplug(model, neurons)(ids).logits, ablated, atol=1e-3)
         assert torch.equal(model(ids).logits, before)  # a copy was changed
         assert not torch.allclose(ablated, before, atol=1e-3)
 
@@ -282,10 +282,10 @@ def test_nothing_is_written_where_plain_transformers_cannot_load_it(remedied, tm
     assert list(Path(tmp_path).iterdir()) == []
 
 
-def test_units_whose_weights_are_worked_out_cannot_be_unplugged():
+def test_neurons_whose_weights_are_worked_out_cannot_be_unplugged():
     config = DecoderConfig(**{**preset("tiny"), "feed_forward_variant": "bounded_swiglu"})
     with pytest.raises(sinkscope.InputError, match="computes its weights, so they cannot be set"):
-        sinkscope.unplug(Decoder(config), [Unit(0, None, 3)])
+        sinkscope.unplug(Decoder(config), [Neuron(0, None, 3)])
 
 
 def test_dropout_is_off_while_a_model_writes_its_texts_and_is_checked(tmp_path):

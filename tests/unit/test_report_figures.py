@@ -141,7 +141,7 @@ def test_mediation(figures, folder):
 
 
 def test_histogram_shares_add_up_to_one(figures, folder):
-    (figure,) = (figure for figure in figures.values() if figure.title == "Unit 2:90, mask to self @10")
+    (figure,) = (figure for figure in figures.values() if figure.title == "Neuron 2:90, mask to self @10")
     counts = [
         row["count"]
         for row in parquet(folder, "histograms")
@@ -214,9 +214,9 @@ def test_what_carries_the_sink_is_listed_whole():
         run: Any = SimpleNamespace(rows=lambda table: rows, summary=summary)
         return carriers(run)
 
-    assert "The minimal set has 1 unit" in listed(minimal, {"writers": []})
+    assert "The minimal set has 1 neuron" in listed(minimal, {"writers": []})
     assert "2:90 (0.500)" in listed(minimal, {})
     told = listed([], {"writers": writers})
-    assert told.startswith("The 33 units that write most along the sink's direction")
+    assert told.startswith("The 33 neurons that write most along the sink's direction")
     assert told.count(":") == 1 + 1 + 32 + 2  # that of "layer:neuron:", and those of the names
     assert listed([], {}) == ""

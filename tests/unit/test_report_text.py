@@ -129,7 +129,7 @@ def test_json_is_whole_on_a_terminal_that_knows_ascii_alone(monkeypatch):
 
 
 def test_the_neuron_that_the_story_names_is_listed_first():
-    units = [
+    neurons = [
         SimpleNamespace(position=at, layer=layer, role=role, neuron=neuron)
         for at, layer, role, neuron in [
             (0, 28, "erases", 678),
@@ -138,5 +138,5 @@ def test_the_neuron_that_the_story_names_is_listed_first():
             (0, 1, "writes", 83),
         ]
     ]
-    findings = SimpleNamespace(super_neurons=units, appears_in=[1, 11], focus=[0, 5])
-    assert [unit.neuron for unit in trace_cli._first_writers_first(findings)] == [83, 1229, 678]
+    findings = SimpleNamespace(super_neurons=neurons, appears_in=[1, 11], focus=[0, 5])
+    assert [neuron.neuron for neuron in trace_cli._named_in_story_first(findings)] == [83, 1229, 678]

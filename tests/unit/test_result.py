@@ -83,8 +83,8 @@ def test_one_intervention_needs_no_list():
     assert spec.values == read_specs({"mask_to_self": ["10"]})[0].values == ((10,),)
     assert read_specs({"mask_to_self": 10}) == read_specs({"mask_to_self": [10]}) == [spec]
     super_neuron = SimpleNamespace(position=0, layer=5, expert=None, neuron=148)
-    for units in ("5:148", (5, 148), sinkscope.Unit(5, None, 148), super_neuron, [super_neuron], ((5, 148),)):
-        assert read_specs({"ablate": units})[0].values == (((5, None, 148),),)
+    for neurons in ("5:148", (5, 148), sinkscope.Neuron(5, None, 148), super_neuron, [super_neuron], ((5, 148),)):
+        assert read_specs({"ablate": neurons})[0].values == (((5, None, 148),),)
     assert read_specs({"amplify": "10:4"}, layers=[0, 1], heads="0-1")[0].where == {"layers": (0, 1), "heads": (0, 1)}
 
 

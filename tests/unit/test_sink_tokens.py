@@ -11,7 +11,7 @@ from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
 from sinkscope.audits.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _chosen, shared
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,8 +48,10 @@ def test_neurons_found_on_some_texts_tell_the_sinks_of_others(chain):
     found = sinkscope.sink_tokens(model, ids[4:], neurons=neurons)
     assert torch.equal(found.mask, sinkscope.sink_tokens(model, ids[4:]).mask)
     assert found.received is None
-    # Control: other units of the same layers at the same thresholds do not.
-    others = [neuron._replace(unit=neuron.unit._replace(neuron=neuron.unit.neuron ^ 1)) for neuron in neurons.neurons]
+    # Control: other neurons of the same layers at the same thresholds do not.
+    others = [
+        chosen._replace(neuron=chosen.neuron._replace(neuron=chosen.neuron.neuron ^ 1)) for chosen in neurons.neurons
+    ]
     assert not torch.equal(sinkscope.sink_tokens(model, ids[4:], neurons=_neurons(*others)).mask, found.mask)
 
 
@@ -62,15 +64,19 @@ def test_texts_without_sinks_have_no_neurons():
     assert "none" in repr(found.neurons)
 
 
-def test_units_that_are_silent_at_the_sinks_are_not_chosen():
-    """As ReLU units may be. Control: one that fires there alone is."""
+def test_neurons_that_are_silent_at_the_sinks_are_not_chosen():
+    """As ReLU neurons may be. Control: one that fires there alone is."""
     mask, silent, loud = torch.zeros(2, 40, dtype=torch.bool), torch.zeros(2, 40), torch.zeros(2, 40)
     mask[:, 0], loud[:, 0] = True, 5.0
-    found = _chosen({Unit(0, None, 1): silent}, mask, "planted")
+    found = _chosen({Neuron(0, None, 1): silent}, mask, "planted")
     assert (found.neurons, found.recall, found.num_sinks) == ((), 0.0, 2)
     assert math.isnan(found.precision)
-    found = _chosen({Unit(0, None, 1): silent, Unit(0, None, 2): loud}, mask, "planted")
-    assert ([neuron.unit for neuron in found.neurons], found.precision, found.recall) == ([Unit(0, None, 2)], 1.0, 1.0)
+    found = _chosen({Neuron(0, None, 1): silent, Neuron(0, None, 2): loud}, mask, "planted")
+    assert ([chosen.neuron for chosen in found.neurons], found.precision, found.recall) == (
+        [Neuron(0, None, 2)],
+        1.0,
+        1.0,
+    )
 
 
 def test_the_threshold_of_hand_worked_values():
@@ -101,7 +107,7 @@ def test_tokens_that_fire_share_the_queries_that_see_them():
     parts = [1 / (0.1 + sum(claims[: place + 1])) for place in range(4)]
     expected = [claim * sum(parts[place:]) / (4 - place) for place, claim in enumerate(claims)]
     assert shared(values, 2.0)[0].tolist() == pytest.approx(expected)
-    neuron = SinkNeuron(Unit(0, None, 0), 2.0, 0.5)
+    neuron = SinkNeuron(Neuron(0, None, 0), 2.0, 0.5)
     assert neuron.fires(values).tolist() == [[True, False, True, False]]
     assert neuron.sinks(values).tolist() == [[True, False, False, False]]
     assert neuron._replace(fires_beyond=-2.0).sinks(-values).tolist() == neuron.sinks(values).tolist()
@@ -117,7 +123,7 @@ def test_step_by_step_with_a_cache_the_mask_is_that_of_one_pass(family):
     places = [(layer.index, expert) for layer in anatomy_of(model).layers for expert, _ in layer.down_weights()]
     masks = []
     for layer, expert in (places[0], places[-1], places[len(places) // 2]):
-        neuron = SinkNeuron(Unit(layer, expert, 5), 1e-3, 0.15)
+        neuron = SinkNeuron(Neuron(layer, expert, 5), 1e-3, 0.15)
         with torch.no_grad(), sinkscope.SinkWatch(model, _neurons(neuron)) as watch:
             model(ids, use_cache=False)
             masks.append(watch.mask)

@@ -35,8 +35,8 @@ def ids_NT():
     return torch.randint(97, (24, 40), generator=torch.Generator().manual_seed(0))
 
 
-def with_a_loud_unit(*, is_heard: bool):
-    """Unit 0 of layer 1 is far above all others, and nothing depends on it unless it is heard."""
+def with_a_loud_neuron(*, is_heard: bool):
+    """Neuron 0 of layer 1 is far above all others, and nothing depends on it unless it is heard."""
     model = tiny_model("llama", scale=3.0)
     mlp = model.model.layers[1].mlp
     mlp.up_proj.weight.data[0] *= 40
@@ -46,7 +46,7 @@ def with_a_loud_unit(*, is_heard: bool):
 
 def test_the_least_predicted_damage_by_its_definition(ids_NT):
     """Of one module, by automatic differentiation at its inputs."""
-    model, name = with_a_loud_unit(is_heard=False), LOUD
+    model, name = with_a_loud_neuron(is_heard=False), LOUD
     layer, ids_NT = linear_layers(model)[name], ids_NT[:3]
     largest = dict.fromkeys(linear_layers(model), 1.0)
     kept = []
@@ -94,7 +94,7 @@ def test_texts_after_a_prefix_are_those_after_its_tokens():
 def test_a_far_value_is_clipped_where_the_loss_does_not_depend_on_it(ids_NT):
     calibration, held_out, clipped = ids_NT[:16], ids_NT[16:], {}
     for is_heard in (False, True):
-        model = with_a_loud_unit(is_heard=is_heard)
+        model = with_a_loud_neuron(is_heard=is_heard)
         by_error, better = better_ranges(model, calibration)
         assert by_error == least_error_ranges(model, calibration)
         plain = losses(model, held_out)
@@ -125,7 +125,7 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
     def work(what):
         return lambda *numbers: told.setdefault(what, []).append(numbers)
 
-    model = with_a_loud_unit(is_heard=False)
+    model = with_a_loud_neuron(is_heard=False)
     found = sinkscope.remedy(model, ids_NT, scales=True, work=work)
     assert [(reading.name, reading.is_control) for reading in found.readings] == [
         ("original", False),

@@ -26,9 +26,9 @@ from sinkscope.audits.sink_tokens import attention_sinks
 from sinkscope.audits.static_scales import Ranges, better_ranges, least_error_ranges
 from sinkscope.audits.unplug import super_neurons, unplug
 from sinkscope.errors import InputError
-from sinkscope.interventions.neurons import matched_units
+from sinkscope.interventions.neurons import matched_neurons
 from sinkscope.measures.sink_score import eligible_positions
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.rotation import rotate
 from sinkscope.models.token_batches import TokenBatch
@@ -43,7 +43,7 @@ class Treated:
     """A model as it is used with one remedy or several."""
 
     model: Any
-    units: tuple[Unit, ...] = ()
+    neurons: tuple[Neuron, ...] = ()
     """Neurons that were taken out of its weights."""
     prefix: SinkPrefix | None = None
     """What stands in the cache before every text."""
@@ -203,7 +203,7 @@ class Setting:
         return better_ranges(treated.model, ids_NT, modules=modules, prefix=cache, seed=self.seed, progress=step)
 
     @cached_property
-    def super_neurons(self) -> tuple[Unit, ...]:
+    def super_neurons(self) -> tuple[Neuron, ...]:
         return super_neurons(self.loaded, self.calibration)
 
 
@@ -318,13 +318,13 @@ class Unplug(Remedy):
     control_is = "as many random neurons unplugged"
 
     def apply(self, setting, schemes, to):
-        units = setting.super_neurons
-        if not units:
+        neurons = setting.super_neurons
+        if not neurons:
             return "no super neuron writes a sink"
-        return replace(to, model=unplug(to.model, units), units=units)
+        return replace(to, model=unplug(to.model, neurons), neurons=neurons)
 
     def control(self, setting, schemes):
-        others = matched_units(anatomy_of(setting.model), setting.super_neurons, (), seed=setting.seed)
+        others = matched_neurons(anatomy_of(setting.model), setting.super_neurons, (), seed=setting.seed)
         return Treated(model=unplug(setting.model, others))
 
 

@@ -97,7 +97,7 @@ def remedy(
         loaded=replace(loaded, model=last.model),
         receipt=take_receipt(loaded, setting.held_out),
         prefix=last.prefix,
-        units=last.units,
+        neurons=last.neurons,
         exempted=last.exempted,
         ranges=last.ranges,
         readings=tuple(readings),

@@ -76,7 +76,7 @@ class RemedyResult(Result):
     """The remedied model under the original's name, with its tokenizer."""
     receipt: Receipt
     prefix: SinkPrefix | None
-    units: tuple[Any, ...]
+    neurons: tuple[Any, ...]
     exempted: tuple[str, ...]
     """Modules to leave in 16 bits."""
     ranges: Mapping[str, float] | None
@@ -174,7 +174,7 @@ class RemedyResult(Result):
             "length": self.num_tokens[1],
             "source": self.source,
             "prefix": None if self.prefix is None else list(self.prefix.ids),
-            "units": [str(unit) for unit in self.units],
+            "units": [str(neuron) for neuron in self.neurons],
             "exempted": list(self.exempted),
             "static_scales": SCALES_FILE if self.scales else None,
             "verdicts": self.verdicts,
@@ -205,7 +205,7 @@ def card(result: RemedyResult) -> str:
     lines = [f"# {result.loaded.name}, remedied", "", "Written by `sinkscope remedy`. What was done:", ""]
     done = {reading.name for reading in result.readings if not reading.is_control}
     if "unplug" in done:
-        lines.append(f"- Super neurons unplugged (layer:neuron): {', '.join(map(str, result.units))}.")
+        lines.append(f"- Super neurons unplugged (layer:neuron): {', '.join(map(str, result.neurons))}.")
     if "rotate" in done:
         lines.append("- The residual stream turned by a random orthogonal matrix, norm gains folded in.")
     if result.prefix is not None:

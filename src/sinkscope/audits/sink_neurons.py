@@ -2,10 +2,10 @@
 
 Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
 a token is a sink where its share (`shared`), the mean over the queries from it on, is beyond the neuron's threshold.
-Candidates are the units of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
-other and at most one a layer: the unit and the threshold that bring the mask "a sink by any of them" nearest to the
+Candidates are the neurons of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
+other and at most one a layer: the neuron and the threshold that bring the mask "a sink by any of them" nearest to the
 sinks (by F1, the harmonic mean of precision and recall), as long as it gets clearly nearer.
-Axes: B sequences, T positions, N = B * T tokens, n sinks, U units of a layer, C candidates.
+Axes: B sequences, T positions, N = B * T tokens, n sinks, U neurons of a layer, C candidates.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
-from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, Unit, anatomy_of, checked_units
+from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, Neuron, anatomy_of, checked_neurons
 from sinkscope.models.loaded import LoadedModel, Model, bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.hooks import leaving
 from sinkscope.tracing.layer_call import LayerCall
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import record
 from sinkscope.tracing.reducers import Rows
-from sinkscope.tracing.units import LayerUnits
 
 NUM_CANDIDATES = 8
-"""Units of a layer that are tried."""
+"""Neurons of a layer that are tried."""
 MOST_NEURONS = 4
 NEARLY_ALL = 0.25
-"""Units are ranked by the write that all but this share of the sinks reach: what fires for one sink is of no use."""
+"""Neurons are ranked by the write that all but this share of the sinks reach: what fires for one sink is of no use."""
 CLEARLY_NEARER = 0.02
 """Of F1: what a further neuron must bring. Less than that is chance on a few texts."""
 NEARLY_BEST = 0.01
@@ -46,7 +46,7 @@ OTHERS = 0.1
 
 
 class SinkNeuron(NamedTuple):
-    unit: Unit
+    neuron: Neuron
     fires_beyond: float
     """It fires where its activation is beyond this, on the side of its sign: what recognises sinks best by itself."""
     threshold: float
@@ -87,11 +87,11 @@ class SinkNeurons:
     """On the texts that they were found on; NaN without sinks, as is the precision of no neurons."""
     num_sinks: int
     model: str
-    """The name of the model that they were found in. They mean something to another one only if its units are the
+    """The name of the model that they were found in. They mean something to another one only if its neurons are the
     same, as those of a copy in fewer bits are."""
 
     def __repr__(self) -> str:
-        fire = ", ".join(f"{unit} beyond {fires:.3g}, share {share:.2f}" for unit, fires, share in self.neurons)
+        fire = ", ".join(f"{neuron} beyond {fires:.3g}, share {share:.2f}" for neuron, fires, share in self.neurons)
         found = f"{self.num_sinks} sinks, precision {self.precision:.2f}, recall {self.recall:.2f}"
         return f"SinkNeurons({fire or 'none'}; found in {self.model} on {found})"
 
@@ -102,46 +102,46 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
     if not num_sinks:
         nothing = float("nan")
         return SinkNeurons(neurons=(), precision=nothing, recall=nothing, num_sinks=0, model=loaded.name)
-    seen: dict[Unit, Tensor] = {}
+    seen: dict[Neuron, Tensor] = {}
     sinks_n = mask_BT.flatten().nonzero().flatten()
 
     def keep_candidates(call: LayerCall) -> Tensor:
-        writes_nU = call.units.at(sinks_n.to(call.residual.device)).float().abs() * call.units.output_norms()
+        writes_nU = call.neurons.at(sinks_n.to(call.residual.device)).float().abs() * call.neurons.output_norms()
         reached_U = writes_nU.quantile(NEARLY_ALL, dim=0)
         for number in reached_U.topk(min(NUM_CANDIDATES, len(reached_U))).indices.tolist():
-            expert, neuron = call.layer.locate_unit(number)
-            values_N1 = call.units.values(expert, torch.tensor([neuron], device=call.residual.device))
-            seen[Unit(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
+            expert, neuron = call.layer.locate_neuron(number)
+            values_N1 = call.neurons.values(expert, torch.tensor([neuron], device=call.residual.device))
+            seen[Neuron(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
         return torch.zeros(1)
 
-    listening = Observable(name="candidates", hook_point=HookPoint.UNITS, value=keep_candidates, reducer=Rows())
+    listening = Observable(name="candidates", hook_point=HookPoint.NEURONS, value=keep_candidates, reducer=Rows())
     record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
     return _chosen(seen, mask_BT, loaded.name)
 
 
-def _chosen(seen: dict[Unit, Tensor], mask_BT: Tensor, model: str) -> SinkNeurons:
+def _chosen(seen: dict[Neuron, Tensor], mask_BT: Tensor, model: str) -> SinkNeurons:
     # What comes too late to be a sink by attention says nothing about the neurons.
     early_T = eligible_positions(mask_BT.shape[1])
     mask_BT = mask_BT[:, early_T]
-    shares: dict[Unit, tuple[float, Tensor]] = {}
-    for unit, values_BT in seen.items():
+    shares: dict[Neuron, tuple[float, Tensor]] = {}
+    for neuron, values_BT in seen.items():
         *_, alone = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
-        if alone:  # zero where a unit is silent at most sinks
-            shares[unit] = alone, shared(values_BT, alone)[:, early_T]
+        if alone:  # zero where a neuron is silent at most sinks
+            shares[neuron] = alone, shared(values_BT, alone)[:, early_T]
     told_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
     while len(neurons) < MOST_NEURONS:
-        layers = {neuron.unit.layer for neuron in neurons}
+        layers = {chosen.neuron.layer for chosen in neurons}
         tried = [
-            (*_best_threshold(shared_BT, mask_BT, told_BT), unit)
-            for unit, (_, shared_BT) in shares.items()
-            if unit.layer not in layers
+            (*_best_threshold(shared_BT, mask_BT, told_BT), neuron)
+            for neuron, (_, shared_BT) in shares.items()
+            if neuron.layer not in layers
         ]
-        score, _, threshold, unit = max(tried, default=(0.0, 0.0, 0.0, None))
-        if unit is None or score <= best + CLEARLY_NEARER * bool(neurons):
+        score, _, threshold, neuron = max(tried, default=(0.0, 0.0, 0.0, None))
+        if neuron is None or score <= best + CLEARLY_NEARER * bool(neurons):
             break
         best = score
-        fires_beyond, shared_BT = shares[unit]
-        neurons.append(SinkNeuron(unit, fires_beyond, threshold))
+        fires_beyond, shared_BT = shares[neuron]
+        neurons.append(SinkNeuron(neuron, fires_beyond, threshold))
         told_BT |= shared_BT > threshold
     hits, num_told, num_sinks = (int(x_BT.sum()) for x_BT in (told_BT & mask_BT, told_BT, mask_BT))
     precision = hits / num_told if neurons else float("nan")
@@ -184,7 +184,7 @@ class SinkWatch:
                 "`neurons=sinkscope.sink_neurons(model, texts)`."
             )
         self.anatomy = anatomy_of(bare_model(model))
-        checked_units(self.anatomy, [neuron.unit for neuron in neurons.neurons])
+        checked_neurons(self.anatomy, [sink_neuron.neuron for sink_neuron in neurons.neurons])
         self.neurons = neurons.neurons
         self._shapes: list[tuple[int, int]] = []
         self._seen: list[list[Tensor]] = [[] for _ in self.neurons]
@@ -219,8 +219,8 @@ class SinkWatch:
             self.anatomy.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.anatomy.layers[0].block.register_forward_hook(self._leave_first),
         ]
-        for neuron, steps in zip(self.neurons, self._seen, strict=True):
-            handles.append(_keeping(self.anatomy.layers[neuron.unit.layer], neuron.unit, steps))
+        for (neuron, *_), steps in zip(self.neurons, self._seen, strict=True):
+            handles.append(_keeping(self.anatomy.layers[neuron.layer], neuron, steps))
         for handle in handles:
             self._stack.callback(handle.remove)
         return self
@@ -242,21 +242,21 @@ class SinkWatch:
         self._shapes.append((num_sequences, length))
 
 
-def _keeping(layer: Layer, unit: Unit, steps: list[Tensor]) -> Any:
-    """A hook that keeps a unit's activation at every token. Thresholds wait until the mask is asked for: a step of
+def _keeping(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> Any:
+    """A hook that keeps a neuron's activation at every token. Thresholds wait until the mask is asked for: a step of
     decoding pays for one small copy a neuron."""
-    if unit.expert in (None, SHARED_EXPERT):
-        projection: AnyModule = layer.down_projection if unit.expert is None else layer.shared_down_projection
+    if neuron.expert in (None, SHARED_EXPERT):
+        projection: AnyModule = layer.down_projection if neuron.expert is None else layer.shared_down_projection
         return projection.register_forward_pre_hook(
-            lambda module, args: steps.append(args[0][..., unit.neuron].flatten().clone())
+            lambda module, args: steps.append(args[0][..., neuron.neuron].flatten().clone())
         )
-    units = LayerUnits(layer)
+    layer_neurons = LayerNeurons(layer)
 
     def keep_routed(module, args, kwargs) -> None:
-        units.keep_routed(module, args, kwargs)
-        chosen = torch.tensor([unit.neuron], device=layer.down_weights()[0][1].device)
-        steps.append(units.values(unit.expert, chosen).flatten())
-        units.clear()
+        layer_neurons.keep_routed(module, args, kwargs)
+        chosen = torch.tensor([neuron.neuron], device=layer.down_weights()[0][1].device)
+        steps.append(layer_neurons.values(neuron.expert, chosen).flatten())
+        layer_neurons.clear()
 
     experts: AnyModule = layer.experts
     return experts.register_forward_pre_hook(keep_routed, with_kwargs=True)

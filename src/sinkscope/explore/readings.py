@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.measures.sink_score import eligible_positions
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.pages.text import token_text, visible
 from sinkscope.results.run import read_run
 from sinkscope.results.validated import refused
@@ -24,7 +24,7 @@ from sinkscope.tracing.trace import Trace
 QUANTITIES = {
     "attention_received": "Attention received, mean over heads",
     "dom_ratio": "DomRatio: max |h| / mean |h| of the residual",
-    "largest_write": "Largest write of any unit, |activation| x output norm",
+    "largest_write": "Largest write of any neuron, |activation| x output norm",
     "mixing": "Mixing, sum a^2: 1 where a token attends to one key alone",
     "second_moment": "E[o^2] of the value aggregation",
 }
@@ -33,16 +33,16 @@ CHAIN = ("mixing", "second_moment", "largest_write", "dom_ratio", "attention_rec
 """The panels from cause to effect."""
 OBSERVABLES = sorted(NEEDED | {"received_by_sequence", "mixing", "second_moment"})
 """What a redraw records."""
-UNIT, DIMENSION = ("position", "layer", "expert", "neuron"), ("position", "dimension")
+NEURON, DIMENSION = ("position", "layer", "expert", "neuron"), ("position", "dimension")
 """What names a row of a list."""
 WINDOW = 256
 """Positions that are drawn at once."""
 MOST_LISTED = 24
-"""Units or dimensions in a list."""
-MOVERS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
+"""Neurons or dimensions in a list."""
+NEURON_COLUMNS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
 MASSIVE = ("position", "layer", "dimension", "value", "ratio")
 SILENT = 0.01
-"""Share of its activation in the baseline below which a unit is silent."""
+"""Share of its activation in the baseline below which a neuron is silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Reading:
     """[L, T] by quantity."""
     heads: Callable[[int], np.ndarray | None]
     """[L, H] attention that a position receives; None where that was not kept."""
-    units: Sequence[Mapping[str, Any]]
+    neurons: Sequence[Mapping[str, Any]]
     dimensions: Sequence[Mapping[str, Any]]
     unlisted: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Units and dimensions that the baseline lists and this one doesn't, with their values here; None where they
+    """Neurons and dimensions that the baseline lists and this one doesn't, with their values here; None where they
     were not read."""
 
     @property
@@ -75,14 +75,16 @@ def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
     """The reading of one text; with what the baseline lists, where interventions are on."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
-    units = _from_the_first([{name: getattr(unit, name) for name in MOVERS} for unit in findings.super_neurons])
+    neurons = _from_the_first(
+        [{name: getattr(neuron, name) for name in NEURON_COLUMNS} for neuron in findings.super_neurons]
+    )
     dimensions = _strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive])
-    unlisted: dict[str, list[Mapping[str, Any]]] = {"units": [], "dimensions": []}
+    unlisted: dict[str, list[Mapping[str, Any]]] = {"neurons": [], "dimensions": []}
     if before is not None:
-        for row in _missing(before.units, units, UNIT):
-            unit = Unit(row["layer"], row["expert"], row["neuron"])
-            now = findings.activation(row["position"], unit)
-            unlisted["units"].append({**row, "activation": now, "write_share": None})
+        for row in _missing(before.neurons, neurons, NEURON):
+            neuron = Neuron(row["layer"], row["expert"], row["neuron"])
+            now = findings.activation(row["position"], neuron)
+            unlisted["neurons"].append({**row, "activation": now, "write_share": None})
         for row in _missing(before.dimensions, dimensions, DIMENSION):
             value, ratio = findings.dimension(row["position"], row["layer"], row["dimension"]) or (None, None)
             unlisted["dimensions"].append({**row, "value": value, "ratio": ratio})
@@ -97,7 +99,7 @@ def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
             **{name: recording[name].double().numpy() for name in QUANTITIES if name != "attention_received"},
         },
         heads=lambda position: received_LHT[:, :, position],
-        units=units,
+        neurons=neurons,
         dimensions=dimensions,
         unlisted=unlisted,
     )
@@ -111,7 +113,7 @@ def of_run(folder: Path) -> Reading:
         columns={
             "positions": wanted,
             "heads": ("layer", "head", "position", "attention_received"),
-            "neurons": MOVERS,
+            "neurons": NEURON_COLUMNS,
             "dimensions": MASSIVE,
             "tokens": ("sequence", "position", "text"),
         },
@@ -138,7 +140,7 @@ def of_run(folder: Path) -> Reading:
         sink_rate_T=_where_judged(by_position.pop("sink_rate").mean(0)),
         by_position=by_position,
         heads=heads,
-        units=_from_the_first(run.rows("neurons")),
+        neurons=_from_the_first(run.rows("neurons")),
         dimensions=_strongest_layers(run.rows("dimensions")),
     )
 
@@ -148,9 +150,9 @@ def _where_judged(rate_T: np.ndarray) -> np.ndarray:
     return np.where(eligible_positions(len(rate_T)).numpy(), rate_T, np.nan)
 
 
-def _from_the_first(units: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _from_the_first(neurons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """By position and layer: what begins the disparity of a token comes before what makes it large."""
-    return sorted(units, key=lambda unit: (unit["position"], unit["layer"]))
+    return sorted(neurons, key=lambda neuron: (neuron["position"], neuron["layer"]))
 
 
 def _strongest_layers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -174,7 +176,7 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
     # Those of the baseline stay listed when an intervention silences them, or they could not be put back.
     first = before or now
     parts = {
-        "units": _rows(first.units, now.units, now.unlisted.get("units", ()), UNIT, "activation"),
+        "neurons": _rows(first.neurons, now.neurons, now.unlisted.get("neurons", ()), NEURON, "activation"),
         "dimensions": _rows(first.dimensions, now.dimensions, now.unlisted.get("dimensions", ()), DIMENSION, "value"),
     }
     return {

@@ -85,7 +85,7 @@ class Place:
     heads: Indices = None
     sequences: Indices = None
     items: frozenset | None = None
-    """The units or dimensions; None for all."""
+    """The neurons or dimensions; None for all."""
 
     def overlaps(self, other: Place) -> bool:
         """Whether two places share a number that both would set."""

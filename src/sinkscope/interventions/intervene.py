@@ -216,10 +216,10 @@ def intervene(
         sinkscope.intervene(model, {"mask_to_self": 10}, prompt="a text of 27 tokens or more").story
 
     Interventions are written as on the command line, such as {"amplify": ["10:4", "12:4"], "ablate": "5:148"}, where
-    a unit may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers` and
-    `heads` choose where interventions on masks and the aggregation act. The batch is `prompt`, one text or several of
-    one length, or drawn as `token_batch` does. What interventions must know of the model comes from 64 other sequences
-    of that length: with `prompt`, from those that `tokens` names.
+    a neuron may also be a tuple or a super neuron of a trace; `sinkscope intervene --help` lists the kinds. `layers`
+    and `heads` choose where interventions on masks and the aggregation act. The batch is `prompt`, one text or
+    several of one length, or drawn as `token_batch` does. What interventions must know of the model comes from 64
+    other sequences of that length: with `prompt`, from those that `tokens` names.
     """
     specs = read_specs(interventions, layers=layers, heads=heads)
     if prompt is None:

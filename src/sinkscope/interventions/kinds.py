@@ -6,7 +6,7 @@ is made, since the command line reads the table for its help.
 
 A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
 itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other
-interventions on the aggregation scale it whole; units are matched random ones. Where nothing of the kind exists, the
+interventions on the aggregation scale it whole; neurons are matched random ones. Where nothing of the kind exists, the
 control is the baseline.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.arguments import unit_of_text, whole_numbers
+from sinkscope.arguments import neuron_of_text, whole_numbers
 
 if TYPE_CHECKING:
-    from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.models.anatomy import Anatomy, Neuron
     from sinkscope.models.loading import LoadedModel
     from sinkscope.models.token_batches import TokenBatch
 
@@ -37,8 +37,8 @@ class Setting:
     calibration: TokenBatch
     last_layer: int
     """The layer in which disparity appears: interventions on the aggregation act up to it unless layers are chosen."""
-    excluded: Sequence[Unit]
-    """Units that a control must not take."""
+    excluded: Sequence[Neuron]
+    """Neurons that a control must not take."""
 
 
 Make = Callable[[Setting, Sequence[tuple], dict[str, Any]], Sequence[Any]]
@@ -87,8 +87,8 @@ def _position_factor(text: str) -> tuple:
     return int(position), float(factor)
 
 
-def _unit(text: str) -> tuple:
-    return (unit_of_text(text),)
+def _neuron(text: str) -> tuple:
+    return (neuron_of_text(text),)
 
 
 def _placed(item: Callable[[str], Any], *, num_places: int) -> Callable[[str], tuple]:
@@ -169,9 +169,9 @@ def _ablate(mode: Any) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.neurons import ablate_neurons
 
-        # A unit that is named twice is removed once.
-        units = dict.fromkeys(unit for (unit,) in values)
-        return [ablate_neurons(setting.loaded, units, mode, calibration=setting.calibration)]
+        # A neuron that is named twice is removed once.
+        neurons = dict.fromkeys(neuron for (neuron,) in values)
+        return [ablate_neurons(setting.loaded, neurons, mode, calibration=setting.calibration)]
 
     return make
 
@@ -179,22 +179,22 @@ def _ablate(mode: Any) -> Make:
 def _densify(setting, values, where):
     from sinkscope.interventions.neurons import densify_neurons
 
-    return [densify_neurons(setting.loaded, dict.fromkeys(unit for (unit,) in values))]
+    return [densify_neurons(setting.loaded, dict.fromkeys(neuron for (neuron,) in values))]
 
 
 def _transplant(setting, values, where):
     from sinkscope.interventions.neurons import transplant_neurons
 
-    return [transplant_neurons(setting.loaded, [unit], source, target) for unit, source, target in values]
+    return [transplant_neurons(setting.loaded, [neuron], source, target) for neuron, source, target in values]
 
 
-def _on_matched_units(make: Make) -> Make:
+def _on_matched_neurons(make: Make) -> Make:
     def control(setting, values, where):
-        from sinkscope.interventions.neurons import matched_units
+        from sinkscope.interventions.neurons import matched_neurons
 
         values = list(dict.fromkeys(values))
-        drawn = matched_units(setting.anatomy, [unit for unit, *_ in values], setting.excluded, seed=0)
-        return make(setting, [(unit, *rest) for unit, (_, *rest) in zip(drawn, values, strict=False)], where)
+        drawn = matched_neurons(setting.anatomy, [neuron for neuron, *_ in values], setting.excluded, seed=0)
+        return make(setting, [(neuron, *rest) for neuron, (_, *rest) in zip(drawn, values, strict=False)], where)
 
     return control
 
@@ -239,12 +239,12 @@ _DOSED: dict[str, Any] = dict(form="POSITION:FACTOR", example="10:4", read=_posi
 _BY_SCALING: dict[str, Any] = dict(
     control=_aggregation("scale_norm"), control_is="its whole aggregation is scaled by the factor"
 )
-_UNITS: dict[str, Any] = dict(form="LAYER:NEURON or LAYER:EXPERT:NEURON", example="2:90", read=_unit)
+_NEURONS: dict[str, Any] = dict(form="LAYER:NEURON or LAYER:EXPERT:NEURON", example="2:90", read=_neuron)
 
 
 def _by_matched(make: Make) -> dict[str, Any]:
-    """A kind that acts on units, with its control."""
-    return dict(make=make, control=_on_matched_units(make), control_is="as many random units, matched in size")
+    """A kind that acts on neurons, with its control."""
+    return dict(make=make, control=_on_matched_neurons(make), control_is="as many random neurons, matched in size")
 
 
 KINDS: dict[str, Kind] = {
@@ -300,15 +300,15 @@ KINDS: dict[str, Kind] = {
         make=_match("variance", "energy"),
         **_PLACED,
     ),
-    "ablate": Kind(does=", set to zero", **_UNITS, **_by_matched(_ablate("zero"))),
-    "ablate_mean": Kind(does=", set to its mean", **_UNITS, **_by_matched(_ablate("mean"))),
-    "ablate_resample": Kind(does=", set to values of other tokens", **_UNITS, **_by_matched(_ablate("resample"))),
-    "densify": Kind(does=", whose output vector is spread over all dimensions", **_UNITS, **_by_matched(_densify)),
+    "ablate": Kind(does=", set to zero", **_NEURONS, **_by_matched(_ablate("zero"))),
+    "ablate_mean": Kind(does=", set to its mean", **_NEURONS, **_by_matched(_ablate("mean"))),
+    "ablate_resample": Kind(does=", set to values of other tokens", **_NEURONS, **_by_matched(_ablate("resample"))),
+    "densify": Kind(does=", whose output vector is spread over all dimensions", **_NEURONS, **_by_matched(_densify)),
     "transplant": Kind(
         form="LAYER:NEURON@SOURCE:TARGET",
         example="2:90@0:10",
         does=", its activation written at the target too",
-        read=_placed(unit_of_text, num_places=2),
+        read=_placed(neuron_of_text, num_places=2),
         acts_at=_last,
         **_by_matched(_transplant),
     ),
@@ -334,7 +334,7 @@ KINDS: dict[str, Kind] = {
         form="LAYER:NEURON@POSITION",
         example="2:90@10",
         does=" held at its baseline values",
-        read=_placed(unit_of_text, num_places=1),
+        read=_placed(neuron_of_text, num_places=1),
         make=_clamp("neurons"),
         acts_at=_last,
     ),

@@ -1,9 +1,9 @@
-"""Interventions on feed-forward units, dense and expert alike: ablation, transplant, clamping, and a dense output
+"""Interventions on feed-forward neurons, dense and expert alike: ablation, transplant, clamping, and a dense output
 vector.
 
-A dense unit is changed as it enters the down projection. Experts have no module to hook for their units, so what their
-new values would add to the output is added there; a routed unit counts with its routing weight, 0 where it was not
-routed. Axes: B sequences, T positions, N = B * T tokens, n units of one group, E width.
+A dense neuron is changed as it enters the down projection. Experts have no module to hook for their neurons, so what
+their new values would add to the output is added there; a routed neuron counts with its routing weight, 0 where it was
+not routed. Axes: B sequences, T positions, N = B * T tokens, n neurons of one group, E width.
 """
 
 from __future__ import annotations
@@ -31,32 +31,41 @@ from sinkscope.interventions.base import (
     hook_on,
     indices,
 )
-from sinkscope.models.anatomy import SHARED_EXPERT, Anatomy, Group, Unit, UnitLike, anatomy_of, as_units, checked_units
+from sinkscope.models.anatomy import (
+    SHARED_EXPERT,
+    Anatomy,
+    Group,
+    Neuron,
+    NeuronLike,
+    anatomy_of,
+    as_neurons,
+    checked_neurons,
+)
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.open_interventions import ExpertChange, changing_experts, check_indices, suspend
-from sinkscope.tracing.replay import ConditionReading, read_units
-from sinkscope.tracing.units import LayerUnits
+from sinkscope.tracing.replay import ConditionReading, read_neurons
 
 NUM_NEAREST = 20
-"""How many units, or dimensions, a matched one is drawn among."""
+"""How many neurons, or dimensions, a matched one is drawn among."""
 
 
 class ChangeNeurons(Intervention):
-    """New values for some units at some tokens."""
+    """New values for some neurons at some tokens."""
 
     def __init__(
         self,
         model: Model,
         name: str,
-        units: Iterable[UnitLike],
+        neurons: Iterable[NeuronLike],
         *,
         positions: int | Sequence[int] | None = None,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
         self.name = name
-        units = as_units(units)
-        self.groups = checked_units(anatomy_of(bare_model(model)), units)
+        neurons = as_neurons(neurons)
+        self.groups = checked_neurons(anatomy_of(bare_model(model)), neurons)
         super().__init__(
             model,
             Place(
@@ -64,13 +73,13 @@ class ChangeNeurons(Intervention):
                 layers=tuple(layer for layer, _ in self.groups),
                 positions=as_indices(positions),
                 sequences=as_indices(sequences),
-                items=frozenset(units),
+                items=frozenset(neurons),
             ),
         )
 
     @abstractmethod
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
-        """The new values of the group's units at every token; ignored where the intervention does not act."""
+        """The new values of the group's neurons at every token; ignored where the intervention does not act."""
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for group, neurons in self.groups.items():
@@ -111,9 +120,9 @@ class ChangeNeurons(Intervention):
             acted(layer.index)
             chosen = torch.tensor(neurons, device=output.device)
             with suspend():  # what the experts made of the token, before any intervention
-                units = LayerUnits(layer)
-                units.keep_routed(module, args, kwargs)
-                current_BTn = shape.unflatten(units.values(expert, chosen), self.place)
+                layer_neurons = LayerNeurons(layer)
+                layer_neurons.keep_routed(module, args, kwargs)
+                current_BTn = shape.unflatten(layer_neurons.values(expert, chosen), self.place)
             change_Nn = (self._changed(group, current_BTn) - current_BTn).flatten(0, 1)
             added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T
             return output + added_NE.view_as(output).to(output.dtype)
@@ -130,23 +139,23 @@ class ChangeNeurons(Intervention):
 
 
 class AblateNeurons(ChangeNeurons):
-    """Units at zero, at their mean over a calibration batch, or at values drawn from it."""
+    """Neurons at zero, at their mean over a calibration batch, or at values drawn from it."""
 
     def __init__(
         self,
         model: Model,
-        units: Iterable[UnitLike],
+        neurons: Iterable[NeuronLike],
         mode: str,
         calibration: TokenBatch | Tensor | None,
         **where: Unpack[TokenPlace],
     ) -> None:
-        super().__init__(model, "ablate_neurons", units, **where)
+        super().__init__(model, "ablate_neurons", neurons, **where)
         self.mode, self.needs = mode, None if mode == "resample" else self.place.positions or ()
         check_choice("mode", mode, ("zero", "mean", "resample"))
         self.seen: dict[Group, Tensor] = {}
         if mode != "zero":
             batch, self.calibrated_on = calibration_of(model, calibration)
-            self.seen = read_units(self.anatomy, bare_model(model), batch.ids, self.groups)
+            self.seen = read_neurons(self.anatomy, bare_model(model), batch.ids, self.groups)
 
     @property
     def by_sequence(self) -> bool:
@@ -158,25 +167,25 @@ class AblateNeurons(ChangeNeurons):
         seen_Nn = self.seen[group].flatten(0, 1).to(current_BTn)
         if self.mode == "mean":
             return seen_Nn.mean(0).expand_as(current_BTn)
-        # The same token of the calibration batch for all units of the group: their values belong together.
+        # The same token of the calibration batch for all neurons of the group: their values belong together.
         generator = torch.Generator().manual_seed(group[0])
         drawn = torch.randint(len(seen_Nn), current_BTn.shape[:2], generator=generator).to(current_BTn.device)
         return seen_Nn[drawn]
 
 
 class TransplantNeurons(ChangeNeurons):
-    """Units at one position take the values they have at another, sequence by sequence."""
+    """Neurons at one position take the values they have at another, sequence by sequence."""
 
     def __init__(
         self,
         model: Model,
-        units: Iterable[UnitLike],
+        neurons: Iterable[NeuronLike],
         source: int,
         target: int,
         *,
         sequences: int | Sequence[int] | None = None,
     ) -> None:
-        super().__init__(model, "transplant_neurons", units, positions=target, sequences=sequences)
+        super().__init__(model, "transplant_neurons", neurons, positions=target, sequences=sequences)
         check_whole("source", source)
         self.source, self.needs = source, (source, target)
         if source < 0 or source == target:
@@ -190,15 +199,15 @@ class TransplantNeurons(ChangeNeurons):
 
 
 class ClampNeurons(ChangeNeurons):
-    """Units held at the values they have in a baseline reading of the same batch."""
+    """Neurons held at the values they have in a baseline reading of the same batch."""
 
     holds_a_batch = True
 
     def __init__(
-        self, model: Model, units: Iterable[UnitLike], baseline: ConditionReading, **where: Unpack[TokenPlace]
+        self, model: Model, neurons: Iterable[NeuronLike], baseline: ConditionReading, **where: Unpack[TokenPlace]
     ) -> None:
-        super().__init__(model, "clamp", units, **where)
-        self.held = {group: baseline.group_values(group, neurons) for group, neurons in self.groups.items()}
+        super().__init__(model, "clamp", neurons, **where)
+        self.held = {group: baseline.group_values(group, indices) for group, indices in self.groups.items()}
 
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         check_held(self.held[group], current_BTn)
@@ -221,20 +230,20 @@ class DensifyNeurons(Intervention):
     def __init__(
         self,
         model: Model,
-        units: Iterable[UnitLike],
+        neurons: Iterable[NeuronLike],
         mode: Mode = "spread",
         *,
         avoid: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
         check_choice("mode", mode, get_args(Mode))
-        units = as_units(units)
-        self.groups = checked_units(anatomy_of(bare_model(model)), units)
-        place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(units))
+        neurons = as_neurons(neurons)
+        self.groups = checked_neurons(anatomy_of(bare_model(model)), neurons)
+        place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(neurons))
         super().__init__(model, place)
         before = {
-            (layer, expert): self.anatomy.layers[layer].group_weight(expert)[:, list(neurons)].float().cpu()
-            for (layer, expert), neurons in self.groups.items()
+            (layer, expert): self.anatomy.layers[layer].group_weight(expert)[:, list(indices)].float().cpu()
+            for (layer, expert), indices in self.groups.items()
         }
         if mode == "spread":
             after = {group: _spread(vectors_En, seed + 1_000_003 * group[0]) for group, vectors_En in before.items()}
@@ -258,9 +267,9 @@ class DensifyNeurons(Intervention):
             acted(group[0])
             chosen = torch.tensor(neurons, device=output.device)
             if routed:
-                units = LayerUnits(self.anatomy.layers[group[0]])
-                units.keep_routed(module, args, kwargs)
-                values = units.values(group[1], chosen)
+                layer_neurons = LayerNeurons(self.anatomy.layers[group[0]])
+                layer_neurons.keep_routed(module, args, kwargs)
+                values = layer_neurons.values(group[1], chosen)
             else:
                 values = args[0][..., chosen].float()
             added = values @ self.change[group].to(values).T
@@ -295,60 +304,60 @@ def _turned(vectors_En: Tensor, generator: torch.Generator) -> Tensor:
 
 def ablate_neurons(
     model: Model,
-    units: Iterable[UnitLike],
+    neurons: Iterable[NeuronLike],
     mode: Literal["zero", "mean", "resample"] = "zero",
     *,
     calibration: TokenBatch | Tensor | None = None,
     **where: Unpack[TokenPlace],
 ) -> AblateNeurons:
-    """Units at zero, at their mean, or at values of other tokens; `where` takes positions and sequences. Without a
+    """Neurons at zero, at their mean, or at values of other tokens; `where` takes positions and sequences. Without a
     calibration, one of random tokens is drawn for the means and values."""
-    return AblateNeurons(model, units, mode, calibration, **where)
+    return AblateNeurons(model, neurons, mode, calibration, **where)
 
 
 def densify_neurons(
-    model: Model, units: Iterable[UnitLike], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
+    model: Model, neurons: Iterable[NeuronLike], mode: Mode = "spread", *, avoid: Sequence[int] = (), seed: int = 0
 ) -> DensifyNeurons:
-    """Each unit's output vector with its norm spread over all dimensions, moved to another one, or turned, all else as
-    it was."""
-    return DensifyNeurons(model, units, mode, avoid=avoid, seed=seed)
+    """Each neuron's output vector with its norm spread over all dimensions, moved to another one, or turned; all else
+    stays as it was."""
+    return DensifyNeurons(model, neurons, mode, avoid=avoid, seed=seed)
 
 
 def transplant_neurons(
     model: Model,
-    units: Iterable[UnitLike],
+    neurons: Iterable[NeuronLike],
     source: int,
     target: int,
     *,
     sequences: int | Sequence[int] | None = None,
 ) -> TransplantNeurons:
-    """The units' activations at `source` written at `target` too."""
-    return TransplantNeurons(model, units, source, target, sequences=sequences)
+    """The neurons' activations at `source` written at `target` too."""
+    return TransplantNeurons(model, neurons, source, target, sequences=sequences)
 
 
-def matched_units(
+def matched_neurons(
     anatomy: Anatomy,
-    units: Iterable[UnitLike],
-    excluded: Sequence[Unit],
+    neurons: Iterable[NeuronLike],
+    excluded: Sequence[Neuron],
     *,
     seed: int,
     sizes: Mapping[Group, Tensor] | None = None,
-) -> list[Unit]:
-    """As many other units, each of the same layer and expert and among the NUM_NEAREST of nearest size.
+) -> list[Neuron]:
+    """As many other neurons, each of the same layer and expert and among the NUM_NEAREST of nearest size.
 
-    `sizes` are the units' by group; left out, they are the norms of output vectors.
+    `sizes` are the neurons' by group; left out, they are the norms of output vectors.
     """
     generator = torch.Generator().manual_seed(seed)
-    units = as_units(units)
-    drawn: list[Unit] = []
-    for unit in units:
+    neurons = as_neurons(neurons)
+    drawn: list[Neuron] = []
+    for neuron in neurons:
         if sizes is None:
-            weight_EF: Any = anatomy.layers[unit.layer].group_weight(unit.expert)
+            weight_EF: Any = anatomy.layers[neuron.layer].group_weight(neuron.expert)
             size_F = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
         else:
-            size_F = sizes[unit.layer, unit.expert]
-        taken = [u.neuron for u in (*units, *excluded, *drawn) if u[:2] == unit[:2]]
-        drawn += [Unit(unit.layer, unit.expert, n) for n in nearest(size_F, unit.neuron, taken, generator)]
+            size_F = sizes[neuron.layer, neuron.expert]
+        taken = [u.neuron for u in (*neurons, *excluded, *drawn) if u[:2] == neuron[:2]]
+        drawn += [Neuron(neuron.layer, neuron.expert, n) for n in nearest(size_F, neuron.neuron, taken, generator)]
     return drawn
 
 

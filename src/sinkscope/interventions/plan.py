@@ -9,15 +9,15 @@ import torch
 
 from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
 from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, MIN_HEAD_SINK_RATE
-from sinkscope.models.anatomy import Layer, Unit, as_unit
+from sinkscope.models.anatomy import Layer, Neuron, as_neuron
 from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.super_neurons import SuperNeuron
 
 SUPER_NEURON_SHARE = 0.005
-"""Super neurons are at most this share of a layer's units, each with a write at the sink of LEVEL_ELSEWHERE times its
+"""Super neurons are at most this share of a layer's neurons, each with a write at the sink of LEVEL_ELSEWHERE times its
 level at other positions."""
 LATER_SHARE = 0.1
-"""After the birth only units with this share of their layer's write count."""
+"""After the birth only neurons with this share of their layer's write count."""
 FIRST_TARGET = 10
 """The position that the paper intervenes at; two more follow it."""
 NUM_TARGETS = 3
@@ -40,12 +40,12 @@ class Plan:
     alive: tuple[int, ...]
     """Layers after which the sink has disparity or, if there is none, the layers with a sink."""
     dimensions: tuple[int, ...]
-    super_neurons: tuple[Unit, ...]
+    super_neurons: tuple[Neuron, ...]
     """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
-    candidates: tuple[Unit, ...]
-    """Every unit that moves a massive dimension at the sink or, where there is none, the strongest along the direction
-    of its states; strongest write first: for the minimal set."""
-    writers: tuple[Unit, ...] = ()
+    candidates: tuple[Neuron, ...]
+    """Every neuron that moves a massive dimension at the sink or, where there is none, the strongest along the
+    direction of its states; strongest write first: for the minimal set."""
+    writers: tuple[Neuron, ...] = ()
     """Where no minimal set was found: those before the first head with the sink that write most along the direction of
     its states, as many as are searched, however many of a layer, strongest first."""
 
@@ -53,9 +53,9 @@ class Plan:
     """(layer, head) of those that have the sink."""
 
     @property
-    def birth_units(self) -> tuple[Unit, ...]:
+    def birth_neurons(self) -> tuple[Neuron, ...]:
         """The super neurons in layers of birth, which the claims about the baseline use."""
-        return tuple(unit for unit in self.super_neurons if unit.layer in self.births)
+        return tuple(neuron for neuron in self.super_neurons if neuron.layer in self.births)
 
     @property
     def before_sink(self) -> range:
@@ -88,14 +88,14 @@ def make_plan(findings: Findings) -> Plan:
         first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
     last_layer = first if first is not None else next(iter(sink_layers), 0)
     alive = _alive(births, erasures, recording.num_layers)
-    here = [unit for unit in findings.super_neurons if unit.position == sink and unit.role == "writes"]
-    sharp = [unit for unit in here if unit.contrast >= LEVEL_ELSEWHERE]
-    sharp.sort(key=lambda unit: -unit.write_share)
+    here = [neuron for neuron in findings.super_neurons if neuron.position == sink and neuron.role == "writes"]
+    sharp = [neuron for neuron in here if neuron.contrast >= LEVEL_ELSEWHERE]
+    sharp.sort(key=lambda neuron: -neuron.write_share)
     chosen: list[SuperNeuron] = []
-    for layer in sorted({unit.layer for unit in sharp}):
-        in_layer = [unit for unit in sharp if unit.layer == layer][: most_super_neurons(anatomy.layers[layer])]
-        chosen += [unit for unit in in_layer if layer in births or unit.write_share >= LATER_SHARE]
-    chosen.sort(key=lambda unit: -abs(unit.write))
+    for layer in sorted({neuron.layer for neuron in sharp}):
+        in_layer = [neuron for neuron in sharp if neuron.layer == layer][: most_super_neurons(anatomy.layers[layer])]
+        chosen += [neuron for neuron in in_layer if layer in births or neuron.write_share >= LATER_SHARE]
+    chosen.sort(key=lambda neuron: -abs(neuron.write))
     return Plan(
         sink=sink,
         targets=_targets(recording.sink_rate, sink, recording.batch.length),
@@ -103,8 +103,8 @@ def make_plan(findings: Findings) -> Plan:
         births=tuple(births),
         alive=tuple(alive or sink_layers or range(recording.num_layers)),
         dimensions=tuple(findings.massive_dimensions_at(sink)[:MAX_DIMENSIONS]),
-        super_neurons=tuple(map(as_unit, chosen)),
-        candidates=tuple(candidate_units(findings, sink)),
+        super_neurons=tuple(map(as_neuron, chosen)),
+        candidates=tuple(candidate_neurons(findings, sink)),
         sink_heads=tuple(
             (layer, head)
             for layer, head in (recording["head_sink_rate"][:, :, sink] >= MIN_HEAD_SINK_RATE).nonzero().tolist()
@@ -113,19 +113,19 @@ def make_plan(findings: Findings) -> Plan:
 
 
 def most_super_neurons(layer: Layer) -> int:
-    """How many units of a layer can be super neurons."""
+    """How many neurons of a layer can be super neurons."""
     return max(1, math.floor(SUPER_NEURON_SHARE * sum(weight.shape[1] for _, weight in layer.down_weights())))
 
 
-def candidate_units(findings: Findings, sink: int) -> list[Unit]:
-    """Units that write massive dimensions at the sink: those of layers where one stands, and sharp ones of any other.
+def candidate_neurons(findings: Findings, sink: int) -> list[Neuron]:
+    """Neurons that write massive dimensions at the sink: those of layers where one stands, and sharp ones of any other.
 
     A dimension that is not massive yet, or no more, can still be what a head reads.
     """
     return [
-        as_unit(unit)
-        for unit in findings.moving_neurons
-        if unit.position == sink and unit.role == "writes" and (unit.stands or unit.contrast >= LEVEL_ELSEWHERE)
+        as_neuron(neuron)
+        for neuron in findings.moving_neurons
+        if neuron.position == sink and neuron.role == "writes" and (neuron.stands or neuron.contrast >= LEVEL_ELSEWHERE)
     ]
 
 

@@ -33,7 +33,7 @@ from sinkscope.interventions.base import (
     indices,
 )
 from sinkscope.interventions.neurons import ClampNeurons
-from sinkscope.models.anatomy import Anatomy, UnitLike, anatomy_of, as_units
+from sinkscope.models.anatomy import Anatomy, NeuronLike, anatomy_of, as_neurons
 from sinkscope.models.loading import bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.hooks import leaving
@@ -197,7 +197,7 @@ def clamp(
     model: Model,
     baseline: TokenBatch | Tensor | ConditionReading,
     *,
-    neurons: Sequence[UnitLike] = (),
+    neurons: Sequence[NeuronLike] = (),
     dimensions: Sequence[int] = (),
     norms: bool = False,
     **where: Unpack[TokenPlace],
@@ -206,7 +206,7 @@ def clamp(
 
     `baseline` is the batch that the model will be run on, or a reading of it. `where` takes positions and sequences.
     """
-    neurons = as_units(neurons)
+    neurons = as_neurons(neurons)
     if not (neurons or dimensions or norms):
         raise InputError("A clamp needs something to hold. Give `neurons`, `dimensions` or `norms`.")
     if not isinstance(baseline, ConditionReading):
@@ -215,7 +215,7 @@ def clamp(
         anatomy = anatomy_of(owner)
         _check_dimensions(anatomy, dimensions)
         check_reading(owner, anatomy)
-        baseline = read_condition(anatomy, owner, batch.ids, units=tuple(neurons), dimensions=tuple(dimensions))
+        baseline = read_condition(anatomy, owner, batch.ids, neurons=tuple(neurons), dimensions=tuple(dimensions))
     held: list[Intervention] = []
     if neurons:
         held.append(ClampNeurons(model, neurons, baseline, **where))

@@ -13,10 +13,10 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.kinds import KINDS, Kind, Setting
 
 if TYPE_CHECKING:
-    from sinkscope.models.anatomy import UnitLike
+    from sinkscope.models.anatomy import NeuronLike
 
-    ByKind = Mapping[str, "str | int | UnitLike | Sequence[str | int | UnitLike]"]
-    """By kind, one intervention or several: a text such as 10:4, a position, or a unit."""
+    ByKind = Mapping[str, "str | int | NeuronLike | Sequence[str | int | NeuronLike]"]
+    """By kind, one intervention or several: a text such as 10:4, a position, or a neuron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +84,27 @@ def _numbers(option: str, chosen: str | Sequence[int], by_kind: ByKind) -> tuple
 
 
 def _several(interventions: Any) -> list:
-    """The interventions of one kind as a list: a text, a number or a unit alone is one of them."""
-    is_unit = isinstance(interventions, tuple) and all(isinstance(part, int | None) for part in interventions)
-    if is_unit or isinstance(interventions, str) or not isinstance(interventions, Iterable):
+    """The interventions of one kind as a list: a text, a number or a neuron alone is one of them."""
+    is_neuron = isinstance(interventions, tuple) and all(isinstance(part, int | None) for part in interventions)
+    if is_neuron or isinstance(interventions, str) or not isinstance(interventions, Iterable):
         return [interventions]
     return list(interventions)
 
 
 def _written(value: Any) -> str:
-    """As on a command line: text as it is, 10 of a position, 5:148 of a unit."""
+    """As on a command line: text as it is, 10 of a position, 5:148 of a neuron."""
     if isinstance(value, str | int):
         return str(value)
     if hasattr(value, "__index__"):  # an integer of numpy's or torch's
         return str(operator.index(value))
-    unit = value if isinstance(value, tuple) else (value.layer, value.expert, value.neuron)
-    return ":".join(str(part) for part in unit if part is not None)
+    neuron = value if isinstance(value, tuple) else (value.layer, value.expert, value.neuron)
+    return ":".join(str(part) for part in neuron if part is not None)
 
 
 def _read(value: Any, name: str, form: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(_written(value))
-    except (ValueError, AttributeError):  # AttributeError: neither a text nor a number nor a unit
+    except (ValueError, AttributeError):  # AttributeError: neither a text nor a number nor a neuron
         raise InputError(f"`{name}` cannot be {reprlib.repr(value)}. Write {form}.") from None
 
 

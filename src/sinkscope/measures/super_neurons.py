@@ -1,6 +1,6 @@
-"""Feed-forward units that write the massive dimensions, and how sparse their output vectors are.
+"""Feed-forward neurons that write the massive dimensions, and how sparse their output vectors are.
 
-A unit's write into dimension c is its activation times its output vector's entry there. E width, U units.
+A neuron's write into dimension c is its activation times its output vector's entry there. E width, U neurons.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from sinkscope.measures.dimension_disparity import kurtosis, participation_ratio
 
 
 def write_share(mean_square_U: Float[Tensor, " U"], output_MU: Float[Tensor, "M U"]) -> Float[Tensor, " U"]:
-    """Each unit's share of the squared write into the massive dimensions, from E[n^2] and the output vectors' entries
+    """Each neuron's share of the squared write into the massive dimensions, from E[n^2] and the output vectors' entries
     there."""
     energy = mean_square_U * output_MU.square().sum(0)
     return energy / energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)
 
 
 class ChannelSparsity(NamedTuple):
-    """How far few dimensions carry a unit's output vector; one value per unit, NaN for a vector of zeros."""
+    """How far few dimensions carry a neuron's output vector; one value per neuron, NaN for a vector of zeros."""
 
     max_over_median: Tensor
     """NaN where more than half of the entries are zero."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from sinkscope.arguments import unit_of_text
+from sinkscope.arguments import neuron_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
@@ -25,13 +25,16 @@ from sinkscope.models.loaded import Model, bare_model
 AnyModule = Any
 """A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
 SHARED_EXPERT = -1
-"""The expert number under which the units of a shared expert are listed."""
+"""The expert number under which the neurons of a shared expert are listed."""
 DENSE = -2
 """Stands for "no expert" where a tensor needs a number."""
 
 
-class Unit(NamedTuple):
-    """One feed-forward unit of a model; `expert` is None in a dense layer and SHARED_EXPERT for a shared one."""
+class Neuron(NamedTuple):
+    """One feed-forward neuron of a model, numbered within its expert.
+
+    `expert` is None in a dense layer and SHARED_EXPERT for a shared one.
+    """
 
     layer: int
     expert: int | None
@@ -42,11 +45,11 @@ class Unit(NamedTuple):
 
 
 Group = tuple[int, int | None]
-"""Units are grouped by (layer, expert)."""
+"""Neurons are grouped by (layer, expert)."""
 
 
 class Placed(Protocol):
-    """What has the place of a unit, such as a super neuron of a trace."""
+    """What has the place of a neuron, such as a super neuron of a trace."""
 
     @property
     def layer(self) -> int: ...
@@ -56,20 +59,20 @@ class Placed(Protocol):
     def neuron(self) -> int: ...
 
 
-UnitLike = Unit | Placed | tuple[int, int] | tuple[int, int | None, int] | str
-"""A unit as users name it: (5, 148), (5, 2, 148) with an expert, "5:148", or a super neuron of a trace."""
+NeuronLike = Neuron | Placed | tuple[int, int] | tuple[int, int | None, int] | str
+"""A neuron as users name it: (5, 148), (5, 2, 148) with an expert, "5:148", or a super neuron of a trace."""
 
 
-def as_unit(given: UnitLike) -> Unit:
-    """The unit that is named; refuses what names none."""
+def as_neuron(given: NeuronLike) -> Neuron:
+    """The neuron that is named; refuses what names none."""
     try:
         if isinstance(given, str):
-            return Unit(*unit_of_text(given))
+            return Neuron(*neuron_of_text(given))
         if isinstance(given, tuple):
             layer, *expert, neuron = given
             (expert,) = expert or (None,)
-            return Unit(int(layer), None if expert is None else int(expert), int(neuron))
-        return Unit(given.layer, given.expert, given.neuron)
+            return Neuron(int(layer), None if expert is None else int(expert), int(neuron))
+        return Neuron(given.layer, given.expert, given.neuron)
     except (ValueError, TypeError, AttributeError):
         raise InputError(
             f"{reprlib.repr(given)} names no neuron. Give (layer, neuron), (layer, expert, neuron), '5:148' or a super "
@@ -77,11 +80,11 @@ def as_unit(given: UnitLike) -> Unit:
         ) from None
 
 
-def as_units(given: UnitLike | Iterable[UnitLike]) -> list[Unit]:
-    """One unit or several, as a list."""
+def as_neurons(given: NeuronLike | Iterable[NeuronLike]) -> list[Neuron]:
+    """One neuron or several, as a list."""
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
     is_tuple = isinstance(given, tuple) and given and all(isinstance(part, int | None) for part in given)
-    return [as_unit(given)] if is_one or is_tuple else [as_unit(unit) for unit in given]  # type: ignore[arg-type]
+    return [as_neuron(given)] if is_one or is_tuple else [as_neuron(neuron) for neuron in given]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ class Layer:
     """The modules of the activation function: of dense neurons, or of experts and shared ones; may be empty."""
 
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
-        """(expert or None, output vectors [E, F]) of every group of units, in the order in which units are numbered."""
+        """(expert or None, output vectors [E, F]) of every group of neurons, in the order of their indices."""
         if self.down_projection is not None:
             return [(None, projection_weight(self.down_projection))]
         assert self.experts is not None
@@ -116,7 +119,7 @@ class Layer:
         return groups
 
     def group_weight(self, expert: int | None) -> Tensor:
-        """[E, F] output vectors of one group of units; refuses a group that the layer does not have."""
+        """[E, F] output vectors of one group of neurons; refuses a group that the layer does not have."""
         groups = dict(self.down_weights())
         if expert not in groups:
             if self.experts is None:
@@ -131,32 +134,32 @@ class Layer:
         return groups[expert]
 
     def written_vectors(self, expert: int | None) -> Tensor:
-        """[E, F] float32: what each unit of a group writes per unit of activation, post-norm gain included."""
+        """[E, F] float32: what each neuron of a group writes per unit of activation, post-norm gain included."""
         return self.group_weight(expert).float() * self.write_gain()[:, None]
 
     def written_rows(self, dimensions_M: Tensor) -> Tensor:
-        """[M, U] float32: what every unit writes into some dimensions per unit of activation."""
+        """[M, U] float32: what every neuron writes into some dimensions per unit of activation."""
         rows = [weight[dimensions_M].float() for _, weight in self.down_weights()]
         return torch.cat(rows, dim=1) * self.write_gain()[dimensions_M, None]
 
-    def locate_unit(self, unit: int) -> tuple[int | None, int]:
-        """(expert or None, neuron) of a unit's number within the layer."""
-        return self.locate_units(torch.tensor([unit]))[0]
+    def locate_neuron(self, index: int) -> tuple[int | None, int]:
+        """(expert or None, neuron) of the neuron that has this index in the layer, counted over its experts."""
+        return self.locate_neurons(torch.tensor([index]))[0]
 
-    def locate_units(self, units: Tensor) -> list[tuple[int | None, int]]:
-        """The same of many units."""
-        experts, neurons = (places.tolist() for places in self.unit_places(units))
+    def locate_neurons(self, indices: Tensor) -> list[tuple[int | None, int]]:
+        """The same for many indices."""
+        experts, neurons = (places.tolist() for places in self.neuron_places(indices))
         return [(None if expert == DENSE else expert, neuron) for expert, neuron in zip(experts, neurons, strict=True)]
 
-    def output_vectors(self, units: Tensor) -> Tensor:
-        """[E, n] float32: what each unit writes into the residual stream per unit of activation, post-norm gain
+    def output_vectors(self, indices: Tensor) -> Tensor:
+        """[E, n] float32: what each neuron writes into the residual stream per unit of activation, post-norm gain
         included."""
         weights = dict(self.down_weights())
-        columns = [weights[expert][:, neuron].float() for expert, neuron in self.locate_units(units)]
+        columns = [weights[expert][:, neuron].float() for expert, neuron in self.locate_neurons(indices)]
         return torch.stack(columns, dim=1) * self.write_gain()[:, None].to(columns[0].device)
 
-    def unit_index(self, expert: int | None, neuron: int) -> int:
-        """Where `locate_units` finds this unit."""
+    def neuron_index(self, expert: int | None, neuron: int) -> int:
+        """The index by which `locate_neurons` finds this neuron."""
         start = 0
         for own, weight in self.down_weights():
             if own == expert:
@@ -164,13 +167,13 @@ class Layer:
             start += weight.shape[1]
         raise ValueError(f"layer {self.index} has no expert {expert}")
 
-    def unit_places(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert, neuron) of many units at once; a dense layer's expert comes as DENSE."""
+    def neuron_places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """(expert, neuron) of many indices at once; a dense layer's expert comes as DENSE."""
         groups = self.down_weights()
         starts = torch.tensor([0, *(weight.shape[1] for _, weight in groups)]).cumsum(0)
-        group = torch.searchsorted(starts, units, right=True) - 1
+        group = torch.searchsorted(starts, indices, right=True) - 1
         experts = torch.tensor([DENSE if expert is None else expert for expert, _ in groups])
-        return experts[group], units - starts[group]
+        return experts[group], indices - starts[group]
 
     def aggregation_channel_norms(self) -> Tensor:
         """[C] float32: how strongly the output projection reads each channel of the value aggregation."""
@@ -209,14 +212,14 @@ class Anatomy:
 
     def row(self) -> dict:
         """The anatomy in words, for people."""
-        units = [sum(weight.shape[1] for _, weight in layer.down_weights()) for layer in self.layers]
+        num_neurons = [sum(weight.shape[1] for _, weight in layer.down_weights()) for layer in self.layers]
         return {
             "family": self.family.name,
             "num_layers": len(self.layers),
             "num_heads": self.num_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "width": self.width,
-            "units_per_layer": units[0] if len(set(units)) == 1 else units,
+            "units_per_layer": num_neurons[0] if len(set(num_neurons)) == 1 else num_neurons,
             "layers_of_experts": [layer.index for layer in self.layers if layer.experts is not None],
             "post_norm": self.family.post_norm,
             "attention_and_feed_forward_in_parallel": self.parallel,
@@ -232,23 +235,23 @@ class Anatomy:
         return f"Anatomy({', '.join(f'{name}={value!r}' for name, value in self.row().items())})"
 
 
-def checked_units(anatomy: Anatomy, units: Iterable[UnitLike]) -> dict[Group, tuple[int, ...]]:
-    """Neurons by (layer, expert); refuses units that the model does not have."""
+def checked_neurons(anatomy: Anatomy, neurons: Iterable[NeuronLike]) -> dict[Group, tuple[int, ...]]:
+    """Neurons by (layer, expert); refuses neurons that the model does not have."""
     groups: dict[Group, set[int]] = {}
-    for layer, expert, neuron in map(as_unit, units):
+    for layer, expert, neuron in map(as_neuron, neurons):
         if not 0 <= layer < len(anatomy.layers):
             raise InputError(
                 f"There is no layer {layer}. Choose from 0 to {len(anatomy.layers) - 1}; `sinkscope models NAME` shows "
                 "the layers of a model."
             )
-        num_units = anatomy.layers[layer].group_weight(expert).shape[1]
-        if not 0 <= neuron < num_units:
+        num_neurons = anatomy.layers[layer].group_weight(expert).shape[1]
+        if not 0 <= neuron < num_neurons:
             raise InputError(
-                f"There is no neuron {neuron} in layer {layer}. Choose from 0 to {num_units - 1}; `sinkscope trace` "
+                f"There is no neuron {neuron} in layer {layer}. Choose from 0 to {num_neurons - 1}; `sinkscope trace` "
                 "lists those that matter."
             )
         groups.setdefault((layer, expert), set()).add(neuron)
-    return {place: tuple(sorted(neurons)) for place, neurons in groups.items()}
+    return {place: tuple(sorted(indices)) for place, indices in groups.items()}
 
 
 def anatomy_of(model: Model) -> Anatomy:

@@ -71,8 +71,8 @@ def weight_checksum(model: nn.Module) -> str:
     """A cheap hash of a model's weights: where they are, how often they were changed in place, and a row and a column
     of each.
 
-    torch does not count changes through `.data`. Those of a whole row or column show, which is how units and tokens are
-    taken out; one of a single value may not. Weights that accelerate keeps elsewhere count by their names alone.
+    torch does not count changes through `.data`. Those of a whole row or column show, which is how neurons and tokens
+    are taken out; one of a single value may not. Weights that accelerate keeps elsewhere count by their names alone.
     """
     digest = hashlib.sha256()
     lines: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

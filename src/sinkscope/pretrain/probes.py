@@ -89,7 +89,7 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
         # threshold by chance.
         position, rate = findings.strongest if findings.sinks else findings.most_attended
         layers = _layers(findings, position)
-        num_super_neurons = sum(unit.position == position for unit in findings.super_neurons)
+        num_super_neurons = sum(neuron.position == position for neuron in findings.super_neurons)
     whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
     judged = bool(eligible_positions(findings.recording.batch.length).any())
     whole["num_sinks"] = len(findings.sinks) if judged else None
@@ -130,7 +130,7 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
     is_judged = bool(eligible_positions(recording.batch.length)[position])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
-        "top_share": _top_shares(findings, recording["largest_write_unit"][:, position]),
+        "top_share": _top_shares(findings, recording["largest_write_neuron"][:, position]),
         "sink_rate": rate_L if is_judged else torch.full_like(rate_L, math.nan),
         "attention": recording["received"][:, :, key].mean(1),
         "positive_queries": _at_lock(findings, position),
@@ -146,10 +146,10 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
     return {name: layers[name] for name in QUANTITIES if name in layers}
 
 
-def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
+def _top_shares(findings: Findings, neurons_L: Tensor) -> list[float]:
     """[L] how channel-sparse the output vector of each layer's strongest writer is."""
     layers = findings.recording.anatomy.layers
-    vectors = [layer.output_vectors(unit[None].cpu()) for layer, unit in zip(layers, units_L, strict=True)]
+    vectors = [layer.output_vectors(neuron[None].cpu()) for layer, neuron in zip(layers, neurons_L, strict=True)]
     return [float(channel_sparsity(vector.cpu()).top_share) for vector in vectors]
 
 

@@ -12,7 +12,7 @@ from sinkscope.studies.causal_claims import CAUSAL_CLAIMS
 from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, some_of
 from sinkscope.studies.study_data import StudyData
 
-SHOWN_UNITS = 4
+SHOWN_NEURONS = 4
 
 
 class Verdicts(dict[str, Verdict]):
@@ -96,12 +96,12 @@ def _unmixed(verdicts: Verdicts) -> str:
 
 
 def _writers(verdicts: Verdicts, study: StudyData, went: str | None) -> str:
-    """The units that write the sink, and what is left of it without them."""
+    """The neurons that write the sink, and what is left of it without them."""
     carriers = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
-        return "No set of units was found that carries it."
-    units = some_of(carriers, SHOWN_UNITS)
-    named = f"unit {units} writes it" if len(carriers) == 1 else f"units {units} write it"
+        return "No set of neurons was found that carries it."
+    neurons = some_of(carriers, SHOWN_NEURONS)
+    named = f"neuron {neurons} writes it" if len(carriers) == 1 else f"neurons {neurons} write it"
     removal = "ablate_minimal_set" if study.minimal else "ablate_writers"
     share = study.left_by(removal, study.plan.sink) or 0.0  # None only where marked, which a removal never is
     decimals = 1 if 0 < share < 0.1 else 0
@@ -110,7 +110,7 @@ def _writers(verdicts: Verdicts, study: StudyData, went: str | None) -> str:
     if verdicts.hold("super_neurons_necessary"):
         return f"{named.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
-        most = f"the {len(carriers)} units that write most along its direction ({units})"
+        most = f"the {len(carriers)} neurons that write most along its direction ({neurons})"
         return f"Without {most} {left}; a smaller set may be enough."
     return f"Whether {named} is not settled: {without}."
 

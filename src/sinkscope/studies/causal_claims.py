@@ -13,7 +13,7 @@ from sinkscope.pages.text import percent
 from sinkscope.studies.conditions import (
     DIMENSIONS,
     DOSE,
-    MAX_UNITS,
+    MAX_NEURONS,
     NUM_DRAWS,
     NUM_RANDOM_SETS,
     RANDOM_OF,
@@ -42,13 +42,13 @@ from sinkscope.studies.judging import (
     some_of,
 )
 from sinkscope.studies.mixing_claims import MIXING_CLAIMS
-from sinkscope.studies.study_data import NO_TARGET, NO_UNITS, NO_VARIANCE, StudyData
+from sinkscope.studies.study_data import NO_NEURONS, NO_TARGET, NO_VARIANCE, StudyData
 
 if TYPE_CHECKING:
-    from sinkscope.models.anatomy import Unit
+    from sinkscope.models.anatomy import Neuron
 
-NO_MINIMAL_SET = "no set of the units that write the massive dimensions, or the sink's direction, takes the sink away"
-NO_WRITERS = "no layer with units comes before the first head with the sink"
+NO_MINIMAL_SET = "no set of the neurons that write the massive dimensions, or the sink's direction, takes the sink away"
+NO_WRITERS = "no layer with neurons comes before the first head with the sink"
 NO_DIMENSION = "there is no massive dimension"
 
 
@@ -98,12 +98,12 @@ def _writers_necessity(study: StudyData) -> ClaimNumbers | Empty:
     return _left_without(study, "ablate_writers", study.writers, where)
 
 
-def _left_without(study: StudyData, removal: str, units: Sequence[Unit], *notes: str) -> ClaimNumbers:
-    """What is left of the sink without units, and without each of the random sets."""
+def _left_without(study: StudyData, removal: str, neurons: Sequence[Neuron], *notes: str) -> ClaimNumbers:
+    """What is left of the sink without neurons, and without each of the random sets."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
-    listed = f"{len(units)} units: {some_of(units)}"
+    listed = f"{len(neurons)} neurons: {some_of(neurons)}"
     return ClaimNumbers(
         by_bar=[study.left_B2(Condition(removal, sink)), np.stack([before_B, *random_sets], 1)],
         **_beside(worst, study.controls.sets_level, "sets", listed, *notes),
@@ -163,9 +163,9 @@ def what_it_is(
 
 def _sufficiency(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.super_neurons or not study.plan.targets:
-        return Empty(NO_UNITS)
+        return Empty(NO_NEURONS)
     risen_B, control_B = study.rise_B("transplant_super_neurons"), study.rise_B("transplant_random_set")
-    return ClaimNumbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.units_level, "units"))
+    return ClaimNumbers(by_bar=[risen_B], **_beside(float(control_B.mean()), study.controls.neurons_level, "neurons"))
 
 
 def _dimensions_suffice(study: StudyData) -> ClaimNumbers | Empty:
@@ -180,12 +180,12 @@ def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyDa
     def numbers(study: StudyData) -> ClaimNumbers | Empty:
         there = study.plan.super_neurons if held == SUPER_NEURONS else study.plan.dimensions
         if not study.plan.targets or not there:
-            return Empty(NO_UNITS if held == SUPER_NEURONS else NO_DIMENSION)
+            return Empty(NO_NEURONS if held == SUPER_NEURONS else NO_DIMENSION)
         total_B, random_B, direct_B = (study.rise_B(cause, factor, of) for of in (None, RANDOM_OF[held], held))
         if total_B.mean() < RISE:
             return Empty(f"{cause} makes no sink that could be mediated")
-        level = study.controls.units_level if held == SUPER_NEURONS else study.controls.dimensions_level
-        what = "units" if held == SUPER_NEURONS else "dimensions"
+        level = study.controls.neurons_level if held == SUPER_NEURONS else study.controls.dimensions_level
+        what = "neurons" if held == SUPER_NEURONS else "dimensions"
         gone = float(1 - random_B.mean() / total_B.mean())
         note = f"total effect {100 * total_B.mean():+.1f} points, direct {100 * direct_B.mean():+.1f}"
         return ClaimNumbers(by_bar=[np.stack([total_B, random_B, direct_B], 1)], **_beside(gone, level, what, note))
@@ -238,7 +238,7 @@ CAUSAL_CLAIMS = (
     Claim(
         id="super_neurons_necessary",
         link=CAUSAL,
-        statement="Without a minimal set of units under a quarter of the sink is left; "
+        statement="Without a minimal set of neurons under a quarter of the sink is left; "
         f"{NUM_RANDOM_SETS} matched random sets each leave {percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_necessity,
@@ -249,8 +249,8 @@ CAUSAL_CLAIMS = (
     Claim(
         id="writers_necessary",
         link=CAUSAL,
-        statement="Where there is no minimal set: without the units that write most along the sink's direction, at "
-        f"most {MAX_UNITS}, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
+        statement="Where there is no minimal set: without the neurons that write most along the sink's direction, at "
+        f"most {MAX_NEURONS}, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
         f"{percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_writers_necessity,
@@ -280,7 +280,7 @@ CAUSAL_CLAIMS = (
         numbers=_sufficiency,
         figures=("forest",),
         step=Step.SUPER_NEURONS,
-        control_is="rise by as many matched random units",
+        control_is="rise by as many matched random neurons",
     ),
     Claim(
         id="dimensions_suffice",

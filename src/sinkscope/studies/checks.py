@@ -7,8 +7,8 @@ of 10 %; that over all layers can. A condition is marked where
 - the root mean square over its layers of log(actual / expected), less what sampling adds to it, is above log 1.1; or
 - in one layer even the 99 % interval of actual / expected lies outside of 10 %.
 
-What sets a value outright (units and dimensions removed, written or held, output vectors changed) has nothing to miss,
-and no check.
+What sets a value outright (neurons and dimensions removed, written or held, output vectors changed) has nothing to
+miss, and no check.
 """
 
 from __future__ import annotations

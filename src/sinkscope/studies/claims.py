@@ -32,7 +32,7 @@ from sinkscope.studies.judging import (
     second_over_first,
     some_of,
 )
-from sinkscope.studies.study_data import NO_UNITS, NO_VARIANCE, StudyData
+from sinkscope.studies.study_data import NO_NEURONS, NO_VARIANCE, StudyData
 
 
 def _sink(study: StudyData) -> ClaimNumbers | Empty:
@@ -98,21 +98,21 @@ def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
 
 
 def _super_neurons(study: StudyData) -> ClaimNumbers | Empty:
-    if not study.plan.birth_units:
-        return Empty(NO_UNITS, "does not hold")
+    if not study.plan.birth_neurons:
+        return Empty(NO_NEURONS, "does not hold")
     link_values = study.link_values
     elsewhere, here = link_values.super_write_elsewhere_B, link_values.super_write_B
     return ClaimNumbers(
         by_bar=[np.stack([link_values.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
-        note=f"units {some_of(study.plan.birth_units)}",
+        note=f"neurons {some_of(study.plan.birth_neurons)}",
     )
 
 
 def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
-    if not study.plan.birth_units:
-        return Empty(NO_UNITS)
-    top_share, median = study.top_shares(study.plan.birth_units)
+    if not study.plan.birth_neurons:
+        return Empty(NO_NEURONS)
+    top_share, median = study.top_shares(study.plan.birth_neurons)
     every_sequence = np.ones(len(study.baseline.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
     return ClaimNumbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
@@ -210,8 +210,8 @@ LINK_CLAIMS = (
     Claim(
         id="super_neurons",
         link="super_neurons",
-        statement="At most 0.5 % of a birth layer's units carry half of the write into the massive dimensions, at 10x "
-        "their level elsewhere",
+        statement="At most 0.5 % of a birth layer's neurons carry half of the write into the massive dimensions, at "
+        "10x their level elsewhere",
         bars=(
             Bar("at least", 0.5, second_over_first),
             # This way round, since the level elsewhere may be 0.
@@ -224,11 +224,11 @@ LINK_CLAIMS = (
     Claim(
         id="channel_sparsity",
         link="channel_sparsity",
-        statement="One dimension holds a quarter of the super neurons' output vectors, 5x the median unit's",
+        statement="One dimension holds a quarter of the super neurons' output vectors, 5x the median neuron's",
         bars=(Bar("at least", TOP_SHARE), Bar("at least", 5.0)),
         numbers=_channel_sparsity,
         figures=("output-vectors",),
-        control_is="the median unit's",
+        control_is="the median neuron's",
     ),
     Claim(
         id="dimension_disparity",

@@ -24,7 +24,7 @@ QUANTITIES = {
 """What is kept at the sink and at the targets, means over layers, by where a reading has it."""
 ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
 """What is kept of every position's row of attention, means over layers, by where a reading has it."""
-ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "units_BTn")
+ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "neurons_BTn")
 STORED = (*ARRAYS, "places", "acted_in")
 """Of every result, and what its part holds at least."""
 
@@ -50,7 +50,7 @@ class ConditionResult:
     positions, in the layers up to the birth: as it enters the output projection and the norm before it, if any."""
     weights_2KBL: np.ndarray
     """Mixing of the attention at each place in those layers, and the part of it that its own key has."""
-    units_BTn: np.ndarray
+    neurons_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
     """Where it was recorded."""
@@ -107,7 +107,7 @@ def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
     """The result, reduced from a reading."""
     places = (plan.sink, *plan.targets)
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
-    units = [reading.unit_values(unit).float().numpy() for unit in plan.super_neurons]
+    neurons = [reading.neuron_values(neuron).float().numpy() for neuron in plan.super_neurons]
     norm_LTB = reading.residual_norm_LBT.float().numpy().swapaxes(1, 2)
     length = norm_LTB.shape[1]
     elsewhere = np.setdiff1d(np.arange(length), places)
@@ -125,6 +125,6 @@ def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
         norm_LPB=np.concatenate([norm_LTB[:, places], norm_LTB[:, elsewhere].mean(1, keepdims=True)], 1),
         squares_S2PBL=squares_LBS2P.permute(2, 3, 4, 1, 0).numpy(),
         weights_2KBL=torch.stack(weights).double().permute(0, 3, 2, 1).numpy(),
-        units_BTn=np.stack(units, -1) if units else np.zeros((*reading.rate_BS.shape, 0), np.float32),
+        neurons_BTn=np.stack(neurons, -1) if neurons else np.zeros((*reading.rate_BS.shape, 0), np.float32),
         loss_B=None if reading.loss_B is None else reading.loss_B.double().numpy(),
     )

@@ -20,7 +20,7 @@ from sinkscope.interventions.neurons import (
 )
 from sinkscope.interventions.plan import Plan
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.condition_result import ConditionResult, reduced
@@ -53,8 +53,8 @@ class ConditionRunner:
         plan: Plan,
         calibration: TokenBatch,
         replay: Replay,
-        minimal: Sequence[Unit],
-        writers: Sequence[Unit],
+        minimal: Sequence[Neuron],
+        writers: Sequence[Neuron],
         controls: Controls,
     ) -> None:
         self.loaded, self.plan, self.replay, self.controls = loaded, plan, replay, controls
@@ -133,10 +133,10 @@ class ConditionRunner:
         free = replace(condition, held=None)
         made = free.kind.make(self, free)
         baseline, where = self.replay.untouched, TokenPlace(positions=condition.target)
-        units = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.units}
+        neurons = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.neurons}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
-        if condition.held in units:
-            return [*made, ClampNeurons(self.loaded, units[condition.held], baseline, **where)]
+        if condition.held in neurons:
+            return [*made, ClampNeurons(self.loaded, neurons[condition.held], baseline, **where)]
         if condition.held in dimensions:
             return [*made, ClampDimensions(self.loaded, baseline, dimensions[condition.held], **where)]
         if condition.held == NORMS:  # of every token after every layer: directions alone may change
@@ -178,15 +178,15 @@ class ConditionRunner:
             self.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive
         )
 
-    def transplant_units(self, units: Sequence[Unit], target: int) -> Intervention:
-        """The sink's activations of some units, at the target too."""
-        return transplant_neurons(self.loaded, units, self.plan.sink, target)
+    def transplant_neurons(self, neurons: Sequence[Neuron], target: int) -> Intervention:
+        """The sink's activations of some neurons, at the target too."""
+        return transplant_neurons(self.loaded, neurons, self.plan.sink, target)
 
-    def ablate(self, units: Sequence[Unit], positions: int | Sequence[int] | None = None) -> Intervention:
-        return ablate_neurons(self.loaded, units, positions=positions)
+    def ablate(self, neurons: Sequence[Neuron], positions: int | Sequence[int] | None = None) -> Intervention:
+        return ablate_neurons(self.loaded, neurons, positions=positions)
 
-    def set_to_mean(self, units: Sequence[Unit]) -> Intervention:
-        return ablate_neurons(self.loaded, units, "mean", calibration=self.calibration)
+    def set_to_mean(self, neurons: Sequence[Neuron]) -> Intervention:
+        return ablate_neurons(self.loaded, neurons, "mean", calibration=self.calibration)
 
     def point_elsewhere(self, mode: Mode, draw: int | None) -> Intervention:
         """The minimal set's output vectors, by one of the draws."""
@@ -249,7 +249,7 @@ class ConditionRunner:
             if isinstance(intervention, ChangeNeurons):
                 edited.update(intervention.place.layers)
         with together(interventions) as first_layer:
-            reading = self.replay.read(first_layer, first_position, changed_units=edited, loss=loss)
+            reading = self.replay.read(first_layer, first_position, changed_neurons=edited, loss=loss)
             # Of what is on together: alone they would be calibrated to other means.
             means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
             acted_in = {layer for each in open_interventions(self.replay.anatomy.decoder) for layer in each.acted_in}

@@ -32,8 +32,8 @@ RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
 """What can be held at its baseline values, and as many matched random ones."""
 
 NUM_RANDOM_SETS = 20
-MAX_UNITS = 64
-"""Units that are searched for those that carry the sink."""
+MAX_NEURONS = 64
+"""Neurons that are searched for those that carry the sink."""
 NUM_DRAWS = 4
 """Of each way to point the minimal set's vectors elsewhere: one alone may keep, or lose, what is read by chance."""
 TURNED_BASIS = "turn_basis"
@@ -254,11 +254,11 @@ _KINDS = (
     ),
     ConditionKind(
         name="transplant_super_neurons",
-        make=lambda run, c: [run.transplant_units(run.plan.super_neurons, c.target)],
+        make=lambda run, c: [run.transplant_neurons(run.plan.super_neurons, c.target)],
     ),
     ConditionKind(
         name="transplant_random_set",
-        make=lambda run, c: [run.transplant_units(run.controls.units, c.target)],
+        make=lambda run, c: [run.transplant_neurons(run.controls.neurons, c.target)],
     ),
     ConditionKind(
         name="equalise_variance",

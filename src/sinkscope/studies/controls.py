@@ -1,9 +1,9 @@
-"""Random sets as controls of what a study acts on: as many units, or dimensions, that do as much at the sink.
+"""Random sets as controls of what a study acts on: as many neurons, or dimensions, that do as much at the sink.
 
-A control must be able to fail. Units are alike in what they write at the sink, |activation| times the norm of the
+A control must be able to fail. Neurons are alike in what they write at the sink, |activation| times the norm of the
 output vector; dimensions in their magnitude there; both as means over the choosing sequences. Where a model has nothing
 that comes near, the control is empty: a claim says so, shows no number for it, and does not count it as support.
-Axes: B sequences, T positions, U units of a layer, F units of one group, E width.
+Axes: B sequences, T positions, U neurons of a layer, F neurons of one group, E width.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.interventions.neurons import matched_units, nearest
+from sinkscope.interventions.neurons import matched_neurons, nearest
 from sinkscope.interventions.plan import Plan, most_super_neurons
-from sinkscope.models.anatomy import Anatomy, Group, Unit
-from sinkscope.studies.conditions import MAX_UNITS, NUM_RANDOM_SETS
+from sinkscope.models.anatomy import Anatomy, Group, Neuron
+from sinkscope.studies.conditions import MAX_NEURONS, NUM_RANDOM_SETS
 from sinkscope.tracing.layer_call import LayerCall, wide
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder
@@ -28,7 +28,7 @@ from sinkscope.tracing.reducers import Mean
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What each unit and each dimension does at the sink, mean over sequences."""
+    """What each neuron and each dimension does at the sink, mean over sequences."""
 
     writes: dict[Group, Tensor]
     """By layer and expert [F]: |activation| times the norm of the output vector."""
@@ -39,25 +39,25 @@ class Activity:
     written: dict[int, Tensor]
     """By layer [E]: that of the residual which leaves it."""
 
-    def of(self, units: Sequence[Unit]) -> float:
-        """What units write together."""
-        return sum(float(self.writes[unit.layer, unit.expert][unit.neuron]) for unit in units)
+    def of(self, neurons: Sequence[Neuron]) -> float:
+        """What neurons write together."""
+        return sum(float(self.writes[neuron.layer, neuron.expert][neuron.neuron]) for neuron in neurons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
     """The random sets of one study."""
 
-    units: tuple[Unit, ...]
+    neurons: tuple[Neuron, ...]
     """As many as super neurons."""
-    units_level: float
+    neurons_level: float
     """What they write at the sink, over what the super neurons do."""
     dimensions: tuple[int, ...]
     """As many as massive ones."""
     dimensions_level: float
     """Their magnitude at the sink over that of the massive ones."""
-    sets: tuple[tuple[Unit, ...], ...]
-    """Each of as many units as the minimal set or the writers; none where there are neither."""
+    sets: tuple[tuple[Neuron, ...], ...]
+    """Each of as many neurons as the minimal set or the writers; none where there are neither."""
     set_levels: tuple[float, ...]
     """What each writes over what those do."""
 
@@ -67,14 +67,14 @@ class Controls:
         return sum(self.set_levels) / max(1, len(self.set_levels))
 
 
-def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Unit]) -> Controls:
+def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Neuron]) -> Controls:
     """The random sets that the activity at the sink leads to; `removed` are the minimal set or the writers."""
     excluded = (*plan.candidates, *plan.writers, *removed, *plan.super_neurons)
 
-    def matched(units: Sequence[Unit], seed: int) -> tuple[Unit, ...]:
-        return tuple(matched_units(anatomy, units, excluded, seed=seed, sizes=activity.writes))
+    def matched(neurons: Sequence[Neuron], seed: int) -> tuple[Neuron, ...]:
+        return tuple(matched_neurons(anatomy, neurons, excluded, seed=seed, sizes=activity.writes))
 
-    units = matched(plan.super_neurons, 0)
+    neurons = matched(plan.super_neurons, 0)
     sets = tuple(matched(removed, 1 + number) for number in range(NUM_RANDOM_SETS)) if removed else ()
     generator, dimensions = torch.Generator().manual_seed(0), []
     for dimension in plan.dimensions:
@@ -82,12 +82,12 @@ def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Seq
         dimensions += nearest(activity.magnitude_E, dimension, taken, generator)
     magnitude_E = activity.magnitude_E
     return Controls(
-        units=units,
-        units_level=_level(activity.of(units), activity.of(plan.super_neurons)),
+        neurons=neurons,
+        neurons_level=_level(activity.of(neurons), activity.of(plan.super_neurons)),
         dimensions=tuple(dimensions),
         dimensions_level=_level(float(magnitude_E[dimensions].sum()), float(magnitude_E[list(plan.dimensions)].sum())),
         sets=sets,
-        set_levels=tuple(_level(activity.of(units), activity.of(removed)) for units in sets),
+        set_levels=tuple(_level(activity.of(neurons), activity.of(removed)) for neurons in sets),
     )
 
 
@@ -100,7 +100,7 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     recorder = Recorder(
         anatomy,
         [
-            _at_sink("writes", HookPoint.UNITS, lambda call: _writes(call, plan.sink)),
+            _at_sink("writes", HookPoint.NEURONS, lambda call: _writes(call, plan.sink)),
             _at_sink(
                 "direction", HookPoint.ATTENTION_IN, lambda call: _top_direction(wide(call.state[:, plan.sink]))[None]
             ),
@@ -125,36 +125,36 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     )
 
 
-def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Unit, ...]:
-    """The units before the first head with the sink by what they write along the direction that the sink's states have
-    there, strongest first: of each layer at least as many as are searched."""
+def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Neuron, ...]:
+    """The neurons before the first head with the sink by what they write along the direction that the sink's states
+    have there, strongest first: of each layer at least as many as are searched."""
     first = min((layer for layer, _ in plan.sink_heads), default=0)
-    strongest: list[tuple[float, Unit]] = []
+    strongest: list[tuple[float, Neuron]] = []
     for layer in anatomy.layers[:first]:
         direction_E = activity.written[first - 1].float().cpu()
-        num_kept, ranked = max(MAX_UNITS, most_super_neurons(layer)), []
+        num_kept, ranked = max(MAX_NEURONS, most_super_neurons(layer)), []
         for expert, _ in layer.down_weights():
             along_F = torch.nn.functional.normalize(layer.written_vectors(expert).float().cpu(), dim=0).T @ direction_E
             write_F = activity.writes[layer.index, expert].float() * along_F.abs()
             values, neurons = write_F.topk(min(len(write_F), num_kept))
             ranked += [
-                (value, Unit(layer.index, expert, neuron))
+                (value, Neuron(layer.index, expert, neuron))
                 for value, neuron in zip(values.tolist(), neurons.tolist(), strict=True)
             ]
         # Not all of them: those of a hundred experts would fill the memory.
         strongest += sorted(ranked, key=itemgetter(0), reverse=True)[:num_kept]
-    return tuple(unit for _, unit in sorted(strongest, key=itemgetter(0), reverse=True))
+    return tuple(neuron for _, neuron in sorted(strongest, key=itemgetter(0), reverse=True))
 
 
-def few_of_each_layer(ranked: Sequence[Unit], anatomy: Anatomy) -> tuple[Unit, ...]:
-    """The first units of each layer, as many as can be super neurons: for a sink without a massive dimension, whose
+def few_of_each_layer(ranked: Sequence[Neuron], anatomy: Anatomy) -> tuple[Neuron, ...]:
+    """The first neurons of each layer, as many as can be super neurons: for a sink without a massive dimension, whose
     writers no dimension gives away."""
     left = {layer.index: most_super_neurons(layer) for layer in anatomy.layers}
     few = []
-    for unit in ranked:
-        if left[unit.layer] > 0:
-            left[unit.layer] -= 1
-            few.append(unit)
+    for neuron in ranked:
+        if left[neuron.layer] > 0:
+            left[neuron.layer] -= 1
+            few.append(neuron)
     return tuple(few)
 
 
@@ -172,6 +172,6 @@ def _writes(call: LayerCall, sink: int) -> Tensor:
     """[B, U] |activation| times the norm of the output vector at the sink, post-norm included."""
     num_sequences, length = call.passing.shape
     tokens_B = torch.arange(num_sequences, device=call.residual.device) * length + sink
-    write_BU = wide(call.units.at(tokens_B)).abs() * call.units.output_norms()
-    scale_N = call.units.write_scale_N
+    write_BU = wide(call.neurons.at(tokens_B)).abs() * call.neurons.output_norms()
+    scale_N = call.neurons.write_scale_N
     return write_BU if scale_N is None else write_BU * scale_N[tokens_B, None].abs()

@@ -26,10 +26,10 @@ from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
 from sinkscope.studies.conditions import BASELINE, MOVED_FIGURE, REMAINING_FIGURE, labels_in
 from sinkscope.studies.judging import QUARTER, RISE, SPARED
-from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn, unit_name
+from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn, neuron_name
 
-NUM_UNITS, NUM_CONDITIONS = 2, 4
-"""Histograms are shown for this many units, each under this many conditions."""
+NUM_NEURONS, NUM_CONDITIONS = 2, 4
+"""Histograms are shown for this many neurons, each under this many conditions."""
 ROUNDING = 1e-9
 EFFECT_COLUMNS = ("before", "after", "difference", "low", "high", "n")
 
@@ -136,7 +136,7 @@ def mediation(run: Run) -> Figure:
     return Figure(
         "mediation-effects",
         "Total, direct and indirect effect",
-        "Rise of the sink rate at the target: in total; while as many matched random units or dimensions are held at "
+        "Rise of the sink rate at the target: in total; while as many matched random neurons or dimensions are held at "
         "their untouched values; directly, while the mediator is; and indirectly, the difference of these two, with "
         "its share and interval.",
         ("mediation",),
@@ -215,18 +215,18 @@ def confounds(run: Run) -> Figure:
 
 
 def histograms(run: Run) -> list[Figure]:
-    """Activations of the first units at the sink, at the target and elsewhere."""
+    """Activations of the first neurons at the sink, at the target and elsewhere."""
     entries = run.rows("histograms")
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in entries:
-        groups.setdefault((unit_name(row), condition_name(row)), []).append(row)
-    units = list(dict.fromkeys(unit for unit, _ in groups))[:NUM_UNITS]
+        groups.setdefault((neuron_name(row), condition_name(row)), []).append(row)
+    neurons = list(dict.fromkeys(neuron for neuron, _ in groups))[:NUM_NEURONS]
     conditions = list(dict.fromkeys(condition for _, condition in groups))[:NUM_CONDITIONS]
-    pairs = [(unit, condition) for unit in units for condition in conditions if (unit, condition) in groups]
+    pairs = [(neuron, condition) for neuron in neurons for condition in conditions if (neuron, condition) in groups]
     return [_histogram(index, *names, groups[names]) for index, names in enumerate(pairs)]
 
 
-def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Figure:
+def _histogram(index: int, neuron: str, condition: str, entries: list[dict]) -> Figure:
     traces = []
     for look, place in enumerate(("sink", "target", "elsewhere")):
         rows = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
@@ -240,8 +240,8 @@ def _histogram(index: int, unit: str, condition: str, entries: list[dict]) -> Fi
             traces.append(trace)
     return Figure(
         f"histogram-{index}",
-        f"Unit {unit}, {condition}",
-        "Activations of the unit as shares of the tokens at each place.",
+        f"Neuron {neuron}, {condition}",
+        "Activations of the neuron as shares of the tokens at each place.",
         ("histograms",),
         traces,
         {"xaxis": axis("activation"), "yaxis": axis("share of tokens", rangemode="tozero")},

@@ -52,10 +52,10 @@ EMPTY_CONTROL = 0.1
 ALSO_CONTROL = "its control clears the threshold too"
 
 
-def some_of(units: Sequence[Any], most: int = 8) -> str:
-    """The first of some units, and how many more there are."""
-    more = f" and {len(units) - most} more" if len(units) > most else ""
-    return ", ".join(map(str, units[:most])) + more
+def some_of(neurons: Sequence[Any], most: int = 8) -> str:
+    """The first of some neurons, and how many more there are."""
+    more = f" and {len(neurons) - most} more" if len(neurons) > most else ""
+    return ", ".join(map(str, neurons[:most])) + more
 
 
 def the_mean(means: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The links in the baseline, by sequence: the numbers that its claims are judged on.
 
 One pass. Axes: L layers up to birth, A layers with disparity, B sequences, S sides of a norm on the aggregation, T
-positions, C channels, E width, M massive dimensions, U units.
+positions, C channels, E width, M massive dimensions, U neurons.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LinkValues:
     super_write_B: np.ndarray
     """Squared write of the super neurons into the massive dimensions at the sink, over all birth layers."""
     all_write_B: np.ndarray
-    """The same of all units."""
+    """The same of all neurons."""
     super_write_elsewhere_B: np.ndarray
     """The super neurons' squared write at the other positions, mean over them."""
 
@@ -101,7 +101,10 @@ def _observables(plan: Plan) -> list[Observable]:
             layers={layer for layer, _ in plan.sink_heads},
         ),
         by_sequence(
-            "writes", HookPoint.UNITS, lambda call: _writes(call, plan), {unit.layer for unit in plan.birth_units}
+            "writes",
+            HookPoint.NEURONS,
+            lambda call: _writes(call, plan),
+            {neuron.layer for neuron in plan.birth_neurons},
         ),
     ]
 
@@ -154,20 +157,20 @@ def _lock(
 
 
 def _writes(call: LayerCall, plan: Plan) -> Tensor:
-    """[B, 3] squared writes into the massive dimensions: of the super neurons at the sink, of all units there, and of
+    """[B, 3] squared writes into the massive dimensions: of the super neurons at the sink, of all neurons there, and of
     the super neurons at the other positions, mean over them."""
-    layer, units, (num_sequences, length) = call.layer, call.units, call.passing.shape
+    layer, neurons, (num_sequences, length) = call.layer, call.neurons, call.passing.shape
     dimensions_M = torch.tensor(plan.dimensions)
     sink_tokens = torch.arange(num_sequences) * length + plan.sink
-    here_BU = units.at(sink_tokens.to(call.residual.device)).float().cpu()
-    scale_N = torch.ones(num_sequences * length) if units.write_scale_N is None else units.write_scale_N.cpu()
+    here_BU = neurons.at(sink_tokens.to(call.residual.device)).float().cpu()
+    scale_N = torch.ones(num_sequences * length) if neurons.write_scale_N is None else neurons.write_scale_N.cpu()
     written_U = layer.written_rows(dimensions_M).square().sum(0).cpu()
     every_write_B = (here_BU * scale_N[sink_tokens, None]).square() @ written_U
     write_BT = torch.zeros(num_sequences, length)
-    for unit in plan.birth_units:
-        if unit.layer == call.index:
-            values_N = units.values(unit.expert, torch.tensor([unit.neuron])).flatten().cpu() * scale_N
-            vector_E = layer.written_vectors(unit.expert)[:, unit.neuron].cpu()
+    for neuron in plan.birth_neurons:
+        if neuron.layer == call.index:
+            values_N = neurons.values(neuron.expert, torch.tensor([neuron.neuron])).flatten().cpu() * scale_N
+            vector_E = layer.written_vectors(neuron.expert)[:, neuron.neuron].cpu()
             write_BT += (values_N.square() * vector_E[dimensions_M].square().sum()).view_as(write_BT)
     here_B = write_BT[:, plan.sink]
     return torch.stack([here_B, every_write_B, (write_BT.sum(1) - here_B) / (length - 1)], dim=1)

@@ -17,7 +17,7 @@ from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.figures import study_figures
 from sinkscope.studies.judging import Step
 from sinkscope.tracing import page as trace_page
-from sinkscope.tracing.figures import chain_panels, unit_name
+from sinkscope.tracing.figures import chain_panels, neuron_name
 from sinkscope.tracing.maps import layer_curves, maps
 
 # The links that each panel of the chain shows, from left to right.
@@ -41,7 +41,7 @@ SECTIONS = {
     ),
     "histograms": (
         "Super neurons before and after",
-        "The first units and conditions are drawn; the table holds all of them.",
+        "The first neurons and conditions are drawn; the table holds all of them.",
     ),
 }
 AS_NAMED = "as named"
@@ -201,12 +201,12 @@ def _refereed(run: Run) -> list[tuple]:
 
 def carriers(run: Run) -> str:
     """The minimal set or, where there is none, the writers along the sink's direction."""
-    units, writers = run.rows("minimal_set"), run.summary.get("writers")
+    neurons, writers = run.rows("minimal_set"), run.summary.get("writers")
     if writers:
-        names = ", ".join(map(unit_name, writers))
-        return f"The {len(writers)} units that write most along the sink's direction, as layer:neuron: {names}."
-    if not units:
+        names = ", ".join(map(neuron_name, writers))
+        return f"The {len(writers)} neurons that write most along the sink's direction, as layer:neuron: {names}."
+    if not neurons:
         return ""
-    names = ", ".join(f"{unit_name(unit)} ({number(unit['share'])})" for unit in units)
-    plural = "unit" if len(units) == 1 else "units"
-    return f"The minimal set has {len(units)} {plural}, as layer:neuron with the write share: {names}."
+    names = ", ".join(f"{neuron_name(neuron)} ({number(neuron['share'])})" for neuron in neurons)
+    plural = "neuron" if len(neurons) == 1 else "neurons"
+    return f"The minimal set has {len(neurons)} {plural}, as layer:neuron with the write share: {names}."

@@ -14,8 +14,8 @@ _TARGET = Column("target", "int", "Position acted on; null where none is", nulla
 _FACTOR = Column("factor", "float", "Strength of the intervention; null where it has none", nullable=True)
 _CONDITION = Column("condition", "str", "What was done to the model")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
-_EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
-_NEURON = Column("neuron", "int", "Unit within the layer or expert")
+_EXPERT = Column("expert", "int", "Expert of the neuron; -1 is the shared expert; null in a dense layer", nullable=True)
+_NEURON = Column("neuron", "int", "Neuron within the layer or expert")
 _ENTERING = Column("entering", "str", "What the aggregation enters there: the output projection, or a norm on it")
 _N = Column("n", "int", "Sequences that the numbers are made of")
 
@@ -156,9 +156,9 @@ RANDOM_SETS = Schema(
     "random_sets",
     (
         Column("set", "int", "Number of the matched random set, counted from 0"),
-        Column("num_units", "int", "Units in it"),
+        Column("num_units", "int", "Neurons in it"),
         Column("write", "float", "What they write at the sink, over what those removed do; empty under 0.1"),
-        Column("rate", "float", "Sink rate at the sink without these units"),
+        Column("rate", "float", "Sink rate at the sink without these neurons"),
         Column("remaining", "float", "That rate over the untouched one"),
     ),
     is_listed=True,
@@ -193,7 +193,7 @@ OUTPUT_ENERGY = Schema(
         _LAYER,
         _EXPERT,
         _NEURON,
-        Column("kind", "str", "super: a super neuron; median: the layer's unit of median sparsity"),
+        Column("kind", "str", "super: a super neuron; median: the layer's neuron of median sparsity"),
         Column("rank", "int", "Place of the dimension among those of the output vector by energy, counted from 0"),
         Column("dimension", "int", "Output dimension"),
         Column("energy_share", "float", "Share of the vector's energy in this dimension"),

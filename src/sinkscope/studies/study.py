@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.base import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
-from sinkscope.models.anatomy import Unit, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.models.rotation import RotationError, rotate
@@ -35,7 +35,7 @@ from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.condition_result import STORED, ConditionResult, reduced
 from sinkscope.studies.condition_runner import ConditionRunner
-from sinkscope.studies.conditions import MAX_UNITS, TURNED_BASIS, Condition
+from sinkscope.studies.conditions import MAX_NEURONS, TURNED_BASIS, Condition
 from sinkscope.studies.controls import (
     Activity,
     direction_writers,
@@ -85,12 +85,12 @@ class Study(Result):
         return replace(self.trace.receipt, interventions=tuple(conditions))
 
     @property
-    def minimal_set(self) -> tuple[Unit, ...]:
+    def minimal_set(self) -> tuple[Neuron, ...]:
         return self.data.minimal
 
     @property
-    def writers(self) -> tuple[Unit, ...]:
-        """Where there is no minimal set: the units along the sink's direction whose removal was judged."""
+    def writers(self) -> tuple[Neuron, ...]:
+        """Where there is no minimal set: the neurons along the sink's direction whose removal was judged."""
         return self.data.writers
 
     @cached_property
@@ -219,8 +219,8 @@ def study(
         return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
 
 
-def _listed(units: Sequence[Unit]) -> list[dict]:
-    return [{"layer": unit.layer, "expert": unit.expert, "neuron": unit.neuron} for unit in units]
+def _listed(neurons: Sequence[Neuron]) -> list[dict]:
+    return [{"layer": neuron.layer, "expert": neuron.expert, "neuron": neuron.neuron} for neuron in neurons]
 
 
 def _numbers(claim: Claim, data: StudyData) -> ClaimNumbers | Empty:
@@ -250,16 +250,16 @@ class _Run:
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
 
-        def ranked_writers() -> tuple[Unit, ...]:
+        def ranked_writers() -> tuple[Neuron, ...]:
             return processes.from_first(lambda: direction_writers(activity, anatomy, plan))
 
         ranked = () if plan.candidates else ranked_writers()
         plan = replace(plan, candidates=plan.candidates or few_of_each_layer(ranked, anatomy))
         minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
-        writers: tuple[Unit, ...] = ()
+        writers: tuple[Neuron, ...] = ()
         if has_sink and not minimal:
             ranked = ranked or ranked_writers()
-            plan = replace(plan, writers=ranked[:MAX_UNITS])
+            plan = replace(plan, writers=ranked[:MAX_NEURONS])
             writers = find_writers(self.loaded, plan, self.choosing, self.parts)
         data = self._study_data(plan, activity, minimal, writers, has_sink)
         numbers = [
@@ -277,20 +277,20 @@ class _Run:
         self,
         plan: Plan,
         activity: Activity,
-        minimal: tuple[Unit, ...],
-        writers: tuple[Unit, ...],
+        minimal: tuple[Neuron, ...],
+        writers: tuple[Neuron, ...],
         has_sink: bool,
     ) -> StudyData:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
         controls = draw_controls(activity, anatomy, plan, minimal or writers)
-        units = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.units)))
+        neurons = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.neurons)))
         dimensions = (*plan.dimensions, *controls.dimensions)
-        restarts = {unit.layer for unit in (*plan.candidates, *minimal, *writers)}
+        restarts = {neuron.layer for neuron in (*plan.candidates, *minimal, *writers)}
         replay = Replay(
             anatomy,
             model,
             ids_BT,
-            units,
+            neurons,
             dimensions,
             restarts=restarts,
             keep_writes=True,

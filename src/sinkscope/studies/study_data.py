@@ -15,7 +15,7 @@ from sinkscope.studies.conditions import ROUNDING, Condition, sides_of_norm
 
 if TYPE_CHECKING:
     from sinkscope.interventions.plan import Plan
-    from sinkscope.models.anatomy import Anatomy, Unit
+    from sinkscope.models.anatomy import Anatomy, Neuron
     from sinkscope.studies.condition_result import ConditionResult
     from sinkscope.studies.controls import Controls
     from sinkscope.studies.link_values import LinkValues
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
 NO_TARGET = "no position is free of a sink and has enough later queries"
-NO_UNITS = f"no unit writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
+NO_NEURONS = f"no neuron writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class StudyData:
     baseline: ConditionResult
     results: dict[Condition, ConditionResult]
     """Empty where the choosing sequences show no sink."""
-    minimal: tuple[Unit, ...]
-    writers: tuple[Unit, ...]
+    minimal: tuple[Neuron, ...]
+    writers: tuple[Neuron, ...]
     """Where there is no minimal set: those that write most along the sink's direction, as many as it took on the
     choosing sequences."""
     controls: Controls
@@ -140,15 +140,15 @@ class StudyData:
         ratios_KL = [self.moments_over_untouched(c, c.before_norm)[0] for c in self.at_targets(name, factor)]
         return float(np.exp(np.log(np.array(ratios_KL)[:, : len(self.plan.layers)]).mean()))
 
-    def top_shares(self, units: Sequence[Unit]) -> tuple[float, float]:
-        """(top energy share of the units' output vectors, that of the median unit of their layers), means over
-        units."""
+    def top_shares(self, neurons: Sequence[Neuron]) -> tuple[float, float]:
+        """(top energy share of the neurons' output vectors, that of the median neuron of their layers), means over
+        neurons."""
         from sinkscope.measures.dimension_disparity import top_energy_share
 
         shares, medians = [], []
-        for unit in units:
-            layer = self.anatomy.layers[unit.layer]
-            top_F = top_energy_share(layer.written_vectors(unit.expert).T)
-            shares.append(float(top_F[unit.neuron]))
-            medians.append(float(top_F.nanmedian()))  # units that write nothing have no share
+        for neuron in neurons:
+            layer = self.anatomy.layers[neuron.layer]
+            top_F = top_energy_share(layer.written_vectors(neuron.expert).T)
+            shares.append(float(top_F[neuron.neuron]))
+            medians.append(float(top_F.nanmedian()))  # neurons that write nothing have no share
         return float(np.mean(shares)), float(np.mean(medians))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkscope.models.anatomy import as_unit
+from sinkscope.models.anatomy import as_neuron
 from sinkscope.statistics import bootstrap_mean_interval, seen_mean
 from sinkscope.studies.checks import missed
 from sinkscope.studies.condition_result import QUANTITIES, ROWS, ConditionResult
@@ -42,7 +42,7 @@ from sinkscope.tracing.trace import Trace
 
 NUM_BINS = 24
 NUM_RANKS = 64
-SHOWN_UNITS = 4
+SHOWN_NEURONS = 4
 LEADING = (BASELINE, "mask_to_self", "amplify_variance")
 """Conditions whose histograms come first."""
 SHOWN_SEQUENCES = 4
@@ -198,7 +198,7 @@ def _effects(study: StudyData) -> Rows:
         for quantity in ROWS:
             pairs[f"{quantity}_elsewhere"] = (baseline.outside(quantity, target), result.outside(quantity, target))
         if plan.super_neurons:
-            before_B, after_B = (np.abs(o.units_BTn[:, target]).mean(-1) for o in (baseline, result))
+            before_B, after_B = (np.abs(o.neurons_BTn[:, target]).mean(-1) for o in (baseline, result))
             pairs["super_neuron_activation_at_target"] = (before_B, after_B)
         if baseline.loss_B is not None and result.loss_B is not None:
             pairs["loss"] = (baseline.loss_B, result.loss_B)
@@ -292,15 +292,17 @@ def _mediation(study: StudyData, judgements: Sequence[Judgement]) -> Rows:
 def _random_sets(study: StudyData) -> Rows:
     if study.results:
         before, controls = study.at_sink_B().mean(), study.controls
-        for number, (units, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
+        for number, (neurons, level) in enumerate(zip(controls.sets, controls.set_levels, strict=True)):
             rate = study.at_sink_B(Condition("random_set", study.plan.sink, number=number)).mean()
-            yield dict(set=number, num_units=len(units), write=level, rate=float(rate), remaining=float(rate / before))
+            yield dict(
+                set=number, num_units=len(neurons), write=level, rate=float(rate), remaining=float(rate / before)
+            )
 
 
 def _minimal_set(trace: Trace, study: StudyData) -> Rows:
-    shares = {as_unit(u): u.write_share for u in trace.findings.super_neurons if u.position == study.plan.sink}
-    for unit in study.minimal:
-        yield dict(layer=unit.layer, expert=unit.expert, neuron=unit.neuron, share=shares.get(unit, 0.0))
+    shares = {as_neuron(u): u.write_share for u in trace.findings.super_neurons if u.position == study.plan.sink}
+    for neuron in study.minimal:
+        yield dict(layer=neuron.layer, expert=neuron.expert, neuron=neuron.neuron, share=shares.get(neuron, 0.0))
 
 
 def _histograms(study: StudyData) -> Rows:
@@ -308,8 +310,8 @@ def _histograms(study: StudyData) -> Rows:
     acted_on = (None, plan.sink, *plan.targets[:1])
     entries = [entry for entry in _conditions(study) if entry[1] in acted_on and entry[2] in (None, DOSE)]
     entries.sort(key=lambda entry: entry[0] not in LEADING)  # stable: the page shows the first few
-    for number, unit in enumerate(plan.super_neurons[:SHOWN_UNITS]):
-        values = [result.units_BTn[..., number] for *_, result in entries]
+    for number, neuron in enumerate(plan.super_neurons[:SHOWN_NEURONS]):
+        values = [result.neurons_BTn[..., number] for *_, result in entries]
         edges = np.linspace(min(v.min() for v in values), max(v.max() for v in values), NUM_BINS + 1)
         for (name, target, _, _), values_BT in zip(entries, values, strict=True):
             elsewhere = np.ones(values_BT.shape[1], dtype=bool)
@@ -323,9 +325,9 @@ def _histograms(study: StudyData) -> Rows:
                     yield dict(
                         condition=name,
                         target=target,
-                        layer=unit.layer,
-                        expert=unit.expert,
-                        neuron=unit.neuron,
+                        layer=neuron.layer,
+                        expert=neuron.expert,
+                        neuron=neuron.neuron,
                         place=place,
                         bin_low=float(low),
                         bin_high=float(high),
@@ -334,18 +336,18 @@ def _histograms(study: StudyData) -> Rows:
 
 
 def _output_energy(study: StudyData) -> Rows:
-    for unit in study.plan.super_neurons[:SHOWN_UNITS]:
-        layer = study.anatomy.layers[unit.layer]
-        weight_EF = layer.written_vectors(unit.expert).cpu()
+    for super_neuron in study.plan.super_neurons[:SHOWN_NEURONS]:
+        layer = study.anatomy.layers[super_neuron.layer]
+        weight_EF = layer.written_vectors(super_neuron.expert).cpu()
         energy_EF = weight_EF.square() / weight_EF.square().sum(0)
-        top_F = energy_EF.amax(0)  # NaN of units that write nothing, which are sorted last
+        top_F = energy_EF.amax(0)  # NaN of neurons that write nothing, which are sorted last
         median = int(top_F.argsort()[int(top_F.isfinite().sum()) // 2])
-        for kind, neuron in (("super", unit.neuron), ("median", median)):
+        for kind, neuron in (("super", super_neuron.neuron), ("median", median)):
             top = torch.topk(energy_EF[:, neuron], min(NUM_RANKS, len(energy_EF)))
             for rank, (share, dimension) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
                 yield dict(
-                    layer=unit.layer,
-                    expert=unit.expert,
+                    layer=super_neuron.layer,
+                    expert=super_neuron.expert,
                     neuron=neuron,
                     kind=kind,
                     rank=rank,

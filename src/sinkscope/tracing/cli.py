@@ -119,7 +119,7 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
-            for u in _first_writers_first(findings)
+            for u in _named_in_story_first(findings)
         ]
         columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
         out.table(f"super neurons at position {findings.focus[0]}", columns, rows)
@@ -127,12 +127,12 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     out.say(f"Tables and summary: {path}")
 
 
-def _first_writers_first(findings: Findings) -> list[SuperNeuron]:
+def _named_in_story_first(findings: Findings) -> list[SuperNeuron]:
     """The super neurons at the foremost position: first those that begin its disparity, which the story names."""
     appears_in = findings.appears_in
-    units = [unit for unit in findings.super_neurons if unit.position == findings.focus[0]]
+    neurons = [neuron for neuron in findings.super_neurons if neuron.position == findings.focus[0]]
     return sorted(
-        units,
+        neurons,
         key=lambda u: appears_in.index(u.layer) if u.layer in appears_in and u.role == "writes" else len(appears_in),
     )
 

@@ -23,7 +23,7 @@ from sinkscope.results.run import Run, before_the_sink, curve_layers
 
 NUM_POSITIONS_DRAWN = 64
 """Most positions in a curve."""
-NUM_UNITS_DRAWN = 6
+NUM_NEURONS_DRAWN = 6
 NUM_CURVES_DRAWN = 3
 """Most layers, or super neurons, with a curve each in one panel."""
 PANEL_HEIGHT = 230
@@ -67,13 +67,13 @@ def with_texts(texts: Mapping[int, str], drawn: Figure) -> Figure:
     return replace(drawn, traces=traces, columns=(*drawn.columns[:at], "token", *drawn.columns[at:]), rows=rows)
 
 
-def shown_units(run: Run, most: int) -> tuple[list[dict], str]:
+def shown_neurons(run: Run, most: int) -> tuple[list[dict], str]:
     """Super neurons at the strongest key, first those that begin the disparity, which the answer names; and how many
     were left out, in words."""
     rows = run.rows("neurons", position=run.strongest)
     begins = [row for layer in run.births for row in rows if row["layer"] == layer and row["role"] == "writes"]
     ordered = begins + [row for row in rows if row not in begins]
-    return ordered[:most], _cut(most, len(ordered), "units")
+    return ordered[:most], _cut(most, len(ordered), "neurons")
 
 
 def _cut(shown: int, total: int, things: str) -> str:
@@ -130,11 +130,11 @@ def _variance(run: Run) -> Figure:
 
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
-    of_units = sorted({unit["layer"] for unit in run.rows("neurons", position=run.strongest)})
+    of_neurons = sorted({neuron["layer"] for neuron in run.rows("neurons", position=run.strongest)})
     if run.births:
         where, layers = "the layers where disparity appears", run.births
-    elif of_units:
-        where, layers = "the layers of super neurons", of_units
+    elif of_neurons:
+        where, layers = "the layers of super neurons", of_neurons
     elif run.summary["sinks"]:
         where, layers = "the layer before the first with the sink", [before_the_sink(run.summary)]
     else:
@@ -146,7 +146,7 @@ def _writes(run: Run) -> Figure:
     return Figure(
         "writes",
         "Neuron activations",
-        f"Largest |activation| x output norm of any unit, in {where}.{cut}",
+        f"Largest |activation| x output norm of any neuron, in {where}.{cut}",
         ("positions",),
         [line(positions, values[layer], f"layer {layer}", look) for look, layer in enumerate(layers)],
         {"xaxis": axis("position"), "yaxis": log_axis("", values[layers].ravel())},
@@ -159,43 +159,45 @@ def _writes(run: Run) -> Figure:
 def _output_vectors(run: Run) -> Figure:
     if run.rows("output_energy"):
         return _output_energy(run)
-    units, cut = shown_units(run, NUM_UNITS_DRAWN)
-    names = [unit_name(unit) for unit in units]
+    neurons, cut = shown_neurons(run, NUM_NEURONS_DRAWN)
+    names = [neuron_name(neuron) for neuron in neurons]
     series = (("top_share", "super neuron", 1), ("layer_top_share", "median of its layer", 2))
     return Figure(
         "output-vectors",
         "Down-projection energy",
         f"Energy share of the top dimension of each super neuron's output vector.{cut}"
-        if units
+        if neurons
         else "No super neurons were found.",
         ("neurons",),
         [
             {
                 "type": "bar",
                 "x": names,
-                "y": rounded([unit[column] for unit in units]),
+                "y": rounded([neuron[column] for neuron in neurons]),
                 "name": label,
                 "marker": {"color": f"var(--series-{colour})", "pattern": {"shape": PATTERNS[colour - 1]}},
             }
             for column, label, colour in series
         ],
-        {"xaxis": axis("layer:neuron", type="category"), "yaxis": axis("", range=[0, 1])} if units else NOTHING,
+        {"xaxis": axis("layer:neuron", type="category"), "yaxis": axis("", range=[0, 1])} if neurons else NOTHING,
         ("layer", "expert", "neuron", "top share", "median of its layer"),
-        [(u["layer"], u["expert"], u["neuron"], u["top_share"], u["layer_top_share"]) for u in units],
+        [(u["layer"], u["expert"], u["neuron"], u["top_share"], u["layer_top_share"]) for u in neurons],
         PANEL_HEIGHT,
     )
 
 
 def _output_energy(run: Run) -> Figure:
     entries = run.rows("output_energy")
-    units = list(dict.fromkeys((row["kind"], unit_name(row)) for row in entries))
-    first = {unit_name(unit): place for place, unit in enumerate(shown_units(run, len(units))[0])}
-    supers = sorted((unit for unit in units if unit[0] == "super"), key=lambda unit: first.get(unit[1], len(first)))
-    shown = supers[:NUM_CURVES_DRAWN] + [unit for unit in units if unit[0] == "median"][:1]
+    neurons = list(dict.fromkeys((row["kind"], neuron_name(row)) for row in entries))
+    first = {neuron_name(neuron): place for place, neuron in enumerate(shown_neurons(run, len(neurons))[0])}
+    supers = sorted(
+        (neuron for neuron in neurons if neuron[0] == "super"), key=lambda neuron: first.get(neuron[1], len(first))
+    )
+    shown = supers[:NUM_CURVES_DRAWN] + [neuron for neuron in neurons if neuron[0] == "median"][:1]
     traces, listed = [], []
     for look, (kind, name) in enumerate(shown):
-        # Super neurons of one layer share its median unit, which is then listed for each of them.
-        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and unit_name(row) == name}
+        # Super neurons of one layer share its median neuron, which is then listed for each of them.
+        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and neuron_name(row) == name}
         own = [ranks[rank] for rank in sorted(ranks)]
         label = name if kind == "super" else "median"
         traces.append(
@@ -212,7 +214,7 @@ def _output_energy(run: Run) -> Figure:
     return Figure(
         "output-vectors",
         "Down-projection energy",
-        "Energy of each output dimension, largest first, of super neurons and of the median unit."
+        "Energy of each output dimension, largest first, of super neurons and of the median neuron."
         + _cut(NUM_CURVES_DRAWN, len(supers), "super neurons"),
         ("output_energy",),
         traces,
@@ -322,6 +324,6 @@ def _received_unjudged(run: Run) -> Figure:
     )
 
 
-def unit_name(row: dict) -> str:
+def neuron_name(row: dict) -> str:
     """layer:neuron, or layer:expert:neuron in a mixture of experts."""
     return ":".join(str(row[part]) for part in ("layer", "expert", "neuron") if row[part] is not None)

@@ -25,7 +25,7 @@ from sinkscope.measures.dimension_disparity import (
 )
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks, eligible_positions
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
-from sinkscope.models.anatomy import Unit
+from sinkscope.models.anatomy import Neuron
 from sinkscope.statistics import bootstrap_mean_interval
 from sinkscope.tracing.layer_call import rank_index
 from sinkscope.tracing.lock import read_lock
@@ -36,7 +36,7 @@ NEEDED = frozenset(
     {
         *("received", "head_sink_rate", "sink_heads", "dom_ratio", "positions_of_interest", "lock", "largest_write"),
         *("dimension", "dimension_abs", "dimension_total"),
-        *("unit_activation", "unit_written", "unit_square", "unit_energy"),
+        *("neuron_activation", "neuron_written", "neuron_square", "neuron_energy"),
     }
 )
 """The observables that findings need."""
@@ -157,7 +157,7 @@ class Findings:
 
     @cached_property
     def focus(self) -> list[int]:
-        """The positions that the findings on layers, dimensions and units are about, foremost first.
+        """The positions that the findings on layers, dimensions and neurons are about, foremost first.
 
         The sinks, or where there are none the positions with disparity.
         """
@@ -230,7 +230,7 @@ class Findings:
     @property
     def super_neurons(self) -> list[SuperNeuron]:
         """Those in layers before or after which the dimension is massive."""
-        return [unit for unit in self.moving_neurons if unit.stands]
+        return [neuron for neuron in self.moving_neurons if neuron.stands]
 
     @cached_property
     def variance_ratio(self) -> Tensor | None:
@@ -323,12 +323,12 @@ class Findings:
         """[L, P] massive activations at the positions recorded in full, from mean magnitudes over sequences."""
         return num_massive_activations(self.recording["dimension_abs"], self.median_magnitudes[:, None, None])
 
-    def activation(self, position: int, unit: Unit) -> float | None:
-        """Of any unit, mean over sequences; None where the position was not recorded in full."""
-        if (slot := self.slot(unit.layer, position)) is None:
+    def activation(self, position: int, neuron: Neuron) -> float | None:
+        """Of any neuron, mean over sequences; None where the position was not recorded in full."""
+        if (slot := self.slot(neuron.layer, position)) is None:
             return None
-        index = self.recording.anatomy.layers[unit.layer].unit_index(unit.expert, unit.neuron)
-        return float(self.recording.at_layers("unit_activation")[unit.layer][slot, index])
+        index = self.recording.anatomy.layers[neuron.layer].neuron_index(neuron.expert, neuron.neuron)
+        return float(self.recording.at_layers("neuron_activation")[neuron.layer][slot, index])
 
     def dimension(self, position: int, layer: int, dimension: int) -> tuple[float, float] | None:
         """(value, ratio to the mean) of any dimension after a layer; None where the position was not recorded in

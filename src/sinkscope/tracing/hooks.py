@@ -19,11 +19,11 @@ from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.tracing.layer_call import LayerCall, Passing, blame, value_variance, with_received
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS
 from sinkscope.tracing.observables import HookPoint
 from sinkscope.tracing.overflow import check_finite
 from sinkscope.tracing.single_reader import in_this_thread
-from sinkscope.tracing.units import LayerUnits
 
 NO_KEYS = torch.empty(0, dtype=torch.long)
 
@@ -79,10 +79,10 @@ class _LayerHooks:
                 stack.callback(handle.remove)
             if HookPoint.RESIDUAL_MID in points:
                 between_parts(layer, stack, self._between_parts(layer.index))
-            units = LayerUnits(layer) if HookPoint.UNITS in points else None
-            for handle in units.hooks() if units else ():
+            neurons = LayerNeurons(layer) if HookPoint.NEURONS in points else None
+            for handle in neurons.hooks() if neurons else ():
                 stack.callback(handle.remove)
-            leave = in_this_thread(self._leave_block(layer.index, units))
+            leave = in_this_thread(self._leave_block(layer.index, neurons))
             stack.callback(layer.block.register_forward_hook(leave).remove)
         if HookPoint.ATTENTION in all_points:
             stack.enter_context(attention_hook(self.passing.anatomy, self._attention(points_of)))
@@ -173,18 +173,18 @@ class _LayerHooks:
 
         return on_residual
 
-    def _leave_block(self, layer: int, units: LayerUnits | None):
+    def _leave_block(self, layer: int, neurons: LayerNeurons | None):
         def hook(module, args, output) -> None:
             call = self._call(layer)
             self._residual(call, leaving(output))
-            if units is not None:
-                if not units.complete:
+            if neurons is not None:
+                if not neurons.complete:
                     raise RuntimeError(
                         f"layer {layer} passed no neurons to its down projection: {blame(self.passing.anatomy)}"
                     )
-                call.units = units
-                self.on_hook(HookPoint.UNITS, call)
-                units.clear()
+                call.neurons = neurons
+                self.on_hook(HookPoint.NEURONS, call)
+                neurons.clear()
             self.calls.clear()
 
         return hook

@@ -1,7 +1,7 @@
 """One layer while it runs: what its call holds at each hook point, and what several observables share, worked out once.
 
 Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
-channels of the value aggregation, U units, P positions of interest, Q lock positions.
+channels of the value aggregation, U neurons, P positions of interest, Q lock positions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sinkscope.measures.dimension_disparity import dom_ratio_turned
 from sinkscope.measures.sink_score import RECEIVED_THRESHOLD, eligible_positions, mean_received, mean_received_later
 from sinkscope.models.anatomy import Anatomy, Layer
 from sinkscope.tracing.attention_rule import AttentionReading, AttentionRule, ReadingRequest, sampled_queries
+from sinkscope.tracing.layer_neurons import LayerNeurons, NeuronWrites
 from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.tracing.observables import RANK_TOKENS
-from sinkscope.tracing.units import LayerUnits, UnitWrites
 
 NUM_TOP_POSITIONS = 8
 """Positions that DomRatio picks in each layer, and as many that attention received picks, to be recorded in full."""
@@ -87,7 +87,7 @@ class LayerCall:
     """[B, T, E] what leaves the output projection."""
     residual: Tensor
     """[B, T, E] the residual stream: at RESIDUAL_MID after attention, later after the layer."""
-    units: LayerUnits
+    neurons: LayerNeurons
 
     def __init__(self, index: int, passing: Passing) -> None:
         self.index, self.passing = index, passing
@@ -213,10 +213,10 @@ class LayerCall:
         return self.residual.flatten(0, 1)[rank_index(*self.passing.shape, self.residual.device)]
 
     @cached_property
-    def writes(self) -> UnitWrites:
-        """The largest write of each token, [B, T], and the energy of each unit, [U]."""
-        largest_N, largest_at_N, energy_U = self.units.writes()
-        return UnitWrites(largest_N.view(self.passing.shape), largest_at_N.view(self.passing.shape), energy_U)
+    def writes(self) -> NeuronWrites:
+        """The largest write of each token, [B, T], and the energy of each neuron, [U]."""
+        largest_N, largest_at_N, energy_U = self.neurons.writes()
+        return NeuronWrites(largest_N.view(self.passing.shape), largest_at_N.view(self.passing.shape), energy_U)
 
     @cached_property
     def tokens_of_interest(self) -> Tensor:
@@ -229,14 +229,14 @@ class LayerCall:
 
     @cached_property
     def activations_of_interest(self) -> Tensor:
-        """[B, P, U] every unit's activation there."""
-        rows = self.units.at(self.tokens_of_interest)
+        """[B, P, U] every neuron's activation there."""
+        rows = self.neurons.at(self.tokens_of_interest)
         return wide(rows.unflatten(0, (self.passing.shape[0], -1)))
 
     @cached_property
     def writes_of_interest(self) -> Tensor:
         """[B, P, U] the same as the residual stream gets it: after a post-norm, scaled by it."""
-        scale_N = self.units.write_scale_N
+        scale_N = self.neurons.write_scale_N
         if scale_N is None:
             return self.activations_of_interest
         num_sequences, num_positions, _ = self.activations_of_interest.shape

@@ -30,7 +30,7 @@ def maps(run: Run) -> list[Figure]:
         _position_map(run, "attention_received", "Attention received", "mean over heads and sequences"),
         _position_map(run, "dom_ratio", "DomRatio", "max |h| / mean |h| of the residual that leaves the layer", True),
         _variance_map(run),
-        _position_map(run, "largest_write", "Largest neuron write", "of any unit in any sequence", True),
+        _position_map(run, "largest_write", "Largest neuron write", "of any neuron in any sequence", True),
     ]
     return [
         *(with_tokens(run, drawn) for drawn in by_position),

@@ -4,7 +4,7 @@ CHAIN holds every observable of the sink chain. The columns of a trace's tables 
 record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
 
 Axes, the layers first: L layers, B sequences, T positions, S recorded keys, H heads, R distances, E width, C channels,
-U units, P positions of interest (`LayerCall.positions_of_interest`), N tokens of the effective rank.
+U neurons, P positions of interest (`LayerCall.positions_of_interest`), N tokens of the effective rank.
 This file imports no torch: reports read the meaning of columns from it.
 """
 
@@ -39,7 +39,7 @@ class HookPoint(Enum):
     PROJECTED = "projected"  # projected
     RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
     RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
-    UNITS = "units"  # units; when the layer ends, after RESIDUAL_OUT
+    NEURONS = "neurons"  # neurons; when the layer ends, after RESIDUAL_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,11 +300,11 @@ CHAIN: tuple[Observable, ...] = (
     ),
     Observable(
         name="largest_write",
-        hook_point=HookPoint.UNITS,
+        hook_point=HookPoint.NEURONS,
         value=lambda call: (call.writes.largest, call.writes.largest_at),
-        reducer=Largest("unit"),
+        reducer=Largest("neuron"),
         axes="LT",
-        meaning="Largest |n_j| ||W_down[:, j]|| of any unit in any sequence",
+        meaning="Largest |n_j| ||W_down[:, j]|| of any neuron in any sequence",
     ),
     Observable(
         name="by_distance",
@@ -348,32 +348,32 @@ CHAIN: tuple[Observable, ...] = (
         meaning="Magnitude of each dimension, summed over tokens",
     ),
     Observable(
-        name="unit_activation",
-        hook_point=HookPoint.UNITS,
+        name="neuron_activation",
+        hook_point=HookPoint.NEURONS,
         value=lambda call: call.activations_of_interest,
         reducer=Mean(),
         axes="LPU",
-        meaning="Activation of each unit at the positions of interest, mean over sequences",
+        meaning="Activation of each neuron at the positions of interest, mean over sequences",
     ),
     Observable(
-        name="unit_written",
-        hook_point=HookPoint.UNITS,
+        name="neuron_written",
+        hook_point=HookPoint.NEURONS,
         value=lambda call: call.writes_of_interest,
         reducer=Mean(),
         axes="LPU",
         meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
     ),
     Observable(
-        name="unit_square",
-        hook_point=HookPoint.UNITS,
+        name="neuron_square",
+        hook_point=HookPoint.NEURONS,
         value=lambda call: call.writes_of_interest.square(),
         reducer=Mean(),
         axes="LPU",
         meaning="Its square, mean over sequences",
     ),
     Observable(
-        name="unit_energy",
-        hook_point=HookPoint.UNITS,
+        name="neuron_energy",
+        hook_point=HookPoint.NEURONS,
         value=lambda call: call.writes.energy,
         reducer=Total(),
         axes="LU",

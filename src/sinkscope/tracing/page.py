@@ -9,17 +9,17 @@ from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import interval, token_text
 from sinkscope.results.run import Run
-from sinkscope.tracing.figures import NUM_POSITIONS_DRAWN, chain_panels, position_texts, shown_units, unit_name
+from sinkscope.tracing.figures import NUM_POSITIONS_DRAWN, chain_panels, neuron_name, position_texts, shown_neurons
 from sinkscope.tracing.maps import layer_curves, maps
 
-NUM_UNITS_LISTED = 8
+NUM_NEURONS_LISTED = 8
 
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a trace."""
     shown, texts = shared(run), position_texts(run)
     token = ("token",) if texts else ()
-    units, units_cut = shown_units(run, NUM_UNITS_LISTED)
+    neurons, neurons_cut = shown_neurons(run, NUM_NEURONS_LISTED)
     html.write_page(
         destination,
         "tracing/page.html",
@@ -29,11 +29,11 @@ def write_page(run: Run, destination: Path) -> None:
         sink_columns=("sink at position", *token, "rate", "interval", "layers", "mean attention"),
         sinks=[_sink(row, texts) for row in run.rows("sinks")],
         token_sinks=[_token_sink(sink) for sink in run.summary.get("token_sinks") or ()],
-        units=[
-            (unit_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
-            for row in units
+        neurons=[
+            (neuron_name(row), row["role"], row["dimension"], row["write"], row["write_share"], row["contrast"])
+            for row in neurons
         ],
-        units_cut=units_cut,
+        neurons_cut=neurons_cut,
         **shown,
     )
 

@@ -62,8 +62,8 @@ def _variance(panel, positions, layers: list[int], shown: int) -> None:
 
 def _writes(panel, positions, summary, shown: int) -> None:
     panel.set_title("Largest neuron write by position")
-    of_units = sorted({unit["layer"] for unit in summary.get("super_neurons") or ()})[:2]
-    layers = births_of(summary) or of_units or [before_the_sink(summary)]
+    of_neurons = sorted({neuron["layer"] for neuron in summary.get("super_neurons") or ()})[:2]
+    layers = births_of(summary) or of_neurons or [before_the_sink(summary)]
     for layer, marker in zip(layers[:3], "osv", strict=False):
         panel.plot(
             _layer_rows(positions, layer, "largest_write", shown), marker=marker, ms=3, lw=0.8, label=f"layer {layer}"

@@ -3,7 +3,7 @@
 A trace records everything once. A study runs the same batch under dozens of interventions and needs numbers by
 sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an intervention begins
 at the first layer that the intervention can touch, and what feed-forwards write (`FeedForwardCache`).
-Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n units of one group.
+Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n neurons of one group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
-from sinkscope.models.anatomy import Anatomy, Group, Unit, anatomy_of, checked_units, input_device
+from sinkscope.models.anatomy import Anatomy, Group, Neuron, anatomy_of, checked_neurons, input_device
 from sinkscope.models.loading import bare_model
 from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.hooks import besides, entering, leaving
@@ -57,9 +57,10 @@ class ConditionReading:
     many as were asked for."""
     dimensions_LBTM: Tensor
     dimensions: tuple[int, ...]
-    units: dict[Group, Tensor]
-    """By (layer, expert): [B, T, n] activations of the recorded units, in the order of `neurons`."""
-    neurons: dict[Group, tuple[int, ...]]
+    activations: dict[Group, Tensor]
+    """By (layer, expert): [B, T, n] activations of the recorded neurons, in the order of `recorded`."""
+    recorded: dict[Group, tuple[int, ...]]
+    """By (layer, expert): which neurons were recorded."""
     num_heads: int
     loss_B: Tensor | None = None
     """Mean next-token loss of each sequence, where it was asked for."""
@@ -78,13 +79,13 @@ class ConditionReading:
         return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
 
     def group_values(self, group: Group, neurons: Sequence[int]) -> Tensor:
-        """[B, T, n] activations of some of the recorded units."""
-        places = [self.neurons[group].index(neuron) for neuron in neurons]
-        return self.units[group][..., places]
+        """[B, T, n] activations of some of the recorded neurons."""
+        places = [self.recorded[group].index(neuron) for neuron in neurons]
+        return self.activations[group][..., places]
 
-    def unit_values(self, unit: Unit) -> Tensor:
-        """[B, T] activation of one unit."""
-        return self.group_values((unit.layer, unit.expert), [unit.neuron])[..., 0]
+    def neuron_values(self, neuron: Neuron) -> Tensor:
+        """[B, T] activation of one neuron."""
+        return self.group_values((neuron.layer, neuron.expert), [neuron.neuron])[..., 0]
 
     def dimension_values(self, dimensions: Sequence[int]) -> Tensor:
         """[L, B, T, M] values of some of the recorded dimensions."""
@@ -105,7 +106,7 @@ BY_SEQUENCE = {
 
 def _observables(
     anatomy: Anatomy,
-    units: dict[Group, tuple[int, ...]],
+    neurons: dict[Group, tuple[int, ...]],
     dimensions: tuple[int, ...],
     moment_layers: int | None,
 ) -> list[Observable]:
@@ -132,31 +133,31 @@ def _observables(
             asks="own weights",
         ),
         by_sequence("squares_LBS2T", HookPoint.AGGREGATION, _squares, Rows(), layers[:moment_layers]),
-        _activations(units),
+        _activations(neurons),
         by_sequence("last", HookPoint.RESIDUAL_OUT, lambda call: call.residual, SelfJoining(), layers[-1:]),
     ]
 
 
-def _activations(units: dict[Group, tuple[int, ...]]) -> Observable:
+def _activations(neurons: dict[Group, tuple[int, ...]]) -> Observable:
     """By group [B, T, n], of the positions that the feed-forward runs at."""
 
     def chosen_activations(call: LayerCall) -> dict[Group, Tensor]:
         values = {
-            group: call.units.values(group[1], torch.tensor(neurons, device=call.residual.device))
-            for group, neurons in units.items()
+            group: call.neurons.values(group[1], torch.tensor(indices, device=call.residual.device))
+            for group, indices in neurons.items()
             if group[0] == call.index
         }
         return {group: x.view(call.passing.shape[0], -1, x.shape[-1]).cpu() for group, x in values.items()}
 
-    layers = {layer for layer, _ in units}
+    layers = {layer for layer, _ in neurons}
     return Observable(
-        name="units", hook_point=HookPoint.UNITS, value=chosen_activations, reducer=SelfJoining(), layers=layers
+        name="activations", hook_point=HookPoint.NEURONS, value=chosen_activations, reducer=SelfJoining(), layers=layers
     )
 
 
 def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:
     """The activations of all layers."""
-    return {group: x for in_layer in found.pop("units", {}).values() for group, x in in_layer.items()}
+    return {group: x for in_layer in found.pop("activations", {}).values() for group, x in in_layer.items()}
 
 
 def _squares(call: LayerCall) -> Tensor:
@@ -171,7 +172,7 @@ class Replay:
     anatomy: Anatomy
     model: Any
     ids_BT: Tensor
-    units: Collection[Unit] = ()
+    neurons: Collection[Neuron] = ()
     dimensions: tuple[int, ...] = ()
     restarts: Collection[int] = (0,)
     """Layers that a pass may begin at: what enters them is kept."""
@@ -185,7 +186,7 @@ class Replay:
     """Blocks run so far, a measure of what a study costs."""
 
     def __post_init__(self) -> None:
-        self._groups = checked_units(self.anatomy, self.units)
+        self._groups = checked_neurons(self.anatomy, self.neurons)
         self._calls: dict[int, tuple[tuple, dict]] = {}
         self._entering: dict[int, Tensor] = {}
         self._cache = FeedForwardCache(self.anatomy.layers if self.keep_writes else ())
@@ -203,15 +204,15 @@ class Replay:
         first_layer: int | None,
         first_position: int = 0,
         *,
-        changed_units: Collection[int] = (),
+        changed_neurons: Collection[int] = (),
         loss: bool = False,
     ) -> ConditionReading:
         """The reading under the active interventions, which act from `first_layer` and `first_position` on; None if
-        there are none. `changed_units`: layers whose units they change, by their positions among all."""
+        there are none. `changed_neurons`: layers whose neurons they change, by their positions among all."""
         if first_layer is None:
             return self.untouched
         start = max(layer for layer in self.restarts if layer <= first_layer)
-        with self._cache.used_before(first_position, but_in=changed_units):
+        with self._cache.used_before(first_position, but_in=changed_neurons):
             return self._read(start, loss=loss)
 
     def _keep_call(self, layer: int):
@@ -238,23 +239,23 @@ class Replay:
         self.num_layer_passes += len(layers)
         found = recorder.results()
         (last_BTE,) = found.pop("last").values()
-        units = _by_group(found)
+        activations = _by_group(found)
         stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in found.items()}
         loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
         if start is None:
             return ConditionReading(
                 **stacked,
                 dimensions=self.dimensions,
-                units=units,
-                neurons=self._groups,
+                activations=activations,
+                recorded=self._groups,
                 num_heads=self.anatomy.num_heads,
                 loss_B=loss_B,
             )
         before = self.untouched
         stacked = {name: torch.cat([getattr(before, name)[:start], rows]) for name, rows in stacked.items()}
-        for group, x_BTn in units.items():
-            units[group] = torch.cat([before.units[group][:, : shape[1] - x_BTn.shape[1]], x_BTn], 1)
-        return replace(before, **stacked, units=before.units | units, loss_B=loss_B)
+        for group, x_BTn in activations.items():
+            activations[group] = torch.cat([before.activations[group][:, : shape[1] - x_BTn.shape[1]], x_BTn], 1)
+        return replace(before, **stacked, activations=before.activations | activations, loss_B=loss_B)
 
 
 def read_condition(
@@ -262,23 +263,23 @@ def read_condition(
     model: Any,
     ids_BT: Tensor,
     *,
-    units: Collection[Unit] = (),
+    neurons: Collection[Neuron] = (),
     dimensions: tuple[int, ...] = (),
 ) -> ConditionReading:
     """An untouched reading of a batch, whatever interventions are on."""
     owner = bare_model(model)
     with suspend():
-        return Replay(anatomy or anatomy_of(owner), owner, ids_BT, units, dimensions).untouched
+        return Replay(anatomy or anatomy_of(owner), owner, ids_BT, neurons, dimensions).untouched
 
 
-def read_units(
-    anatomy: Anatomy, model: torch.nn.Module, ids_BT: Tensor, units: dict[Group, tuple[int, ...]]
+def read_neurons(
+    anatomy: Anatomy, model: torch.nn.Module, ids_BT: Tensor, neurons: dict[Group, tuple[int, ...]]
 ) -> dict[Group, Tensor]:
-    """By group [B, T, n], what some units are in an untouched pass, whatever interventions are on."""
-    if not units:
+    """By group [B, T, n], what some neurons are in an untouched pass, whatever interventions are on."""
+    if not neurons:
         return {}
     with suspend():
-        return _by_group(Recorder(anatomy, [_activations(units)]).read(model, ids_BT))
+        return _by_group(Recorder(anatomy, [_activations(neurons)]).read(model, ids_BT))
 
 
 @torch.no_grad()

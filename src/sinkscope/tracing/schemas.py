@@ -14,17 +14,17 @@ from sinkscope.tracing.reducers import Largest
 
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _POSITION = Column("position", "int", "Position in the sequence, counted from 0")
-_EXPERT = Column("expert", "int", "Expert of the unit; -1 is the shared expert; null in a dense layer", nullable=True)
+_EXPERT = Column("expert", "int", "Expert of the neuron; -1 is the shared expert; null in a dense layer", nullable=True)
 
 
 def columns(observable: Observable) -> list[Column]:
     """The columns that an observable fills."""
     found = [Column(observable.column or observable.name, "float", observable.meaning, observable.nullable)]
     place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
-    if place == "unit":
-        meaning = "Expert of that unit; -1 is the shared expert; null in a dense layer"
+    if place == "neuron":
+        meaning = "Expert of that neuron; -1 is the shared expert; null in a dense layer"
         found.append(Column(f"{observable.name}_expert", "int", meaning, True))
-        found.append(Column(f"{observable.name}_neuron", "int", "Number of that unit"))
+        found.append(Column(f"{observable.name}_neuron", "int", "Number of that neuron"))
     elif place is not None:
         found.append(Column(f"{observable.name}_{place}", "int", f"Its {place}"))
     return found
@@ -84,8 +84,8 @@ NEURONS = Schema(
         _POSITION,
         _LAYER,
         _EXPERT,
-        Column("neuron", "int", "Unit within the layer or expert"),
-        Column("dimension", "int", "Massive dimension that the unit writes into most"),
+        Column("neuron", "int", "Neuron within the layer or expert"),
+        Column("dimension", "int", "Massive dimension that the neuron writes into most"),
         Column("role", "str", "'writes' if it pushes the dimension the way it points, 'erases' if against it"),
         Column("activation", "float", "Mean activation at the position, times the routing weight"),
         Column("write", "float", "Mean write into the dimension at the position"),
@@ -94,13 +94,13 @@ NEURONS = Schema(
         Column(
             "max_over_median",
             "float",
-            "Largest over median magnitude of the unit's output vector; null where the median is 0",
+            "Largest over median magnitude of the neuron's output vector; null where the median is 0",
             True,
         ),
         Column("top_share", "float", "Energy share of the top dimension of the output vector"),
         Column("participation_ratio", "float", "(sum w^2)^2 / sum w^4 of the output vector"),
         Column("kurtosis", "float", "Kurtosis of the output vector"),
-        Column("layer_top_share", "float", "Median top share over the layer's units"),
+        Column("layer_top_share", "float", "Median top share over the layer's neurons"),
     ),
 )
 DIMENSIONS = Schema(

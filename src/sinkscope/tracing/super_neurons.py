@@ -14,10 +14,10 @@ from sinkscope.models.anatomy import Layer
 from sinkscope.tracing.recorder import Recording
 
 SIGNIFICANT_WRITE = 0.1
-"""A layer's units are listed if together they move a dimension that is massive before or after the layer by at least
+"""A layer's neurons are listed if together they move a dimension that is massive before or after the layer by at least
 this fraction of its largest value so far. So what starts it counts, however large it grows later."""
 LISTED_SHARE = 0.01
-"""Units below this share of the squared write are not listed."""
+"""Neurons below this share of the squared write are not listed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SuperNeuron:
     """Whether the dimension that its layer moves is massive before or after it."""
     sparsity: ChannelSparsity
     layer_top_share: float
-    """Median over the layer's units of the energy share of the top dimension."""
+    """Median over the layer's neurons of the energy share of the top dimension."""
 
 
 MassiveAtPosition = tuple[Sequence[int | None], Collection[tuple[int, int]]]
@@ -77,7 +77,7 @@ def _at_position(
             continue
         activation_U, written_U, square_U = (
             recording.at_layers(name)[layer.index][slot].cpu()
-            for name in ("unit_activation", "unit_written", "unit_square")
+            for name in ("neuron_activation", "neuron_written", "neuron_square")
         )
         output_MU = layer.written_rows(dimensions_M).cpu()
         write_MU = output_MU * written_U
@@ -92,15 +92,15 @@ def _at_position(
             continue
         sparsity = channel_sparsity(layer.output_vectors(listed).cpu())
         before, after = values[layer.index], values[layer.index + 1]
-        energy_U = recording.at_layers("unit_energy")[layer.index].cpu() / recording.batch.num_sequences
+        energy_U = recording.at_layers("neuron_energy")[layer.index].cpu() / recording.batch.num_sequences
         elsewhere_U = rest_of(energy_U, square_U) / (recording.batch.length - 1)
         contrast_U = (square_U / elsewhere_U.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-        places = layer.locate_units(listed)
-        for number, (unit, (expert, neuron)) in enumerate(zip(listed.tolist(), places, strict=True)):
-            strongest = int(write_MU[:, unit].abs().argmax())
-            dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, unit])
+        places = layer.locate_neurons(listed)
+        for number, (index, (expert, neuron)) in enumerate(zip(listed.tolist(), places, strict=True)):
+            strongest = int(write_MU[:, index].abs().argmax())
+            dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, index])
             sides = [float(v[dimension]) for v in (before, after) if v is not None]
-            # A unit writes if it pushes the way the larger of the values before and after the layer points, else
+            # A neuron writes if it pushes the way the larger of the values before and after the layer points, else
             # it erases.
             writes = write * max(sides, key=abs) > 0
             neurons.append(
@@ -110,10 +110,10 @@ def _at_position(
                     expert=expert,
                     neuron=neuron,
                     dimension=dimension,
-                    activation=float(activation_U[unit]),
+                    activation=float(activation_U[index]),
                     write=write,
-                    write_share=float(share_U[unit]),
-                    contrast=float(contrast_U[unit]),
+                    write_share=float(share_U[index]),
+                    contrast=float(contrast_U[index]),
                     role="writes" if writes else "erases",
                     stands=bool((moved_M & stands_M).any()),
                     sparsity=ChannelSparsity(*(value[number] for value in sparsity)),
@@ -124,7 +124,7 @@ def _at_position(
 
 
 def _median_top_share(layer: Layer) -> float:
-    """The median over a layer's units of the top dimension's share of energy; units that write nothing have none."""
+    """Median over a layer's neurons of the top dimension's share of energy; neurons that write nothing have none."""
     gain_E = layer.write_gain()[:, None]
     shares = [_top_shares(weight_EF * gain_E.to(weight_EF)) for _, weight_EF in layer.down_weights()]
     return float(torch.cat(shares).nanmedian())

@@ -108,11 +108,14 @@ def _of_observable(recording: Recording, observable: Observable) -> dict[str, np
         return dict.fromkeys(declared, np.full(_num_rows(recording, observable.axes), np.nan))
     values = [recording[observable.name].flatten().numpy()]
     place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
-    if place == "unit":
-        units_LT = recording[f"{observable.name}_unit"]
-        places = [layer.unit_places(units_LT[layer.index]) for layer in recording.anatomy.layers]
+    if place == "neuron":
+        neurons_LT = recording[f"{observable.name}_neuron"]
+        places = [layer.neuron_places(neurons_LT[layer.index]) for layer in recording.anatomy.layers]
         experts = torch.cat([expert for expert, _ in places]).numpy()
-        values += [np.ma.masked_array(experts, mask=experts == DENSE), torch.cat([unit for _, unit in places]).numpy()]
+        values += [
+            np.ma.masked_array(experts, mask=experts == DENSE),
+            torch.cat([neuron for _, neuron in places]).numpy(),
+        ]
     elif place is not None:
         values.append(recording[f"{observable.name}_{place}"].flatten().numpy())
     return dict(zip(declared, values, strict=True))
@@ -151,12 +154,12 @@ def _positions(findings: Findings) -> dict:
 
 
 def _neurons(findings: Findings) -> dict:
-    units = findings.super_neurons
+    neurons = findings.super_neurons
     sparsity = {
-        name: [float(getattr(unit.sparsity, name)) for unit in units]
+        name: [float(getattr(neuron.sparsity, name)) for neuron in neurons]
         for name in ("max_over_median", "top_share", "participation_ratio", "kurtosis")
     }
-    return _rows(NEURONS, units, **sparsity)
+    return _rows(NEURONS, neurons, **sparsity)
 
 
 def _heads(findings: Findings) -> dict:

@@ -193,16 +193,16 @@ def trace_summary(findings: Findings) -> dict:
         "massive_dimensions": findings.massive_dimensions,
         "super_neurons": [
             {
-                "layer": unit.layer,
-                "expert": unit.expert,
-                "neuron": unit.neuron,
-                "dimension": unit.dimension,
-                "activation": unit.activation,
-                "write_share": unit.write_share,
-                "role": unit.role,
+                "layer": neuron.layer,
+                "expert": neuron.expert,
+                "neuron": neuron.neuron,
+                "dimension": neuron.dimension,
+                "activation": neuron.activation,
+                "write_share": neuron.write_share,
+                "role": neuron.role,
             }
-            for unit in findings.super_neurons
-            if unit.position == findings.focus[0]
+            for neuron in findings.super_neurons
+            if neuron.position == findings.focus[0]
         ],
         "variance_ratio": _list(findings.variance_ratio),
         "dom_ratio": {
@@ -250,15 +250,17 @@ def story(findings: Findings) -> str:
         if len(findings.massive_dimensions) == 1
         else f", mostly in dimensions {dimensions}"
     )
-    writers = [unit for unit in findings.super_neurons if unit.role == "writes" and unit.position == findings.focus[0]]
+    writers = [
+        neuron for neuron in findings.super_neurons if neuron.role == "writes" and neuron.position == findings.focus[0]
+    ]
     # A later layer may write more, and the sink not need it: the neuron that first wrote the disparity is named.
-    first = [unit for layer in findings.appears_in for unit in writers if unit.layer == layer]
+    first = [neuron for layer in findings.appears_in for neuron in writers if neuron.layer == layer]
     if writers:
-        unit = (first or writers)[0]
-        expert = "" if unit.expert is None else f", expert {unit.expert}"
-        share = f"{unit.write_share:.0%} of that layer's write"
+        neuron = (first or writers)[0]
+        expert = "" if neuron.expert is None else f", expert {neuron.expert}"
+        share = f"{neuron.write_share:.0%} of that layer's write"
         verb = "first written" if first else "mostly written"
-        text += f", {verb} by neuron {unit.neuron} of layer {unit.layer}{expert} ({share})"
+        text += f", {verb} by neuron {neuron.neuron} of layer {neuron.layer}{expert} ({share})"
     return text + "." + _cut(findings)
 
 

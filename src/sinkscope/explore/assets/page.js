@@ -50,7 +50,7 @@ class Pane {
     });
   }
 
-  // A new prompt or model begins without interventions: positions and units mean something else there.
+  // A new prompt or model begins without interventions: positions and neurons mean something else there.
   read() {
     this.past = [];
     this.change({ prompt: this.get(".prompt").value, source: Number(this.get(".source").value), edits: [], position: null, start: 0 });
@@ -196,7 +196,7 @@ class Pane {
   }
 
   drawParts() {
-    const { units, dimensions, opened } = this.view;
+    const { neurons, dimensions, opened } = this.view;
     const row = (what, part, value, actions) => {
       const state = part.state && ` (${part.state})`;
       const buttons = actions.filter(Boolean).map(([label, kind, text]) => {
@@ -209,11 +209,11 @@ class Pane {
     };
     // What it was in the baseline, where that is another value.
     const was = (part, now) => part.before === null || shown(part.before) === shown(now) ? "" : `, was ${shown(part.before)}`;
-    const rows = units.map((unit) => {
-      const name = [unit.layer, unit.expert, unit.neuron].filter((part) => part !== null).join(":");
-      return row(`unit ${name} ${unit.role} dimension ${unit.dimension}`, unit, shown(unit.activation) + (unit.write_share === null ? "" : ` (${Math.round(100 * unit.write_share)} %)`) + was(unit, unit.activation), [
+    const rows = neurons.map((neuron) => {
+      const name = [neuron.layer, neuron.expert, neuron.neuron].filter((part) => part !== null).join(":");
+      return row(`neuron ${name} ${neuron.role} dimension ${neuron.dimension}`, neuron, shown(neuron.activation) + (neuron.write_share === null ? "" : ` (${Math.round(100 * neuron.write_share)} %)`) + was(neuron, neuron.activation), [
         ["Take out", "ablate", name],
-        opened !== unit.position && [`Transplant to ${opened}`, "transplant", `${name}@${unit.position}:${opened}`],
+        opened !== neuron.position && [`Transplant to ${opened}`, "transplant", `${name}@${neuron.position}:${opened}`],
       ]);
     });
     for (const part of dimensions) {
@@ -224,7 +224,7 @@ class Pane {
       ]));
     }
     this.get(".parts tbody").replaceChildren(...rows);
-    const cut = [["units", units], ["dimensions", dimensions]].filter(([name, listed]) => listed.length < this.view.found[name]);
+    const cut = [["neurons", neurons], ["dimensions", dimensions]].filter(([name, listed]) => listed.length < this.view.found[name]);
     this.get(".parts-cut").textContent = cut.map(([name, listed]) => `The first ${listed.length} of ${this.view.found[name]} ${name}.`).join(" ");
   }
 }

@@ -3,7 +3,7 @@
 Dense neurons are held by reference until the layer ends. Of experts only input and routing are held, and their neurons
 are computed again: token by token if few are needed, expert by expert for a reduction over all tokens.
 A routed neuron counts with its routing weight, since that is what it writes.
-Axes: N tokens (sequence by sequence), U units of the layer (experts in order, the shared one last), F units of one
+Axes: N tokens (sequence by sequence), U neurons of the layer (experts in order, the shared one last), F neurons of one
 expert, E width.
 """
 
@@ -20,18 +20,18 @@ from sinkscope.tracing.open_interventions import expert_changes
 from sinkscope.tracing.single_reader import in_this_thread
 
 
-class UnitWrites(NamedTuple):
-    """One reduction over all tokens and units of a layer."""
+class NeuronWrites(NamedTuple):
+    """One reduction over all tokens and neurons of a layer."""
 
     largest: Tensor
-    """[N] largest |n_j| ||W_down[:, j]|| of any unit."""
+    """[N] largest |n_j| ||W_down[:, j]|| of any neuron."""
     largest_at: Tensor
-    """[N] that unit's number."""
+    """[N] that neuron's number."""
     energy: Tensor
     """[U] sum over tokens of n_j^2, as written (after a post-norm: scaled by it)."""
 
 
-class LayerUnits:
+class LayerNeurons:
     """Collects one layer's neurons during its feed-forward; reduced at the layer's end, then dropped."""
 
     def __init__(self, layer: Layer) -> None:
@@ -79,17 +79,17 @@ class LayerUnits:
     def complete(self) -> bool:
         return (self.dense_NF is not None) or (self.routed is not None)
 
-    def writes(self) -> UnitWrites:
-        """The largest write of each token, and the energy of each unit over all tokens."""
+    def writes(self) -> NeuronWrites:
+        """The largest write of each token, and the energy of each neuron over all tokens."""
         norms = [self._output_norms(weight) for _, weight in self.layer.down_weights()]
         if self.dense_NF is not None:
-            return UnitWrites(*weighted_largest(self._written(self.dense_NF), norms[0]))
+            return NeuronWrites(*weighted_largest(self._written(self.dense_NF), norms[0]))
         assert self.routed is not None
         hidden_NE = self.routed[0]
         dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
         largest = torch.zeros(hidden_NE.shape[0], dtype=dtype, device=hidden_NE.device)
         largest_at = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
-        energies, first_unit = [], 0
+        energies, first_neuron = [], 0
         for (expert, weight), norm in zip(self.layer.down_weights(), norms, strict=True):
             if expert == SHARED_EXPERT:
                 tokens, neurons = torch.arange(len(largest), device=largest.device), self.shared_NF
@@ -100,13 +100,13 @@ class LayerUnits:
             of_expert = weighted_largest(self._written(neurons, tokens), norm)
             larger = of_expert.largest > largest[tokens]
             largest[tokens] = torch.where(larger, of_expert.largest, largest[tokens])
-            largest_at[tokens] = torch.where(larger, of_expert.largest_at + first_unit, largest_at[tokens])
+            largest_at[tokens] = torch.where(larger, of_expert.largest_at + first_neuron, largest_at[tokens])
             energies.append(of_expert.channel_energy)
-            first_unit += weight.shape[1]
-        return UnitWrites(largest, largest_at, torch.cat(energies))
+            first_neuron += weight.shape[1]
+        return NeuronWrites(largest, largest_at, torch.cat(energies))
 
     def at(self, tokens_n: Tensor) -> Tensor:
-        """[n, U] every unit's activation at the chosen tokens."""
+        """[n, U] every neuron's activation at the chosen tokens."""
         if self.dense_NF is not None:
             return self.dense_NF.index_select(0, tokens_n)
         assert self.routed is not None
@@ -130,7 +130,7 @@ class LayerUnits:
         )
 
     def output_norms(self) -> Tensor:
-        """[U] norm of every unit's output vector, after a post-norm with its gain."""
+        """[U] norm of every neuron's output vector, after a post-norm with its gain."""
         return torch.cat([self._output_norms(weight) for _, weight in self.layer.down_weights()])
 
     def _output_norms(self, weight_EF: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class LayerUnits:
         return weight_EF.square().sum(0, dtype=torch.promote_types(weight_EF.dtype, torch.float32)).sqrt()
 
     def values(self, expert: int | None, neurons: Tensor) -> Tensor:
-        """[N, n] float32 activations of some units of one group at every token."""
+        """[N, n] float32 activations of some neurons of one group at every token."""
         whole = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
         if expert in whole:
             chosen_NF = whole[expert]
@@ -154,7 +154,7 @@ class LayerUnits:
         return values
 
     def _uses(self, expert: int | None) -> Tensor:
-        """[N] tokens at which an expert's units may be other than 0: those routed to it, or all of them where an
+        """[N] tokens at which an expert's neurons may be other than 0: those routed to it, or all of them where an
         intervention changes it."""
         assert self.routed is not None
         is_changed = any(change.expert == expert for change in expert_changes(self.layer.experts))
