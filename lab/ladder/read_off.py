@@ -8,6 +8,7 @@ A seed counts for an arm once all four of its decays are there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -96,9 +97,9 @@ def multiplier(baseline: Curve, arm: Curve, end: int = -1) -> float:
 
 def tokens_at(curve: Curve, loss: float) -> float:
     """Tokens at which a curve reaches a loss: linear in log tokens between its ends, its first or last line beyond."""
-    for (tokens, above), (more_tokens, below) in zip(curve, curve[1:], strict=False):
-        if below <= loss:
-            break
+    parts = list(itertools.pairwise(curve))
+    reached = [after <= loss for _, (_, after) in parts]
+    (tokens, above), (more_tokens, below) = parts[reached.index(True)] if any(reached) else parts[-1]
     share = (above - loss) / (above - below)
     return math.exp(math.log(tokens) + share * (math.log(more_tokens) - math.log(tokens)))
 
