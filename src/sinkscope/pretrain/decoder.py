@@ -1,8 +1,8 @@
-"""A Llama-style decoder whose attention is one of the variants: RoPE, RMSNorm, SwiGLU, grouped queries.
+"""The decoder that pretrain trains: like Llama (RoPE, RMSNorm, SwiGLU, grouped queries), with a choice of attention.
 
-Parameters have Llama's names, so a softmax model is a Llama checkpoint. Each parameter's initial weights come from a
-generator of its own, seeded with (seed, name). So two variants with the same seed begin with the same weights wherever
-both have the parameter.
+Parameters have Llama's names, so a softmax model is a Llama checkpoint. The initial weights of each parameter come from
+a random generator of its own, seeded with (seed, name). So two variants with the same seed start from equal weights in
+every parameter that both have.
 
 | parameter | initial value |
 | --- | --- |
@@ -47,7 +47,7 @@ LARGEST_TO_MEDIAN = 4.0
 
 
 class Attention(nn.Module):
-    """One layer's attention: projections and rotation are here, everything else is in the variant."""
+    """One layer's attention: projections and rotation are here, all that differs between variants is in `variant`."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -66,13 +66,12 @@ class Attention(nn.Module):
         self, hidden_states: Tensor, rotation: Rotation, attention_mask: Any = None, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """([B, T, E], attention weights where the implementation is "eager")."""
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_size))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_size))  # [B, T, H, D]
+        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_size))  # [B, T, K, D]
+        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_size))
         q, k, v = self.variant.prepare(q, k, v)
-        # Views, not copies, of tensors with heads after positions: attention then leaves its output so too. With heads
-        # first, gradients were seen to be wrong on CUDA (lab/benchmarks.md).
+        # Views [B, H, T, D] of memory in which heads come after positions, so that attention leaves its output in that
+        # order too. With tensors that are contiguous heads first, gradients were wrong on CUDA (lab/benchmarks.md).
         q, k, v = rotated(q, rotation).transpose(1, 2), rotated(k, rotation).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
@@ -82,9 +81,11 @@ class Attention(nn.Module):
         elif implementation == "eager":
             o_BTHD, weights = self.variant.attend_plain(q, k, v, attention_mask)
         else:
+            # Any other function in the registry of transformers, such as the recorder's. It needs to be told what the
+            # variant adds, for example a learned sink.
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
-            scaling, more = self.variant.scaling, self.variant.arguments(q)
-            o_BTHD, weights = attend(self, q, k, v, attention_mask, scaling=scaling, **more)
+            scaling, arguments = self.variant.scaling, self.variant.arguments(q)
+            o_BTHD, weights = attend(self, q, k, v, attention_mask, scaling=scaling, **arguments)
         return self.o_proj(self.variant.leave(o_BTHD, hidden_states, rotation)), weights
 
 
@@ -132,10 +133,10 @@ class DecoderBody(nn.Module):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        rotation = self.rotation(hidden, seen, position_ids)
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        rotation = self.rotation(hidden, num_cached, position_ids)
         mask = None
-        # Plain causal training needs none; asking for it would read positions back from the device.
+        # Plain causal training needs no mask. Building one would read positions back from the device, and wait for it.
         if attention_mask is not None or past_key_values is not None or self.config._attn_implementation != "sdpa":
             mask = create_causal_mask(
                 config=self.config,
@@ -149,17 +150,24 @@ class DecoderBody(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
 
     def rotation(self, hidden_BTE: Tensor, first: int = 0, position_ids: Tensor | None = None) -> Rotation:
-        """The rotary angles of consecutive positions from `first` on, or of the positions given."""
+        """(cos, sin) of the rotary angles, each [1 or B, T, D / 2], at `position_ids` or from position `first` on.
+
+        Channel pair i turns by position / theta^(2 i / D). In float32: in bfloat16 late positions would share angles.
+        """
         size, device = self.config.attention_shape().head_size, hidden_BTE.device
         if position_ids is None:
             position_ids = torch.arange(first, first + hidden_BTE.shape[1], device=device)[None]
-        inverse = self.config.rope_theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-        angles = position_ids.unsqueeze(-1).float() * (1.0 / inverse)
+        wavelengths = self.config.rope_theta ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+        angles = position_ids.unsqueeze(-1).float() * (1.0 / wavelengths)
         return angles.cos(), angles.sin()
 
 
 class Decoder(PreTrainedModel, GenerationMixin):
-    """The causal language model. Training takes hidden_states and lm_head_weight, and compiles the blocks."""
+    """The causal language model.
+
+    `forward` is for transformers. Training never makes all logits at once: it takes `hidden_states` and
+    `lm_head_weight` for a loss in chunks (step.py), and compiles the `blocks`.
+    """
 
     config: DecoderConfig
     config_class = DecoderConfig
@@ -235,33 +243,38 @@ class Decoder(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Carries out the table at the head of this file; what was loaded from a file keeps its values."""
+        """Carries out the table at the head of this file; what was loaded from a file keeps its values.
+
+        `initialization` is transformers' own: its functions leave parameters alone that are marked as loaded.
+        """
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.device.type == "meta":
-                continue
+                continue  # only the shape is wanted
             if isinstance(module, nn.Linear | nn.Embedding) or name.startswith("raw_"):
-                initialization.copy_(parameter, self._drawn(module, name))
+                initialization.copy_(parameter, self._random_weights(module, name))
             elif isinstance(module, HeadRMSNorm | HeadScale) and name == "weight":
                 initialization.constant_(parameter, module.initial_lambda)
             elif isinstance(module, RMSNorm) and name == "weight":
                 initialization.ones_(parameter)
             elif (isinstance(module, HeadRMSNorm) and name == "offset") or (
-                type(module) is LearnedSink and name == "sink"  # a contributor's subclass begins as it says
+                type(module) is LearnedSink and name == "sink"  # a subclass keeps what its class made
             ):
                 initialization.zeros_(parameter)
 
-    def _drawn(self, module: nn.Module, name: str) -> Tensor:
+    def _random_weights(self, module: nn.Module, name: str) -> Tensor:
+        """Normal numbers that depend on the seed and the module's name alone, not on which modules there are."""
         path = next(path for path, candidate in self.named_modules() if candidate is module)
         std = self.config.initializer_range
         if path.endswith(("o_proj", "down_proj")):
             std /= (2 * self.config.num_hidden_layers) ** 0.5
+        # Python's own hash() differs from one process to the next.
         digest = hashlib.sha256(f"{self.config.seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         return torch.randn(getattr(module, name).shape, generator=generator, dtype=torch.float32) * std
 
 
 def rotated(x_BTHD: Tensor, rotation: Rotation) -> Tensor:
-    """Channel d turned with channel d + D / 2 by the position's angle, as Llama pairs them; in float32 or wider."""
+    """Channels d and d + D / 2 turned by the position's angle, as Llama pairs them; worked out in at least float32."""
     cos, sin = (part.unsqueeze(-2) for part in rotation)
     a, b = x_BTHD.to(torch.promote_types(x_BTHD.dtype, torch.float32)).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHD.dtype)
@@ -297,10 +310,10 @@ class BoundedSwiGLU(SwiGLU):
 class BoundedLinear(nn.Module):
     """A linear map whose every output vector w_j = W[:, j] keeps max |w| <= c median |w|, c = LARGEST_TO_MEDIAN.
 
-    At least half of a vector's E entries reach its median m, and none passes c m. So the largest entry has at most
-    2 c^2 / E of the energy, the participation ratio is at least E / (2 c^2), and a vector that is zero in more than
-    half of its dimensions is zero in all. (A fixed orthogonal mixing after a free matrix promises none of this: the
-    matrix can learn to undo it.)
+    So no neuron can write into few dimensions alone. At least half of a vector's E entries reach its median m, and none
+    passes c m. The largest entry then has at most 2 c^2 / E of the energy, the participation ratio is at least
+    E / (2 c^2), and a vector that is zero in more than half of its dimensions is zero in all. (A fixed orthogonal
+    mixing after a free matrix would bound nothing: the matrix can learn to undo it.)
     """
 
     acts_by_weight_alone = True

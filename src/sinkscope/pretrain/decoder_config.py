@@ -1,4 +1,4 @@
-"""The configuration of the decoder: its shape, and the variants of its attention and feed-forward."""
+"""The decoder's configuration for transformers: its shape, and the variants of its attention and feed-forward."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SIZES = (
 
 LARGEST_SIZE = 1 << 24
 MOST_LAYERS = 1 << 12
+"""Bounds on what a config.json may ask for, far above any model: modules are built before their memory is known."""
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -95,9 +96,8 @@ class DecoderConfig(PreTrainedConfig):
                 raise _refused(name, "a name", getattr(self, name))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            if value is not None and not all(
-                type(token) is int for token in (value if isinstance(value, list) else [value])
-            ):
+            tokens = value if isinstance(value, list) else [value]
+            if value is not None and not all(type(token) is int for token in tokens):
                 raise _refused(name, "a token's number", value)
         if not isinstance(self.variant_options, dict):
             raise _refused("variant_options", "names with values", self.variant_options)

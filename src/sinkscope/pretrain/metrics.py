@@ -1,7 +1,8 @@
-"""The numbers of a run: from the device to a row of the log, to an experiment tracker, and to tables at the end.
+"""The numbers of a run: from the device to a row of a log and to an experiment tracker, and to tables at the end.
 
-The device never waits for its numbers: those of an update are fetched while the next one runs. Logs are JSON lines
-while a run goes on. They are read back checked, since a run goes on only with every row so far.
+The device never waits for its numbers to be read: those of an update are fetched while the next one runs. During a run
+the logs are JSON lines, metrics.jsonl and probes.jsonl. A run that resumes reads them back and checks that no row is
+missing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from sinkscope.results.validated import (
 )
 
 PROBE_BATCHES = ("random", "text")
-"""What is probed, in the order of the rows."""
+"""The batches that are probed, in the order of their rows in probes.jsonl."""
 METRICS = Schema(
     "metrics",
     (
@@ -54,7 +55,12 @@ METRICS = Schema(
         Column("gradient_norm", "float", "norm of the gradient before clipping"),
         Column("learning_rate", "float", "learning rate of the update"),
         Column("tokens_per_second", "float", "training tokens a second, without probes, evaluations and checkpoints"),
-        Column("mfu", "float", "model FLOPs over what the device's own matrix products reach", nullable=True),
+        Column(
+            "mfu",
+            "float",
+            "model FLOP/s, as a share of what the device reaches in a large matrix product",
+            nullable=True,
+        ),
         Column("elapsed_s", "float", "seconds since the run began, everything included"),
         Column("validation_loss", "float", "mean loss on held-out text after the update", nullable=True),
     ),
@@ -64,15 +70,20 @@ PROBES = Schema(
     (
         Column("step", "int", "updates done"),
         Column("tokens", "int", "training tokens seen"),
-        Column("batch", "str", "what was read: random tokens or held-out text"),
-        Column("quantity", "str", "name of the observable"),
+        Column("batch", "str", "what was probed: random tokens or held-out text"),
+        Column("quantity", "str", "name of the observable (docs/pretraining.md)"),
         Column("layer", "int", "layer; empty for the whole model", nullable=True),
-        Column("value", "float", "value; empty where it does not apply", nullable=True),
+        Column(
+            "value",
+            "float",
+            "its value; empty where it has none, such as the sink rate of a short sequence",
+            nullable=True,
+        ),
     ),
 )
 
 
-# What a row must hold. Ratios are taken of tokens, seconds and speeds, so none of them is 0.
+# What a row must hold. Comparisons divide by tokens, seconds and speeds, so these must be above 0.
 ROWS = {
     "metrics.jsonl": {
         "step": Int(1),
@@ -98,10 +109,10 @@ Tracker = Callable[[int, dict[str, float]], None]
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each on its way to disk when `write` returns."""
+    """A file of JSON objects, one a line. `write` hands a row to the system; `sync` waits until it is on the disk."""
 
     def __init__(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the file anew with the `rows` that are kept; others that were in it are dropped."""
+        """Begins the file with `rows`; what was in it before is dropped."""
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = path.open("a", encoding="utf-8")
@@ -123,11 +134,16 @@ Key = tuple[int, str]
 
 
 def log_keys(config: TrainingConfig, done: int) -> dict[str, list[Key]]:
-    """The keys of the rows that each log must hold after `done` updates, by the name of its file."""
-    probed = [step for step in range(done + 1) if done and config.is_due(config.probe_every, step)]
+    """The keys of the rows that each log must hold after `done` updates, by the name of its file.
+
+    Nothing is required before the first update: the probe at step 0 belongs to a run that has begun.
+    """
+    if done == 0:
+        return {"metrics.jsonl": [], "probes.jsonl": []}
+    probe_steps = [step for step in range(done + 1) if config.is_due(config.probe_every, step)]
     return {
         "metrics.jsonl": [(step, "") for step in range(1, done + 1)],
-        "probes.jsonl": [(step, batch) for step in probed for batch in PROBE_BATCHES],
+        "probes.jsonl": [(step, batch) for step in probe_steps for batch in PROBE_BATCHES],
     }
 
 
@@ -141,16 +157,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
-    """The first rows of a log, which must have these keys for the run to go on; later rows are ignored."""
+    """The first rows of a log, which must have these keys for the run to continue; later rows are ignored."""
     rows = []
     try:
+        # Without what follows the last line break: the process may have been killed while it wrote a row.
         lines = read_text(path, MOST_LINES_OF_JSON).split("\n")[:-1] if keys else []
         for number, (key, line) in enumerate(zip(keys, lines, strict=False), 1):
             rows.append(parse_json(line, path, ROWS[path.name], where=f"line {number}"))
             if row_key(rows[-1]) != key:
-                raise refused(path, f"line {number} is of {_named(row_key(rows[-1]))}, not of {_named(key)}")
+                raise refused(path, f"line {number} is of {_key_text(row_key(rows[-1]))}, not of {_key_text(key)}")
         if len(rows) < len(keys):
-            raise refused(path, f"it has {len(rows)} rows and lacks {_named(keys[len(rows)])}")
+            raise refused(path, f"it has {len(rows)} rows and lacks {_key_text(keys[len(rows)])}")
         return _checked(path, rows)
     except UnusableFileError as error:
         advice = "Put back a copy of the file, or start the run again with `overwrite=True`."
@@ -158,7 +175,7 @@ def read_first_rows(path: Path, keys: Sequence[Key]) -> list[dict[str, Any]]:
 
 
 def _checked(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a log; refuses steps that go back, and observables with different numbers of layers."""
+    """The rows of a log; refuses steps or times that decrease, and observables with different numbers of layers."""
     for name in ("step", "tokens", "elapsed_s"):
         if any(row.get(name, 0) > following.get(name, 0) for row, following in pairwise(rows)):
             raise refused(path, f"{name} is smaller in one line than in the line before it")
@@ -167,7 +184,7 @@ def _checked(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _named(key: Key) -> str:
+def _key_text(key: Key) -> str:
     return ", ".join(filter(None, (f"step {key[0]}", key[1])))
 
 
@@ -178,11 +195,14 @@ def write_tables(run: Path) -> None:
     metrics = read_rows(run / "metrics.jsonl")
     write_table(METRICS, {c.name: [row.get(c.name) for row in metrics] for c in METRICS.columns}, run / METRICS.name)
     if (run / "probes.jsonl").exists():
-        tidy = [entry for row in read_rows(run / "probes.jsonl") for entry in _tidy(row)]
-        write_table(PROBES, PROBES.from_rows(tidy), run / PROBES.name)
+        table_rows = []
+        for row in read_rows(run / "probes.jsonl"):
+            table_rows += _probe_rows(row)
+        write_table(PROBES, PROBES.from_rows(table_rows), run / PROBES.name)
 
 
-def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _probe_rows(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row of probes.jsonl as rows of the table: one for each quantity of the whole model, and of each layer."""
     keys = {name: row[name] for name in ("step", "tokens", "batch")}
     entries = [keys | {"quantity": name, "layer": None, "value": value} for name, value in row["whole"].items()]
     for name, values in row["layers"].items():
@@ -191,32 +211,38 @@ def _tidy(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Pending:
+class PendingNumbers:
+    """The numbers of one update on their way from the device."""
+
     step: int
     values: Tensor
-    """[loss, gradient norm] in host memory, valid once the event has happened."""
+    """[loss, gradient norm] in host memory, valid once `arrived` has happened."""
     arrived: torch.cuda.Event | None
+    """None on a CPU, where they are valid at once."""
 
 
 class StepNumbers:
-    """Rows of updates, in order. On CUDA the newest update's row comes only after the next update is launched."""
+    """Makes a row of metrics.jsonl for each update, in order.
+
+    On CUDA the row of an update is ready only after the next update was launched, so that the device always has work.
+    """
 
     def __init__(self, config: TrainingConfig, flops_per_token: float, flop_rate: float) -> None:
         self.config = config
         self.flops_per_token = flops_per_token
         self.flop_rate = flop_rate
-        """FLOP/s that all devices together can reach."""
+        """FLOP/s that all devices together reach in a large matrix product."""
         self.elapsed_before = 0.0
         """Seconds that the run took before it was resumed."""
         self._started_at = self._clock = time.perf_counter()
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingNumbers] = deque()
 
     @property
     def elapsed_s(self) -> float:
         return self.elapsed_before + time.perf_counter() - self._started_at
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last update out of the next one's tokens/s."""
+        """Leaves the time since the last update, spent on probes or checkpoints, out of the next one's tokens/s."""
         self._clock = time.perf_counter()
 
     def tokens(self, steps: int) -> int:
@@ -227,14 +253,16 @@ class StepNumbers:
         values = torch.stack([loss, norm.to(loss.dtype)])
         arrived = None
         if values.is_cuda:
+            # Into pinned memory, or the copy would wait for the device.
             values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._pending.append(Pending(step, values, arrived))
+        self._pending.append(PendingNumbers(step, values, arrived))
 
     def rows(self, *, wait_for_all: bool) -> list[dict[str, Any]]:
-        """The rows that have arrived; FloatingPointError if a number is not finite."""
+        """The rows that are ready, or all if `wait_for_all`; FloatingPointError if a number is not finite."""
         numbers = []
+        # On CUDA the newest update stays pending, unless all are to be waited for.
         while self._pending and (wait_for_all or len(self._pending) > 1 or self._pending[0].arrived is None):
             entry = self._pending.popleft()
             if entry.arrived is not None:
@@ -246,7 +274,7 @@ class StepNumbers:
         if not numbers:
             return []
         now = time.perf_counter()
-        # Two that arrived together share their time: it is not known which of them waited for the other.
+        # Two updates that are fetched together share their time: how long each of them took is not known.
         rate = self.tokens(len(numbers)) / (now - self._clock)
         self._clock = now
         return [
@@ -266,17 +294,17 @@ class StepNumbers:
 
     def progress(self, row: dict[str, Any], validation_loss: float | None) -> str:
         """A row as a line to print, with the time that is left."""
-        left_s = (self.config.steps - row["step"]) * row["elapsed_s"] / row["step"]
+        remaining_s = (self.config.steps - row["step"]) * row["elapsed_s"] / row["step"]
         held_out = "" if validation_loss is None else f", held out {validation_loss:.4f}"
         return (
             f"step {row['step']}/{self.config.steps}: loss {row['loss']:.4f}{held_out}, "
-            f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}, {left_s:,.0f} s left"
+            f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}, {remaining_s:,.0f} s left"
         )
 
 
 @contextlib.contextmanager
 def tracker(name: str | None, run: Path, config: dict[str, Any]) -> Iterator[Tracker]:
-    """A function that sends numbers to the tracker called `name`; for None it does nothing."""
+    """A function that sends the numbers of a step to the tracker called `name`; without a name it does nothing."""
     if name is None:
         yield lambda step, numbers: None
         return

@@ -37,6 +37,7 @@ from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import trace
 
+# The numbers are the links of the chain (docs/concepts.md); lines without one give context to the link above them.
 QUANTITIES = {
     "variance_ratio": "1. variance of the value aggregation across sequences, position 0 over the later half",
     "write_contrast": "2. largest write of a neuron at the sink over its median at other positions",
@@ -50,11 +51,11 @@ QUANTITIES = {
     "sink_rate": "6. share of heads and sequences that count the position as a sink",
     "attention": "   mean attention on the position",
 }
-"""What each quantity means; all are per layer."""
+"""What each quantity means; there is one value for each layer."""
 
 
 PREFIX = "sinkscope/"
-"""Of what a probe adds to a trainer's log."""
+"""Before the names that SinkProbe adds to the Trainer's log."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,10 +63,10 @@ class Probe:
     """One probe: numbers for the whole model and for each layer."""
 
     whole: dict[str, float | None]
-    """The position of the strongest sink, or of the key that receives most where there is none; its sink rate; how many
-    sinks there are; and how many massive dimensions and super neurons that position has."""
+    """The position of the strongest sink or, if there is none, of the key that receives the most attention; its sink
+    rate; the number of sinks; and how many massive dimensions and super neurons that position has."""
     layers: dict[str, list[float | None]]
-    """As QUANTITIES says, at that position."""
+    """The quantities of QUANTITIES at that position, by layer."""
 
     def row(self) -> dict[str, Any]:
         return {"whole": self.whole, "layers": self.layers}
@@ -75,27 +76,32 @@ class Probe:
 
 
 def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Probe:
-    """The observables of the chain of a model in memory on a batch, eagerly and in the dtype of its weights.
+    """The observables of the sink chain of a model in training, on a batch; for any training loop.
 
         tracker.log(sinkscope.probe(model, batch).whole)
 
-    For any training loop: `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean.
-    The model's mode, its gradients and the random state are left as they were.
+    `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean. The model runs in the
+    dtype of its weights, not compiled. Its mode, its gradients and the random state are left as they were.
     """
     loaded = loaded_model(model) if isinstance(model, nn.Module) else load(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
     with evaluation_mode(loaded.model):
-        # Without a sink, not the key with the largest rate: late keys, which few queries see, pass its
-        # threshold by chance.
+        # Without a sink the key with the largest rate would be a late one: few queries see it, so it passes the
+        # threshold by chance. The key that receives the most attention is taken instead.
         position, rate = findings.strongest if findings.sinks else findings.most_attended
         layers = _layers(findings, position)
         num_super_neurons = sum(neuron.position == position for neuron in findings.super_neurons)
-    whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _number(rate)}
-    judged = bool(eligible_positions(findings.recording.batch.length).any())
-    whole["num_sinks"] = len(findings.sinks) if judged else None
+    whole: dict[str, float | None] = {"sink_position": position, "sink_rate": _finite(rate)}
+    # In a short batch no key has enough later queries to be a sink: the number of sinks is not 0, but unknown.
+    has_eligible = bool(eligible_positions(findings.recording.batch.length).any())
+    whole["num_sinks"] = len(findings.sinks) if has_eligible else None
     whole["num_massive_dimensions"] = len({e.dimension for e in findings.massive if e.position == position})
     whole["num_super_neurons"] = num_super_neurons
-    return Probe(whole, {name: _numbers(values) for name, values in layers.items()})
+    by_layer = {}
+    for name, values in layers.items():
+        listed = values.tolist() if isinstance(values, Tensor) else values
+        by_layer[name] = [_finite(value) for value in listed]
+    return Probe(whole, by_layer)
 
 
 def random_batch(model: PreTrainedModel, *, length: int, num_sequences: int, seed: int = 0) -> TokenBatch:
@@ -122,18 +128,19 @@ def loaded_model(model: Any) -> LoadedModel:
 
 
 def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]]:
+    """The quantities at a position, [L] each, in the order of QUANTITIES; what the pass did not record is left out."""
     recording = findings.recording
     write_LT = recording["largest_write"]
     others = torch.arange(write_LT.shape[1]) != position
-    key = int((recording.keys == position).nonzero()[0])
+    key = int((recording.keys == position).nonzero()[0])  # attention is recorded for some keys, in this order
     rate_L = recording["head_sink_rate"][:, :, key].float().mean(1)
-    is_judged = bool(eligible_positions(recording.batch.length)[position])
+    is_eligible = bool(eligible_positions(recording.batch.length)[position])
     layers: dict[str, Tensor | list[float]] = {
         "write_contrast": write_LT[:, position] / write_LT[:, others].median(1).values,
         "top_share": _top_shares(findings, recording["largest_write_neuron"][:, position]),
-        "sink_rate": rate_L if is_judged else torch.full_like(rate_L, math.nan),
+        "sink_rate": rate_L if is_eligible else torch.full_like(rate_L, math.nan),
         "attention": recording["received"][:, :, key].mean(1),
-        "positive_queries": _at_lock(findings, position),
+        "positive_queries": _positive_queries(findings, position),
     }
     layers["dom_ratio"], layers["dom_ratio_elsewhere"] = findings.dom_ratio_at(position)
     layers["largest_residual"] = recording["largest_residual"].amax(1)
@@ -146,28 +153,28 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
     return {name: layers[name] for name in QUANTITIES if name in layers}
 
 
-def _top_shares(findings: Findings, neurons_L: Tensor) -> list[float]:
-    """[L] how channel-sparse the output vector of each layer's strongest writer is."""
+def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
+    """[L] the energy share of the top dimension in the output vector of each layer's strongest neuron."""
     layers = findings.recording.anatomy.layers
     vectors = [layer.output_vectors(neuron[None].cpu()) for layer, neuron in zip(layers, neurons_L, strict=True)]
     return [float(channel_sparsity(vector.cpu()).top_share) for vector in vectors]
 
 
-def _at_lock(findings: Findings, position: int) -> list[float]:
-    """[L] the share of later queries with q . k > 0, where the lock was measured at the position; NaN elsewhere."""
+def _positive_queries(findings: Findings, position: int) -> list[float]:
+    """[L] the share of later queries with q . k > 0 at a position, mean over heads.
+
+    NaN in layers where the position is not among the few, Q, whose keys a layer was asked about.
+    """
     positive_LHQ, _ = findings.lock
     at_LQ = findings.lock_positions == position
-    return [
-        float(positive_HQ[:, at_Q].mean()) if bool(at_Q.any()) else float("nan")
-        for positive_HQ, at_Q in zip(positive_LHQ, at_LQ, strict=True)
-    ]
+    shares = []
+    for positive_HQ, at_Q in zip(positive_LHQ, at_LQ, strict=True):
+        shares.append(float(positive_HQ[:, at_Q].mean()) if bool(at_Q.any()) else math.nan)
+    return shares
 
 
-def _numbers(values: Tensor | list[float]) -> list[float | None]:
-    return [_number(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
-
-
-def _number(value: float) -> float | None:
+def _finite(value: float) -> float | None:
+    """The value; None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -176,7 +183,7 @@ class SinkProbe(TrainerCallback):
 
         trainer.add_callback(sinkscope.SinkProbe(trainer.log, every=100))
 
-    `log` is the trainer's own: a callback does not see its trainer, nor what else listens to it.
+    `log` is the method of the trainer, because a callback is not given its trainer.
     """
 
     def __init__(
@@ -205,7 +212,8 @@ class SinkProbe(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if args.include_num_input_tokens_seen == "no":
-            # Without it the Trainer counts no tokens, and rows could not be compared. It counts in every process.
+            # Else the Trainer counts no tokens, and rows of two runs could not be compared at equal tokens. The count
+            # adds up over processes, so it is turned on in each of them.
             args.include_num_input_tokens_seen = "all"
         if not state.is_world_process_zero:
             return
@@ -214,9 +222,9 @@ class SinkProbe(TrainerCallback):
         folder = Path(args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "probes.jsonl"
-        # The row of the step that training is resumed at was written before.
-        kept = read_rows(path) if state.global_step and path.exists() else []
-        self._file = JsonLines(path, [row for row in kept if row["step"] <= state.global_step])
+        # When training resumes, rows up to its step stay. Later ones are dropped: those steps are done again.
+        earlier = read_rows(path) if state.global_step and path.exists() else []
+        self._file = JsonLines(path, [row for row in earlier if row["step"] <= state.global_step])
         if not state.global_step:
             self._probe(state, control, kwargs["model"])
 
@@ -237,6 +245,7 @@ class SinkProbe(TrainerCallback):
         row = {"step": state.global_step, "tokens": tokens, "batch": self.batch.kind, **result.row()}
         self.rows.append(row)
         self._file.write(row)
+        # Trainer.log() clears should_log, which would drop this step's loss, so it is restored.
         should_log = control.should_log
         self.log({f"{PREFIX}{name}": value for name, value in result.whole.items() if value is not None})
-        control.should_log = should_log  # a log answers the wish for one, and the loss of this step is still to come
+        control.should_log = should_log
