@@ -262,7 +262,7 @@ DAMAGED = {
         lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'),
         r"probes\.jsonl: line 1\..* is None",
     ),
-    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"its 0 rows do not go on to step {STEPS}"),
+    "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"its 0 rows do not end at step {STEPS}"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands tokenize and pretrain. The work is imported only when one of them runs."""
+"""The commands `sinkscope tokenize` and `sinkscope pretrain`. torch is imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class TokenizeOutput:
     overwrite: Overwrite = False
 
 
-def tokenize_command(asked: TokenizeConfig, output: TokenizeOutput) -> None:
+def tokenize_command(config: TokenizeConfig, output: TokenizeOutput) -> None:
     """Turn text into token shards, for pretrain.
 
     Trains a byte-level BPE on the text, encodes it, and holds some documents out.
 
     Example: sinkscope tokenize --data books/ --out tokens --vocab-size 8192
     """
-    asked.check()
-    from sinkscope.pretrain.tokenize import counted, tokenize
+    config.check()
+    from sinkscope.pretrain.tokenize import count_text, tokenize
 
-    shards = tokenize(asked, output.out, overwrite=output.overwrite, progress=_say)
+    shards = tokenize(config, output.out, overwrite=output.overwrite, progress=_say)
     sizes = {split: shards.num_tokens(split) for split in ("train", "validation")}
-    counts = [f"{counted(size)} {split} tokens" for split, size in sizes.items()]
+    counts = [f"{count_text(size)} {split} tokens" for split, size in sizes.items()]
     share = sizes["validation"] / sum(sizes.values())
     print(f"{', '.join(counts)} ({share:.2%} held out), vocabulary {shards.vocab_size}: {output.out}")
 
@@ -52,7 +52,7 @@ class PretrainOptions:
     """What is trained, on which data, and where."""
 
     data: Annotated[Sequence[str], f"{DATA}; or one folder of token shards"]
-    out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there is resumed.")]
+    out: Annotated[Path, typer.Option(help="Run folder; a run that was stopped there continues.")]
     config: Annotated[
         str, typer.Option(help="Preset (tiny, 30m, 152m, 1b), a YAML file, or the config.yaml of a run.")
     ] = "tiny"
@@ -61,13 +61,16 @@ class PretrainOptions:
     ] = None
     validation: Annotated[Sequence[str], VALIDATION] = ()
     snapshots: Annotated[
-        str | None, typer.Option("--keep", help="Steps whose weights are kept, such as 0,100,1000.", show_default=False)
+        str | None,
+        typer.Option(
+            "--keep", help="Steps after which to keep the weights for good, such as 0,100,1000.", show_default=False
+        ),
     ] = None
     parallel: Annotated[str, typer.Option(help="auto, single, ddp or fsdp; the last two under torchrun.")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     compile: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the blocks; default on CUDA.", show_default=False),
+        typer.Option("--compile/--no-compile", help="Compile the blocks; by default on CUDA.", show_default=False),
     ] = None
     track: Annotated[
         str | None, typer.Option(help="Also log to trackio, wandb or tensorboard.", show_default=False)
@@ -85,14 +88,18 @@ class PretrainOptions:
 def _training_options() -> list[tuple[str, Any, None]]:
     """Every field of TrainingConfig as an option that may be left out."""
     hints = get_type_hints(TrainingConfig, include_extras=True)
-    described = {name: get_args(hint) for name, hint in hints.items() if name != "snapshots"}
-    return [(name, Annotated[kind | None, text], None) for name, (kind, text) in described.items()]
+    options = []
+    for name, hint in hints.items():
+        if name != "snapshots":  # PretrainOptions has it, as text
+            kind, help_text = get_args(hint)
+            options.append((name, Annotated[kind | None, help_text], None))
+    return options
 
 
 TrainingFlags = make_dataclass("TrainingFlags", _training_options(), frozen=True, kw_only=True)
 
 
-def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  # type: ignore[valid-type]
+def pretrain_command(options: PretrainOptions, training: TrainingFlags) -> None:  # type: ignore[valid-type]
     """Train a small decoder and watch its sink appear.
 
     Options that are not given come from --config.
@@ -100,32 +107,40 @@ def pretrain_command(asked: PretrainOptions, training: TrainingFlags) -> None:  
     Example: sinkscope pretrain --variant head_norm --config tiny --data text.txt --out runs/tiny
     """
     changes = {name: value for name, value in asdict(training).items() if value is not None}
-    if asked.snapshots is not None:
-        changes["snapshots"] = integers(asked.snapshots, "snapshots", [0, 100, 1000])
+    if options.snapshots is not None:
+        changes["snapshots"] = integers(options.snapshots, "snapshots", [0, 100, 1000])
     from sinkscope.pretrain.tokens import is_shards
     from sinkscope.results.run_folder import check_output
 
-    if not is_begun(user_path(asked.out), overwrite=asked.overwrite):  # else the run has the tokens of its texts
-        if not is_shards(asked.data):
-            check_sources([*asked.data, *asked.validation])
-        check_output(asked.out, asked.overwrite)
+    # Checked before torch is imported. A run that resumes has its tokens and no longer needs the texts.
+    if not is_begun(user_path(options.out), overwrite=options.overwrite):
+        if not is_shards(options.data):
+            check_sources([*options.data, *options.validation])
+        check_output(options.out, options.overwrite)
     config = resolve(
-        asked.config, variant=asked.variant, data=asked.data, validation=asked.validation, training=changes
+        options.config, variant=options.variant, data=options.data, validation=options.validation, training=changes
     )
     from transformers.utils import logging
 
     from sinkscope.pretrain.parallel import processes
     from sinkscope.pretrain.train import pretrain
 
-    bound_memory_of(asked.device)
-    logging.disable_progress_bar()  # a bar for every file that is saved
-    options = {name: getattr(asked, name) for name in ("compile", "overwrite", "track")}
+    bound_memory_of(options.device)
+    logging.disable_progress_bar()  # transformers would show one for every file that is saved
     try:
-        with processes(asked.parallel, asked.device) as group:
-            pretrain(config, asked.out, group, **options, say=_say)
+        with processes(options.parallel, options.device) as group:
+            pretrain(
+                config,
+                options.out,
+                group,
+                compile=options.compile,
+                overwrite=options.overwrite,
+                track=options.track,
+                say=_say,
+            )
     except KeyboardInterrupt:
-        if number("RANK") == 0:
-            _say("sinkscope: interrupted; the same command goes on from the newest checkpoint")
+        if number("RANK") == 0:  # under torchrun every process is interrupted; one of them says so
+            _say("sinkscope: interrupted; the same command continues from the newest checkpoint")
         sys.exit(130)
 
 

@@ -17,23 +17,31 @@ def build_optimisers(
 ) -> list[torch.optim.Optimizer]:
     """The optimisers of a model's parameters; weight decay acts on matrices alone, not on gains and biases.
 
-    Muon takes the matrices inside `blocks`, with an update scaled to the size of AdamW's, so that both share one
-    learning rate; embeddings stay with AdamW, since their rows are looked up, not multiplied. Capturable ones
-    read their learning rate on the device, so that a graph of their step can be launched with another one.
+    Muon takes the matrices inside `blocks`. Its update is scaled to the size of AdamW's, so both share one learning
+    rate. Embeddings stay with AdamW, since their rows are looked up, not multiplied. `capturable` optimisers read their
+    learning rate from the device, so that the rate can change while a recorded CUDA graph stays the same.
     """
-    inside = {id(parameter) for parameter in blocks.parameters()}
-    norms = [module for module in model.modules() if isinstance(module, HeadRMSNorm)]
-    gains = {id(p) for norm in norms for p in norm.parameters()}  # a gain for each head is a table, but no matrix
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in gains]
-    vectors = [p for p in model.parameters() if p.requires_grad and (p.ndim < 2 or id(p) in gains)]
-    by_muon = [p for p in matrices if config.optimiser == "muon" and id(p) in inside and p.ndim == 2]
-    taken = {id(p) for p in by_muon}
-    by_adamw = [p for p in matrices if id(p) not in taken]
+    in_blocks = {id(parameter) for parameter in blocks.parameters()}
+    gains = set()  # of head-wise norms: [H, D], so two axes, but not a matrix that multiplies
+    for module in model.modules():
+        if isinstance(module, HeadRMSNorm):
+            gains |= {id(parameter) for parameter in module.parameters()}
+    muon_matrices, other_matrices, vectors = [], [], []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim < 2 or id(parameter) in gains:
+            vectors.append(parameter)
+        elif config.optimiser == "muon" and id(parameter) in in_blocks and parameter.ndim == 2:
+            muon_matrices.append(parameter)
+        else:
+            other_matrices.append(parameter)
     groups = [
-        {"params": by_adamw, "weight_decay": config.weight_decay},
+        {"params": other_matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    rate = torch.tensor(config.learning_rate, device=matrices[0].device) if capturable else config.learning_rate
+    device = next(model.parameters()).device
+    rate = torch.tensor(config.learning_rate, device=device) if capturable else config.learning_rate
     optimisers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -44,19 +52,19 @@ def build_optimisers(
             capturable=capturable,
         )
     ]
-    if by_muon:
+    if muon_matrices:
         muon = CapturableMuon if capturable else torch.optim.Muon
         optimisers.append(
-            muon(by_muon, lr=rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")  # type: ignore[arg-type]
+            muon(muon_matrices, lr=rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")  # type: ignore[arg-type]
         )
     return optimisers
 
 
 class CapturableMuon(torch.optim.Muon):
-    """Muon, scaled to AdamW's update, whose step a CUDA graph can record: its learning rate is a tensor on the device.
+    """Muon, scaled to AdamW's update, with a step that a CUDA graph can record: the learning rate is on the device.
 
-    Torch's own step reads the rate on the host and takes 15 small products for each matrix, which cost a small model
-    more time than its gradients. Here matrices of one shape share a batch of products.
+    Torch's own step reads the rate on the host. It also does 15 small products for each matrix, and in a small model
+    these take longer than the gradients. Here all matrices of one shape are stacked and multiplied together.
     """
 
     @torch.no_grad()
@@ -69,6 +77,7 @@ class CapturableMuon(torch.optim.Muon):
                 self._step_together(weights, group)
 
     def _step_together(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """The same update as torch's Muon (Nesterov momentum, decoupled weight decay), for weights of one shape."""
         gradients, momenta = [], []
         for weight in weights:
             state = self.state[weight]
@@ -77,6 +86,8 @@ class CapturableMuon(torch.optim.Muon):
             gradients.append(weight.grad)
             momenta.append(state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"]))
         update = _orthogonalised(torch.stack(gradients).lerp(torch.stack(momenta), group["momentum"]), group)
+        # An orthogonalised matrix has entries of about 1 / sqrt(longer side). 0.2 is the root mean square of AdamW's
+        # update (Liu et al. 2025, "Muon is scalable").
         scale = 0.2 * math.sqrt(max(weights[0].shape))
         change = group["lr"] * (group["weight_decay"] * torch.stack(weights) + scale * update)
         for weight, difference in zip(weights, change, strict=True):
@@ -84,22 +95,28 @@ class CapturableMuon(torch.optim.Muon):
 
 
 def _orthogonalised(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """Matrices whose singular values are near 1, by the Newton-Schulz iteration of torch's Muon, in bfloat16."""
+    """The matrices with all singular values moved near 1, by the Newton-Schulz iteration of torch's Muon, in bfloat16.
+
+    One step is X <- a X + (b G + c G G) X with G = X X^T. The coefficients move singular values towards 1 fast, and
+    leave them near it rather than at it.
+    """
+    # Wide, so that G has the shorter side.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = (matrices.mT if is_tall else matrices).bfloat16()
-    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=group["eps"])
+    x = (matrices.mT if is_tall else matrices).bfloat16()
+    # Singular values must begin between 0 and 1.
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=group["eps"])
     a, b, c = group["ns_coefficients"]
     for _ in range(group["ns_steps"]):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if is_tall else found).to(matrices.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(matrices.dtype)
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The learning rate of the update that follows `step` updates: a linear warm-up, then the schedule's fall.
+    """The learning rate of update number `step`, from 0: a linear warm-up to the peak, then the schedule.
 
-    cosine: from the peak to the final rate over all steps left. constant: at the peak until the last `decay_share` of
-    the steps, then a straight line to the final rate.
+    cosine: from the peak to the final rate over all remaining steps. constant: at the peak until the last `decay_share`
+    of the steps, then a straight line to the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -117,7 +134,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 def set_learning_rate(optimisers: list[torch.optim.Optimizer], rate: float) -> None:
     for optimiser in optimisers:
         for group in optimiser.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
+            if isinstance(group["lr"], torch.Tensor):  # capturable: written in place, where the CUDA graph reads it
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

@@ -1,6 +1,7 @@
-"""Training runs in their folders: their configuration, their results, and which of them can be compared.
+"""Training runs read from their folders: configuration, results, and which of them can be compared.
 
-Everything is checked when it is read. A run that is not complete is refused, as are runs that saw different data.
+`read_finished_run` and `check_comparable` refuse incomplete runs, and runs of different data. `replicas` groups runs
+into variants. `initial_configuration` and the functions below it give what a model is built from.
 """
 
 from __future__ import annotations
@@ -33,31 +34,34 @@ from sinkscope.results.validated import (
 )
 from sinkscope.user_paths import user_path
 
-# Settings that change how often a run is measured or stored, how its batch is split or in which order sums are taken,
-# but not what it learns.
-WITHOUT_EFFECT = (
-    *(
-        "micro_batch_size",
-        "deterministic",
-        "evaluate_every",
-        "probe_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "snapshots",
-        "seed",
-    ),
+# Settings that may differ between replicas of a variant. They change how often a run is measured or stored, how its
+# batch is split or in which order sums are taken, but not what it learns; and the seed.
+SETTINGS_OF_REPLICAS = (
+    "micro_batch_size",
+    "deterministic",
+    "evaluate_every",
+    "probe_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "snapshots",
+    "seed",
 )
 THEN = ", then "
-"""Between the set-ups of a run that went on with another one, in its environment.json."""
+"""In environment.json, between an old value and a new one of a run that resumed on another machine or set-up."""
 CONFIG = {
     "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
     "training": {"steps": Int(1), "seed": Maybe(Int(0, LARGEST_INT))},
 }
 SUMMARY = {"data": Maybe(NAME)}
-# What must be equal for losses and observables to be compared: the same batches of the same tokens, and
-# the same held-out windows.
-SHARED = (
-    *("batch_size", "sequence_length", "skipped_targets", "evaluation_sequences", "probe_length", "probe_sequences"),
+# Settings that must be equal for losses and observables to be compared: the same batches of the same tokens, and the
+# same held-out windows.
+EQUAL_SETTINGS = (
+    "batch_size",
+    "sequence_length",
+    "skipped_targets",
+    "evaluation_sequences",
+    "probe_length",
+    "probe_sequences",
 )
 
 
@@ -72,11 +76,11 @@ class FinishedRun:
     evaluations: list[dict[str, Any]]
     probes: list[dict[str, Any]]
     tokens_per_second: float
-    """Median over updates, so that compilation does not count."""
+    """Median over updates, so that the slow first ones, which compile, do not count."""
 
     @property
     def name(self) -> str:
-        """The name of the folder, even if it was given as a dot."""
+        """The name of the folder, also if its path is `.`"""
         return self.path.resolve().name
 
     @property
@@ -93,23 +97,24 @@ class FinishedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that replicas share and other runs do not, by name; defaults of the decoder are left out."""
-        training = {key: value for key, value in self.config["training"].items() if key not in WITHOUT_EFFECT}
+        """The settings that make a variant: equal in replicas. Defaults of the decoder are left out."""
+        training = {key: value for key, value in self.config["training"].items() if key not in SETTINGS_OF_REPLICAS}
         model = self.config["model"]
         shape = {key: value for key, value in model.items() if key not in ("seed", "max_position_embeddings")}
+        # The weights have the run's seed unless the model's configuration names another: then that is a setting.
         if model.get("seed", self.seed) != self.seed:
             shape["model_seed"] = model["seed"]
-        usual = {key: getattr(DecoderConfig, key, None) for key in shape} | {"variant_options": {}}
-        return training | {key: value for key, value in shape.items() if value not in (None, usual[key])}
+        defaults = {key: getattr(DecoderConfig, key, None) for key in shape} | {"variant_options": {}}
+        return training | {key: value for key, value in shape.items() if value not in (None, defaults[key])}
 
 
 def read_finished_run(folder: Path) -> FinishedRun:
-    """The training run in a folder; a run that goes on, was stopped, or is damaged is refused."""
+    """The complete training run in a folder; one that still trains, was stopped or is damaged is refused."""
     folder = Path(folder)
     for name in ("config.yaml", "metrics.jsonl", "environment.json"):
         if not (folder / name).is_file():
-            wrong = f"There is no {name} in {folder}" if folder.is_dir() else f"There is no folder {folder}"
-            raise InputError(f"{wrong}. Give the folder of a complete run that sinkscope pretrain wrote.")
+            problem = f"There is no {name} in {folder}" if folder.is_dir() else f"There is no folder {folder}"
+            raise InputError(f"{problem}. Give the folder of a complete run that sinkscope pretrain wrote.")
     config = read_yaml(folder / "config.yaml", CONFIG)
     config["training"] = with_defaults(config["training"])
     metrics, steps = read_rows(folder / "metrics.jsonl"), config["training"]["steps"]
@@ -119,9 +124,10 @@ def read_finished_run(folder: Path) -> FinishedRun:
             f"The training run in {folder} is not complete: it is at step {done} of {steps}. "
             "Wait for it, or finish it: run the same sinkscope pretrain command again."
         )
-    logged = [row["step"] for row in metrics]  # every step, or only the evaluations where an experiment kept no more
-    if logged != sorted(set(logged)) or logged[-1:] != [steps]:
-        raise refused(folder / "metrics.jsonl", f"its {len(metrics)} rows do not go on to step {steps}")
+    # A row for every step, or for evaluations alone: the experiments in lab/ keep no more.
+    logged_steps = [row["step"] for row in metrics]
+    if logged_steps != sorted(set(logged_steps)) or logged_steps[-1:] != [steps]:
+        raise refused(folder / "metrics.jsonl", f"its {len(metrics)} rows do not end at step {steps}")
     probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
@@ -145,15 +151,18 @@ Groups = dict[str, list[FinishedRun]]
 
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
     """Returns if the losses of these runs can be compared, else raises InputError."""
-    # Runs of earlier versions have no hash of their tokens in the summary; their sources' names are compared.
-    hashed = all(run.summary.get("data") for run in runs)
-    first, *others = [
-        {name: run.config["training"].get(name) for name in SHARED}
-        | {"data": run.summary["data"][:12] if hashed else [run.config.get("data"), run.config.get("validation")]}
-        for run in runs
-    ]
-    for run, conditions in zip(runs[1:], others, strict=True):
-        for name, value in conditions.items():
+    # Runs of earlier versions have no hash of their tokens in the summary: the names of their sources are compared.
+    have_hashes = all(run.summary.get("data") for run in runs)
+
+    def settings_of(run: FinishedRun) -> dict[str, Any]:
+        settings = {name: run.config["training"].get(name) for name in EQUAL_SETTINGS}
+        if have_hashes:
+            return settings | {"data": run.summary["data"][:12]}
+        return settings | {"data": [run.config.get("data"), run.config.get("validation")]}
+
+    first = settings_of(runs[0])
+    for run in runs[1:]:
+        for name, value in settings_of(run).items():
             if value != first[name]:
                 raise InputError(
                     "Runs are compared only on the same data, in batches and held-out windows of the same size. "
@@ -164,11 +173,12 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
 
 def replicas(runs: list[FinishedRun]) -> Groups:
     """Replicas by label, the baseline first; a label names the variant and what else differs from the baseline."""
-    settings: list[tuple[dict[str, Any], list[FinishedRun]]] = []
+    # Settings are dictionaries, which no dictionary takes as keys: hence pairs.
+    variants: list[tuple[dict[str, Any], list[FinishedRun]]] = []
     for run in runs:
-        group = next((group for found, group in settings if found == run.settings), None)
+        group = next((group for settings, group in variants if settings == run.settings), None)
         if group is None:
-            settings.append((run.settings, [run]))
+            variants.append((run.settings, [run]))
         elif twin := next((other for other in group if other.seed == run.seed), None):
             raise InputError(
                 f"{twin.path} and {run.path} are both runs of {run.variant} with seed {run.seed}. "
@@ -176,35 +186,45 @@ def replicas(runs: list[FinishedRun]) -> Groups:
             )
         else:
             group.append(run)
-    first = next((index for index, (_, group) in enumerate(settings) if group[0].variant == "softmax"), 0)
-    settings.insert(0, settings.pop(first))
-    return {_label(group[0], found, settings[0][0]): group for found, group in settings}
+    first = next((index for index, (_, group) in enumerate(variants) if group[0].variant == "softmax"), 0)
+    variants.insert(0, variants.pop(first))
+    baseline_settings = variants[0][0]
+    return {_label(group[0], settings, baseline_settings): group for settings, group in variants}
 
 
 def num_machines(runs: Sequence[FinishedRun]) -> int:
-    """The number of different machines and set-ups that the runs were timed on."""
+    """How many different machines and set-ups the runs were timed on: with more than one, seconds are not compared."""
     names = ("device_name", "num_processes", "parallel", "precision", "compiled", "num_threads")
-    found = [tuple(str(run.environment.get(name)) for name in names) for run in runs]
-    # A run that went on elsewhere shares its seconds with none.
-    return len({each if not any(THEN in name for name in each) else number for number, each in enumerate(found)})
+    machines: set[Any] = set()
+    for index, run in enumerate(runs):
+        set_up = tuple(str(run.environment.get(name)) for name in names)
+        # A run that resumed on another set-up was timed on neither of the two: it counts as one of its own.
+        has_changed = any(THEN in value for value in set_up)
+        machines.add(index if has_changed else set_up)
+    return len(machines)
 
 
 def unequal_conditions(groups: Groups) -> list[str]:
-    """What a reader must know about seeds, machines and probes that the variants do not share."""
+    """Sentences on what cannot be compared because the variants have different seeds, machines or probes."""
     notes = []
     runs = [run for group in groups.values() for run in group]
     if num_machines(runs) > 1:
-        notes.append("Seconds are not compared: the runs were made on different machines or numbers of devices.")
+        notes.append(
+            "Seconds are not compared, because the runs were made on different machines or numbers of devices."
+        )
     baseline = next(iter(groups))
     seeds = {run.seed for run in groups[baseline]}
     common = {label: seeds & {run.seed for run in group} for label, group in list(groups.items())[1:]}
     if none := [label for label, shared in common.items() if not shared]:
-        notes.append(f"No seed in common with {baseline}, so compared with its mean, no interval: {_listed(none)}.")
+        notes.append(
+            f"No seed in common with {baseline}, so compared with its mean, without an interval: {_listed(none)}."
+        )
     if one := [label for label, shared in common.items() if len(shared) == 1]:
         notes.append(f"One seed in common with {baseline}, so ratios have no interval: {_listed(one)}.")
     for label, shared in common.items():
-        if alone := sorted({run.seed for run in groups[label]} - shared) if shared else []:
-            notes.append(f"Seeds without a partner in {baseline} are left out of {label}'s ratios: {_listed(alone)}.")
+        unpaired = sorted({run.seed for run in groups[label]} - shared)
+        if shared and unpaired:
+            notes.append(f"Seeds that {baseline} lacks are left out of {label}'s ratios: {_listed(unpaired)}.")
     if any(not run.probes for run in runs):
         without = [run.name for run in runs if not run.probes]
         notes.append(f"Trained without probes, so their sinks, disparity and links are not known: {_listed(without)}.")
@@ -216,10 +236,12 @@ def _listed(items: Sequence[str | int]) -> str:
 
 
 def _label(run: FinishedRun, settings: dict[str, Any], baseline: dict[str, Any]) -> str:
+    """The variant's name, with the settings in which it differs from the baseline."""
     entries = [run.variant]
     for key in sorted(settings.keys() | baseline.keys()):
-        value, usual = (found.get(key, getattr(DecoderConfig, key, None)) for found in (settings, baseline))
-        if key == "attention_variant" or value == usual:
+        default = getattr(DecoderConfig, key, None)
+        value = settings.get(key, default)
+        if key == "attention_variant" or value == baseline.get(key, default):
             continue
         if key == "variant_options":
             entries += [f"{name} {option}" for name, option in (value or {}).items()]
@@ -235,13 +257,13 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
     """
     saved = saved_configuration(run)
     if not saved:
-        raise InputError(f"{_instead_of_a_run(run)}. Give a folder that sinkscope pretrain wrote.")
+        raise InputError(f"{_why_no_run(run)}. Give a folder that sinkscope pretrain wrote.")
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
         if (file := folder / "config.json").is_file():
             token = Maybe(Int())
             shape = {"vocab_size": Int(1), "bos_token_id": token, "eos_token_id": token}
-            known = {name: value for name, value in read_json(file, shape).items() if name in shape}
-            return decoder_config(saved["model"] | known), folder
+            vocabulary = {name: value for name, value in read_json(file, shape).items() if name in shape}
+            return decoder_config(saved["model"] | vocabulary), folder
     checked(saved, {"data": [NAME], "validation": [NAME], "vocab_size": Int(1)}, run / "config.yaml")
     saved["training"] = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"])
     config = PretrainConfig(**saved)
@@ -257,18 +279,19 @@ def saved_configuration(run: Path) -> dict[str, Any]:
     return saved | {"training": with_defaults(saved["training"])} if saved.keys() == KEYS_OF_A_RUN else {}
 
 
-def _instead_of_a_run(folder: Path) -> str:
+def _why_no_run(folder: Path) -> str:
     if is_training_run(folder):
         return f"Another version of sinkscope wrote the training run in {folder}"
     return f"{folder} has no config.yaml of a training run" if folder.is_dir() else f"There is no folder {folder}"
 
 
 def shards_of_run(config: PretrainConfig, run: Path) -> TokenShards:
-    """The token shards that a run was given, or that were made from its texts."""
+    """The token shards that a run trains on: its data, or those that were made from its texts."""
     return open_shards(user_path(config.data[0]) if is_shards(config.data) else run / "tokens")
 
 
 def decoder_config_of_run(config: PretrainConfig, shards: TokenShards) -> DecoderConfig:
+    """The decoder's configuration, with the vocabulary and the end-of-text token of the data."""
     vocab_size = config.model.get("vocab_size", shards.vocab_size)
     if vocab_size < shards.vocab_size:
         raise InputError(

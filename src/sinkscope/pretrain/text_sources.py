@@ -1,7 +1,7 @@
-"""Documents from text files, folders and Hugging Face datasets, one at a time, in an order that never changes.
+"""Reads documents from text files, folders and Hugging Face datasets, one at a time, always in the same order.
 
-A plain text file holds documents separated by `<|endoftext|>`; a file without one is one document. A .jsonl file holds
-one object with a `text` a line. Both may be compressed (.gz, .xz).
+In a text file documents are separated by `<|endoftext|>`; a file without it is one document. A .jsonl file holds one
+JSON object with a `text` on each line. Both may be compressed (.gz, .xz).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def documents(sources: Sequence[str]) -> Iterator[str]:
                 num_documents += 1
                 yield document
         if not num_documents:
-            raise InputError(f"{source} has no text: it is empty. Give {FORMS} as `data`.")
+            raise InputError(f"There is no text in {source}. Give {FORMS} as `data`.")
 
 
 def check_sources(sources: Sequence[str]) -> None:
@@ -102,13 +102,13 @@ def _files(source: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"There is no file or folder {source!r}. Give {FORMS} as `data`.")
-    found = sorted(file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
+    if not files:
         raise InputError(
             f"The folder {source} has no files that end in {', '.join(SUFFIXES)} (or these with .gz, .xz). "
             "Give the files themselves as `data`."
         )
-    return found
+    return files
 
 
 def _suffix(path: Path) -> str:
@@ -132,8 +132,8 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _separated_documents(file: IO[str], path: Path) -> Iterator[str]:
-    """Reads block by block: the file may be larger than memory, as long as each document is not."""
-    pending: list[str] = []
+    """Reads a file block by block, so it may be larger than memory; each document must fit."""
+    pending: list[str] = []  # what was read of the current document
     tail = ""
     while block := file.read(BLOCK_CHARACTERS):
         if "\0" in block:
@@ -178,14 +178,14 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
             stream = load_dataset(HF_BUILDERS[path.suffix], data_files=str(path), **options)
         else:
             stream = load_dataset(name, config or None, **options)
-        for row in stream:  # files are first opened here, and a broken one is found
+        for row in stream:  # inside the try: the package opens its files only now
             if not isinstance(row.get("text"), str):
                 raise InputError(
                     f"{source} has no text in a column 'text'; its columns are {', '.join(row)}. "
                     "Choose another dataset."
                 )
             yield row["text"]
-    except (OSError, ValueError) as error:  # among them the package's own "not found"
+    except (OSError, ValueError) as error:  # the package's own errors for a missing dataset are among these
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(f"Cannot read the dataset {source}: {reason}. Give {FORMS} as `data`.") from error
 

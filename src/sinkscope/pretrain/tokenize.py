@@ -1,8 +1,9 @@
 """Text to token shards: trains a byte-level BPE on the training documents and encodes every document with it.
 
-Validation is held out by document, never more than twice the share asked for, in characters (the share in tokens is a
-little above or below). Which documents are held out depends on the texts and not on their order: one that occurs twice
-is never on both sides, and the tokenizer is never trained on one that is held out.
+Validation text is held out by document. A hash of its text decides whether a document is held out. So the choice does
+not depend on the order of the documents, a document that occurs twice is never on both sides, and the tokenizer is
+never trained on held-out text. At most twice the chosen share is held out, in characters; in tokens the share is a
+little larger or smaller.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ if TYPE_CHECKING:
 
 
 BPE_TRAINING_CHARACTERS = 1 << 26
-"""Characters of the training documents that the BPE is trained on: merges hardly change beyond that."""
+"""The BPE is trained on at most this many characters of the training documents; more hardly change its merges."""
 BATCH_CHARACTERS = 1 << 22
 """Characters encoded in one call, which the tokenizer spreads over the cores."""
 MOST_HELD_OUT = 2
-"""Times the share asked for: no more than this is held out."""
+"""At most this many times `validation_share` is held out: one long document could exceed the share by itself."""
 MOST_CHARACTERS_PER_TOKEN = 32
-"""With a bound on tokens, no more text than this a token is read: for the BPE, to choose what to hold out, and to find
-it again."""
+"""With `max_tokens`, at most this many characters for each token are read: a streamed dataset may have no end."""
 
 
-def counted(number: int) -> str:
-    """A count: whole below a million, then in millions."""
+def count_text(number: int) -> str:
+    """A count as text: whole below a million, else in millions."""
     return f"{number:,}" if number < 10**6 else f"{number / 1e6:,.1f} M"
 
 
 def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, progress: Say) -> TokenShards:
-    """The shards written to `out`, with the tokenizer and a manifest of hashes; `out` appears whole or not at all."""
+    """Writes shards, tokenizer and a manifest to `out`, which appears whole or not at all; returns the shards.
+
+    The texts are read several times, once for each pass: to choose what is held out, to train the BPE, to encode. Only
+    one batch of documents is in memory.
+    """
     config.check()
     out = user_path(out)
     with run_folder(out, overwrite) as folder:
@@ -59,23 +63,25 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
                 "Choose another `tokenizer`, or leave it out to train one."
             )
         writer = ShardWriter(folder, len(tokenizer), config.shard_tokens)
+        # By split: the most tokens to write, and how many are enough to stop reading.
         most = dict.fromkeys(SPLITS, sys.maxsize)
         enough = dict(most)
         if config.max_tokens is not None:
             most["train"] = enough["train"] = config.max_tokens
-            enough["validation"] = 0  # all that was given lies before the training text
+            enough["validation"] = 0  # texts given as `validation` come first and are written whole
             if not config.validation:
-                # What is held out was drawn from more text than `max_tokens` lets in.
+                # Held-out documents are chosen among 32 characters a token, more text than `max_tokens` lets in.
                 enough["validation"] = int(config.validation_share * config.max_tokens)
                 most["validation"] = int(MOST_HELD_OUT * config.validation_share * config.max_tokens)
-        wanted = (pair for pair in _split_documents(config) if writer.num_tokens[pair[0]] < most[pair[0]])
-        for batch in _batches(wanted):
+        not_full = (pair for pair in _split_documents(config) if writer.num_tokens[pair[0]] < most[pair[0]])
+        for batch in _batches(not_full):
             texts = [text for _, text in batch]
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
             for (split, _), ids in zip(batch, encoded["input_ids"], strict=True):
-                if room := max(0, most[split] - writer.num_tokens[split]):
+                room = max(0, most[split] - writer.num_tokens[split])
+                if room:
                     writer.add(split, [*ids, end][:room])  # type: ignore[list-item]
-            progress(f"{counted(writer.num_tokens['train'])} training tokens")
+            progress(f"{count_text(writer.num_tokens['train'])} training tokens")
             if all(writer.num_tokens[split] >= enough[split] for split in SPLITS):
                 break
         for split in SPLITS:
@@ -89,7 +95,10 @@ def tokenize(config: TokenizeConfig, out: Path, *, overwrite: bool = False, prog
 
 
 def train_bpe(texts: Iterator[str], config: TokenizeConfig) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on the first `BPE_TRAINING_CHARACTERS` of the texts; it can encode any text."""
+    """A byte-level BPE trained on the first `BPE_TRAINING_CHARACTERS` of the texts.
+
+    Its alphabet has all 256 bytes, so it can encode any text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +116,7 @@ def train_bpe(texts: Iterator[str], config: TokenizeConfig) -> PreTrainedTokeniz
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder, or of a Hugging Face name; code that comes with it is never run."""
+    """The tokenizer in a folder or at a Hugging Face name; code that comes with it is never run."""
     from transformers import AutoTokenizer
 
     from sinkscope.models.checkpoint_checks import ask, looks_like_hub_name
@@ -121,77 +130,81 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _split_documents(config: TokenizeConfig) -> Iterator[tuple[Split, str]]:
+    """(split, text) of every document, the same ones each time it is called."""
     if config.validation:
-        held_out_draws = set()
+        held_out = set()
         for text in documents(config.validation):
-            held_out_draws.add(_draw(text))
+            held_out.add(_hash(text))
             yield "validation", text
         for text in _texts(config):
-            if _draw(text) not in held_out_draws:  # what is held out is not trained on
+            if _hash(text) not in held_out:
                 yield "train", text
         return
-    total, held_out = _chosen(config)
-    # The last document waits: of it something is held out if nothing else was.
-    waiting: str | None = None
+    num_characters, held_out = _choose_held_out(config)
+    # The last training document is kept back: if no document was held out, part of this one is.
+    last: str | None = None
     for text in _texts(config):
-        if _draw(text) in held_out:
+        if _hash(text) in held_out:
             yield "validation", text
             continue
-        if waiting is not None:
-            yield "train", waiting
-        waiting = text
-    if waiting is None:
+        if last is not None:
+            yield "train", last
+        last = text
+    if last is None:
         return
     if held_out:
-        yield "train", waiting
+        yield "train", last
         return
-    most = int(MOST_HELD_OUT * config.validation_share * total)
-    if len(waiting) <= most:
-        yield "validation", waiting
+    most = int(MOST_HELD_OUT * config.validation_share * num_characters)
+    if len(last) <= most:
+        yield "validation", last
         return
-    # It is cut at the end of a line, else of a word, else anywhere; the alternative would be to refuse it.
-    end = len(waiting) - int(config.validation_share * total)
-    cuts = [waiting.rfind("\n", 0, end) + 1, waiting.rfind(" ", 0, end) + 1, end]
-    cut = next(place for place in cuts if len(waiting) - place <= most)
-    yield "train", waiting[:cut]
-    if cut < len(waiting):
-        yield "validation", waiting[cut:]
+    # Cut at the end of a line, else of a word, else anywhere, so that a single document can be trained on too.
+    end = len(last) - int(config.validation_share * num_characters)
+    cuts = [last.rfind("\n", 0, end) + 1, last.rfind(" ", 0, end) + 1, end]
+    cut = next(place for place in cuts if len(last) - place <= most)
+    yield "train", last[:cut]
+    if cut < len(last):
+        yield "validation", last[cut:]
 
 
-def _chosen(config: TokenizeConfig) -> tuple[int, set[int]]:
-    """(characters of all documents, the draws of those to hold out).
+def _choose_held_out(config: TokenizeConfig) -> tuple[int, set[int]]:
+    """(characters of all documents, the hashes of those to hold out).
 
-    A document is drawn by its text alone, and left to training where it would take the held-out text over the bound.
+    Hashes are uniform below 2^64, so those below `validation_share` of it make up that share of the documents. A
+    document stays in training if it would take the held-out text over the bound.
     """
-    total, sizes = 0, Counter[int]()
+    num_characters, sizes = 0, Counter[int]()
     for text in _texts(config):
-        total += len(text)
-        if (draw := _draw(text)) < config.validation_share * 2**64:
-            sizes[draw] += len(text)
-    held_out, size = set(), 0
-    for draw in sorted(sizes):
-        if size + sizes[draw] <= MOST_HELD_OUT * config.validation_share * total:
-            held_out.add(draw)
-            size += sizes[draw]
-    return total, held_out
+        num_characters += len(text)
+        number = _hash(text)
+        if number < config.validation_share * 2**64:
+            sizes[number] += len(text)
+    held_out, num_held_out = set(), 0
+    for number in sorted(sizes):
+        if num_held_out + sizes[number] <= MOST_HELD_OUT * config.validation_share * num_characters:
+            held_out.add(number)
+            num_held_out += sizes[number]
+    return num_characters, held_out
 
 
 def _texts(config: TokenizeConfig) -> Iterator[str]:
-    """The documents of `data`, as far as they are read."""
-    left = sys.maxsize if config.max_tokens is None else MOST_CHARACTERS_PER_TOKEN * config.max_tokens
+    """The documents of `data`; with `max_tokens`, no more than could be needed."""
+    remaining = sys.maxsize if config.max_tokens is None else MOST_CHARACTERS_PER_TOKEN * config.max_tokens
     for text in documents(config.data):
         yield text
-        left -= len(text)
-        if left < 0:
+        remaining -= len(text)
+        if remaining < 0:
             return
 
 
-def _draw(text: str) -> int:
-    """A number below 2^64 that follows from the text alone."""
+def _hash(text: str) -> int:
+    """A number below 2^64 from the text alone; Python's own hash() differs from run to run."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _batches(split_documents: Iterator[tuple[Split, str]]) -> Iterator[list[tuple[Split, str]]]:
+    """Documents in lists of about BATCH_CHARACTERS characters."""
     batch, size = [], 0
     for document in split_documents:
         batch.append(document)
@@ -204,10 +217,11 @@ def _batches(split_documents: Iterator[tuple[Split, str]]) -> Iterator[list[tupl
 
 
 def _first_characters(texts: Iterator[str], limit: int) -> Iterator[str]:
-    seen = 0
+    """The first `limit` characters of the texts, line by line."""
+    num_characters = 0
     for text in texts:
-        # Lines, since the trainer counts the words of one text at a time on one core.
-        yield from text[: limit - seen].splitlines(keepends=True)
-        seen += len(text)
-        if seen >= limit:
+        # In lines, because the BPE trainer spreads texts over the cores, each whole to one core.
+        yield from text[: limit - num_characters].splitlines(keepends=True)
+        num_characters += len(text)
+        if num_characters >= limit:
             return

@@ -1,13 +1,13 @@
 """Token shards on disk, and the batches that training takes from them.
 
-Shards are a folder of memory-mapped token files, a manifest with their hashes, and the tokenizer beside them. Each
-holds the tokens of one split as little-endian uint16, or uint32 where the vocabulary needs it. Every document ends with
-the end-of-text token.
+Shards are a folder of token files, a manifest with their hashes, and the tokenizer. Each file holds tokens of one split
+as little-endian uint16, or uint32 if the vocabulary needs it, and is memory-mapped. Every document ends with the
+end-of-text token.
 
-The order of batches depends only on seed and step, so resuming needs no other state. A split is cut into windows of
-`length` tokens; the token after a window is only a target. An epoch visits every window once, in an order drawn from
-(seed, epoch). The permutation is computed entry by entry, so the first batch of a hundred billion tokens costs no more
-than that of a thousand.
+The order of batches depends on nothing but seed and step, so a run that resumes needs no other state. A split is cut
+into windows of `length` tokens; the token after a window is only a target. An epoch visits every window once, in an
+order drawn from (seed, epoch). The permutation is computed entry by entry and never held, so that the first batch of a
+hundred billion tokens costs no more than that of a thousand.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 ROUNDS = 4
+"""Of the Feistel network that permutes windows: four make a strong pseudo-random permutation (Luby, Rackoff 1988)."""
 
 
 @dataclass(frozen=True)
 class Shard:
+    """One file of tokens, as the manifest lists it."""
+
     file: str
     split: Split
     num_tokens: int
@@ -58,7 +61,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Shards on disk. Their tokens are memory-mapped."""
+    """The shards of a folder, by their manifest."""
 
     path: Path
     dtype: str
@@ -67,12 +70,12 @@ class TokenShards:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens and their order: runs with equal hashes saw the same data."""
+        """A hash of all tokens and their order; runs with the same one were trained on the same data."""
         text = json.dumps([self.dtype, self.vocab_size, [[s.split, s.sha256] for s in self.shards]])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def tokens(self, split: Split) -> list[np.ndarray]:
-        """The shards of a split as arrays mapped from disk."""
+        """The shards of a split as memory-mapped arrays."""
         return [
             np.memmap(self.path / shard.file, dtype=np.dtype(self.dtype), mode="r")
             for shard in self.shards
@@ -83,8 +86,10 @@ class TokenShards:
         return sum(shard.num_tokens for shard in self.shards if shard.split == split)
 
     def verify(self) -> None:
-        """Returns if every shard has its hash and no token outside of the vocabulary, else raises InputError; reads
-        every byte."""
+        """Returns if every shard has its hash and no token outside of the vocabulary, else raises InputError.
+
+        Reads every byte.
+        """
         for shard in self.shards:
             if file_sha256(self.path / shard.file) != shard.sha256:
                 raise _damaged(self.path, f"{shard.file} has other bytes")
@@ -108,7 +113,7 @@ class ShardWriter:
         self._num_pending: dict[Split, int] = dict.fromkeys(SPLITS, 0)
 
     def add(self, split: Split, tokens: Iterable[int]) -> None:
-        """Appends a document; a shard ends with the document that fills it."""
+        """Appends a document. A shard is written when it is full, and always ends with a whole document."""
         array = np.asarray(tokens, dtype=np.int64)
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.vocab_size:
             raise InputError(
@@ -122,6 +127,7 @@ class ShardWriter:
             self._flush(split)
 
     def finish(self, **provenance: Any) -> None:
+        """Writes the last shards and the manifest, with `provenance` in it."""
         for split in SPLITS:
             self._flush(split)
         self.folder.write_json(
@@ -150,12 +156,12 @@ class ShardWriter:
 
 
 def is_shards(data: Sequence[str]) -> bool:
-    """Whether the data of a training run are token shards (one folder, alone) and not texts."""
+    """Whether `data` of a training run is one folder of token shards; if not, it is texts."""
     folders = [source for source in data if (user_path(source) / MANIFEST).is_file()]
     if folders and len(data) > 1:
         raise InputError(
-            f"{folders[0]} is a folder of token shards, and {len(data)} sources were given. "
-            "Give the folder alone as `data`."
+            f"{folders[0]} is a folder of token shards, which cannot be mixed with other sources. "
+            "Give it alone as `data`."
         )
     return bool(folders)
 
@@ -164,9 +170,9 @@ def open_shards(path: Path) -> TokenShards:
     """The shards in a folder, their sizes checked against the manifest; no token is read."""
     manifest = read_json(path / MANIFEST, MANIFEST_SHAPE)
     if manifest["version"] != VERSION:
-        raise _damaged(path, f"they have version {manifest['version']}, and this release reads {VERSION}")
+        raise _damaged(path, f"they have version {manifest['version']}, and this sinkscope reads version {VERSION}")
     if manifest["dtype"] not in DTYPES:
-        raise _damaged(path, f"their dtype is {shortened(manifest['dtype'])}, none of {', '.join(DTYPES)}")
+        raise _damaged(path, f"their dtype is {shortened(manifest['dtype'])}, not one of {', '.join(DTYPES)}")
     shards = tuple(Shard(**{name: entry[name] for name in SHARD_SHAPE}) for entry in manifest["shards"])
     for shard in shards:
         if problem := _problem(path, shard, np.dtype(manifest["dtype"]).itemsize):
@@ -175,15 +181,15 @@ def open_shards(path: Path) -> TokenShards:
 
 
 def _problem(path: Path, shard: Shard, width: int) -> str | None:
-    """What is wrong with a shard by its entry in the manifest and the size of its file."""
+    """What is wrong with a shard, by its entry in the manifest and its file's size; None if nothing is."""
     if shard.file in ("", ".", "..") or {"/", "\\", "\0"} & set(shard.file):
-        return "cannot be a file's name"
+        return "is not the name of a file in the folder"
     if shard.split not in SPLITS:
-        return f"is of a split that is none of {', '.join(SPLITS)}"
+        return f"belongs to a split that is neither {' nor '.join(SPLITS)}"
     file = path / shard.file
     if not file.is_file():
         return "is missing"
-    return None if file.stat().st_size == shard.num_tokens * width else "was cut short, or has grown"
+    return None if file.stat().st_size == shard.num_tokens * width else "does not have the size that the manifest says"
 
 
 def file_sha256(path: Path) -> str:
@@ -199,39 +205,42 @@ def _damaged(path: Path, reason: str) -> InputError:
 
 
 class TokenStream:
-    """The windows of one split, by step."""
+    """The batches of one split: which windows each step trains on."""
 
     def __init__(self, shards: TokenShards, split: Split, *, length: int, batch_size: int, seed: int) -> None:
         self.length = length
         self.batch_size = batch_size
         self.seed = seed
         self._arrays = shards.tokens(split)
+        # One token more than `length`: the target of the last one. No window spans two shards.
         windows = [max(0, (len(array) - 1) // length) for array in self._arrays]
-        self._starts = np.cumsum([0, *windows])
+        self._starts = np.cumsum([0, *windows])  # the number of the first window of each shard, and of all windows
         self.num_windows = int(self._starts[-1])
         if not self.num_windows:
             longest = max((len(array) for array in self._arrays), default=0)
             raise InputError(
-                f"Sequences of {length} tokens need a {split} shard of at least {length + 1}, "
+                f"Sequences of {length} tokens need a {split} shard of at least {length + 1} tokens, "
                 f"and the longest has {longest}. Give more text, or a shorter `sequence_length`."
             )
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(tokens [b, T], targets [b, T]) of some rows of the batch of a step, steps counting from 0."""
+        """(tokens [b, T], targets [b, T]): the chosen rows of a step's batch. The first step is 0."""
+        # Windows are numbered through all epochs; a batch may lie in two of them.
         numbers = np.arange(step * self.batch_size, (step + 1) * self.batch_size)[rows]
         epochs, places = np.divmod(numbers, self.num_windows)
         windows = np.empty_like(places)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = permuted(places[here], self.num_windows, (self.seed, int(epoch)))
+            in_epoch = epochs == epoch
+            windows[in_epoch] = permuted(places[in_epoch], self.num_windows, (self.seed, int(epoch)))
         return self._windows(windows)
 
     def evenly_spaced(self, count: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(tokens, targets) of at most `count` windows spread over the split: the same ones at every step."""
+        """(tokens, targets) of at most `count` windows, evenly spread over the split and always the same."""
         windows = np.linspace(0, self.num_windows - 1, min(count, self.num_windows)).round().astype(np.int64)
         return self._windows(windows[rows])
 
     def _windows(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(tokens, targets) of windows by their number; targets are the tokens, one further."""
         shards = np.searchsorted(self._starts, windows, side="right") - 1
         result = np.empty((len(windows), self.length + 1), dtype=np.int64)
         for row, (shard, window) in enumerate(zip(shards.tolist(), windows.tolist(), strict=True)):
@@ -244,10 +253,11 @@ class TokenStream:
 
 
 def permuted(places: np.ndarray, size: int, key: tuple[int, int]) -> np.ndarray:
-    """Where a permutation of range(size), drawn from a key, sends the given places.
+    """Where a permutation of range(size), chosen by the key, sends some places.
 
-    A Feistel network over the next power of four is a bijection for any round function; a place that it sends outside
-    the range is sent on until it falls inside, so it stays a bijection.
+    A Feistel network permutes the numbers below the next power of four, whatever its round function is. A place that it
+    sends out of range is sent through it again until it falls into range ("cycle walking"); so no two places meet, and
+    the result is a permutation of range(size).
     """
     half_bits = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -256,7 +266,7 @@ def permuted(places: np.ndarray, size: int, key: tuple[int, int]) -> np.ndarray:
     def network(x: np.ndarray) -> np.ndarray:
         left, right = x >> np.uint64(half_bits), x & mask
         for round_key in keys:
-            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+            left, right = right, left ^ (_hash_64(right ^ round_key) & mask)
         return left << np.uint64(half_bits) | right
 
     result = network(places.astype(np.uint64))
@@ -265,8 +275,8 @@ def permuted(places: np.ndarray, size: int, key: tuple[int, int]) -> np.ndarray:
     return result.astype(np.int64)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """A 64-bit hash (the finaliser of splitmix64); unsigned products wrap around, as they should."""
+def _hash_64(x: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of each number: the finaliser of splitmix64. Its products are meant to overflow."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
