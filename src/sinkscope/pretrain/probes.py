@@ -153,7 +153,7 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
     return {name: layers[name] for name in QUANTITIES if name in layers}
 
 
-def _top_shares(findings: Findings, units_L: Tensor) -> list[float]:
+def _top_shares(findings: Findings, neurons_L: Tensor) -> list[float]:
     """[L] the energy share of the top dimension in the output vector of each layer's strongest neuron."""
     layers = findings.recording.anatomy.layers
     vectors = [layer.output_vectors(neuron[None].cpu()) for layer, neuron in zip(layers, neurons_L, strict=True)]
