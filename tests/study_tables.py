@@ -25,13 +25,13 @@ HOSTILE_TOKENS = (
     " ",
 )
 VERDICT = (
-    "Position 0 is a sink for 62.0% of heads. A token that sees only itself becomes a sink, and it needs the variance "
-    "that this brings; its variance is enough. Without its minimal set of neurons the sink is shifted to position 1 "
-    "(12.0%)."
+    "Position 0 is a sink for 62.0% of heads. A token that attends only to itself becomes a sink. It needs the higher "
+    "variance that this gives it, which is enough by itself. Neurons 2:90, 2:7 write it: without them the sink is "
+    "shifted to position 1 (12.0%)."
 )
 COUNTS = (
-    "Not counting sink, 6 of 6 links seen in the untouched model hold. 12 of 14 claims on cause and effect hold; does "
-    "not hold: equalising_removes_sink; undecided: mediation_amplification_dimensions."
+    "Besides the sink itself, 6 of 6 claims about the model as it is hold. 12 of 14 claims about cause and effect "
+    "hold; these do not: equalising_removes_sink; undecided: mediation_amplification_dimensions."
 )
 
 
@@ -65,7 +65,7 @@ def write_study_folder(
             "minimal_set": [{"layer": 2, "expert": None, "neuron": 90}, {"layer": 2, "expert": None, "neuron": 7}]
             if sink
             else [],
-            "verdict": VERDICT if sink else "No sink to explain: position 0 is a sink for 1.0% of heads.",
+            "verdict": VERDICT if sink else "There is no sink to explain: position 0 is a sink for 1.0% of heads.",
             "counts": COUNTS if sink else "",
         }
         _write(folder, summary, TRACE_TABLES, tables, "study")
@@ -294,7 +294,14 @@ def _study(random: np.random.Generator, sink: bool, bos: bool) -> dict[str, dict
 def _factorial() -> list[tuple]:
     cells = [("see_self", None, None, 0.42, ""), ("see_self", "untouched", None, 0.1, "")]
     cells += [
-        ("see_self", None, "untouched", 0.4, "see_self+energy_of_untouched misses its energy: 2.5 of it in layer 1")
+        (
+            "see_self",
+            None,
+            "untouched",
+            0.4,
+            "attending only to itself, energy of baseline: failed its manipulation check (energy 2.5 times what it "
+            "should be in layer 1)",
+        )
     ]
     targets = ", ".join(map(str, TARGETS))
     return [
@@ -330,7 +337,7 @@ def _claims(sink: bool, bos: bool) -> list[tuple]:
         if not sink:
             verdict = "does not hold" if name == "sink" else "not applicable"
             effect, low, high = (0.01, 0.005, 0.02) if name == "sink" else (None, None, None)
-            control, note = None, "" if name == "sink" else "no sink to explain"
+            control, note = None, "" if name == "sink" else "there is no sink to explain"
         elif bos and link == "variance_discrepancy":
             verdict, effect, low, high, note = "not applicable", None, None, None, "no batch variance at the position"
         elif name == "equalising_removes_sink":

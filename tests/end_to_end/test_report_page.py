@@ -106,7 +106,9 @@ def test_a_verdict_leads_to_its_figure(pages, browser):
     assert all(browser.evaluate(f"document.querySelector({target!r}) !== null") for target in targets if target)
     unled = [claim for claim, target in zip(CLAIMS, targets, strict=True) if not target]
     assert unled == [], "a claim without evidence on the page"
-    assert "the interval is moved" in browser.evaluate("document.querySelector('#variance').textContent")
+    assert "the bootstrap is centred on the estimate" in browser.evaluate(
+        "document.querySelector('#variance').textContent"
+    )
     browser.open(pages["compared"])
     names = browser.evaluate("[...document.querySelectorAll('#verdicts thead a')].map(e => e.getAttribute('href'))")
     assert names == ["#run-A", "#run-B", "#run-C"]

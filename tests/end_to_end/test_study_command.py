@@ -150,7 +150,7 @@ def test_a_run_holds_the_verdicts_and_all_that_led_to_them(chain_folder, sinksco
 def test_a_model_without_a_sink_gets_an_honest_answer(sinkless_folder, sinkscope, tmp_path, ran):
     result = sinkscope("study", sinkless_folder, "--out", "run", *SMALL)
     assert result.code == 0, result.err
-    assert "No sink to explain" in result.out
+    assert "There is no sink to explain" in result.out
     assert "run/report.html" in result.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     verdicts = {claim["id"]: claim["verdict"] for claim in summary["claims"]}
@@ -159,7 +159,7 @@ def test_a_model_without_a_sink_gets_an_honest_answer(sinkless_folder, sinkscope
     assert f"is a sink for {sink['effect']:.1%} of heads" in summary["verdict"], "the position's rate as it was judged"
     assert summary["minimal_set"] == []
     assert ran == []
-    assert "No sink to explain" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "There is no sink to explain" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert {entry.name for entry in tmp_path.iterdir()} == {"run"}
 
 

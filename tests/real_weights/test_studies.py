@@ -39,7 +39,7 @@ def test_gemma3_without_bos_has_nothing_to_explain(gemma3_model):
     assert by_id.pop("sink") == "does not hold"
     assert set(by_id.values()) == {"not applicable"}
     assert found.data.results == {}
-    assert found.verdict.startswith("No sink to explain")
+    assert found.verdict.startswith("There is no sink to explain")
 
 
 @pytest.mark.parametrize(

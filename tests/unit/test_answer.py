@@ -20,17 +20,25 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
     [
         ({}, "undecided", "makes a token a sink;"),
         ({UNMIXING: NO}, "undecided.", "Neither"),
-        ({UNMIXING: NO, "opening_removes_sink": "holds"}, "undecided; this one needs to see itself alone.", "Neither"),
-        (NEITHER, "whether this sink needs either is undecided", "not in averaging"),
-        ({**NEITHER, "opening_removes_sink": NO}, "not in averaging", "undecided"),
-        ({**NEITHER, "opening_removes_sink": "holds"}, "needs to see itself alone, so averaging", "not in averaging"),
+        (
+            {UNMIXING: NO, "opening_removes_sink": "holds"},
+            "undecided; this one needs to attend only to itself.",
+            "Neither",
+        ),
+        (NEITHER, "whether this sink needs either is undecided", ", not averaging"),
+        ({**NEITHER, "opening_removes_sink": NO}, ", not averaging", "undecided"),
+        (
+            {**NEITHER, "opening_removes_sink": "holds"},
+            "needs to attend only to itself. So averaging",
+            ", not averaging",
+        ),
         (
             {**NEITHER, "opening_removes_sink": NO, "equalising_removes_sink": "holds"},
-            "needs its variance (or the energy in it), so averaging",
-            "not in averaging",
+            "needs its variance (or the energy in it). So averaging",
+            ", not averaging",
         ),
-        ({UNMIXING: NO, "variance_suffices": "holds"}, "; seeing only itself makes none.", "undecided"),
-        ({"variance_suffices": "holds"}, "; whether seeing only itself makes one is undecided.", "none"),
+        ({UNMIXING: NO, "variance_suffices": "holds"}, "; attending only to itself does not.", "undecided"),
+        ({"variance_suffices": "holds"}, "; whether attending only to itself does is undecided.", "does not"),
         (
             {"amplification_creates_sink": "holds"},
             "whether a smaller rise of the variance is enough is undecided",
@@ -41,23 +49,27 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
             "Only amplified variance",
             "undecided",
         ),
-        ({UNMIXING: "holds"}, "it is undecided whether it needs its variance, and whether its value", "by its"),
+        ({UNMIXING: "holds"}, "Whether the cause is its value, its variance or its energy is undecided.", "not needed"),
         (
             {UNMIXING: "holds", "variance_is_what_matters": NO},
-            "its variance is not needed, and whether its value or its energy makes the sink is undecided.",
-            "by its",
+            "Its high variance is not needed; whether the cause is its value or its energy is undecided.",
+            "The cause is",
         ),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "variance_suffices": NO},
-            "a mixed token with its variance becomes none",
-            "needs the variance",
+            "an ordinary token with its variance becomes none",
+            "It needs",
         ),
-        ({UNMIXING: "holds", "unmixed_value_matters": "holds"}, "by its unmixed value", "becomes none"),
+        (
+            {UNMIXING: "holds", "unmixed_value_matters": "holds"},
+            "a value vector that is not averaged with others",
+            "becomes none",
+        ),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "any_single_key_creates_sink": NO},
-            "by its own value alone: with the variance and the energy of a mixed token it stays one, and a token that "
-            "sees one other key becomes none.",
-            "unmixed",
+            "The cause is its own value vector. Its high variance and energy are not needed: with those of an ordinary "
+            "token it stays a sink, and a token that attends to one other key becomes none.",
+            "not averaged",
         ),
         (
             {
@@ -66,16 +78,20 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
                 "any_single_key_creates_sink": NO,
                 "variance_suffices": NO,
             },
-            "a token that sees one other key or a mixed token with its variance becomes none",
-            "unmixed",
+            "a token that attends to one other key or an ordinary token with its variance becomes none",
+            "not averaged",
         ),
         (
             {UNMIXING: "holds", "unmixed_value_matters": "holds", "mean_suffices": "holds"},
-            "by the mean of unmixed values",
-            "its unmixed value",
+            "the average value vector of a token that can attend only to itself",
+            "not averaged",
         ),
-        ({UNMIXING: "holds", "variance_is_what_matters": "holds"}, "needs the variance", "enough"),
-        ({UNMIXING: "holds", "energy_is_what_matters": "holds"}, "by its energy", "unmixed value"),
+        (
+            {UNMIXING: "holds", "variance_is_what_matters": "holds"},
+            "It needs the higher variance that this gives it.",
+            "enough",
+        ),
+        ({UNMIXING: "holds", "energy_is_what_matters": "holds"}, "The cause is its higher energy", "value"),
         (
             {
                 UNMIXING: "holds",
@@ -83,8 +99,8 @@ NEITHER = {UNMIXING: NO, "variance_suffices": NO}
                 "variance_is_what_matters": NO,
                 "unmixed_value_matters": "holds",
             },
-            "by its unmixed value",
-            "by its energy",
+            "a value vector that is not averaged with others",
+            "its higher energy",
         ),
     ],
 )
@@ -98,12 +114,12 @@ def test_the_counts_leave_no_claim_out():
     """Control: a claim that is not applicable counts neither for the rest nor against it."""
     verdicts = {"lock": NO, "averaging_law": "undecided", "channel_sparsity_necessary": "not applicable"}
     assert _counted(lambda id: verdicts.get(id, "holds")) == (
-        "Not counting sink, 5 of 7 links seen in the untouched model hold; does not hold: lock; undecided: "
-        "averaging_law. 20 of 20 claims on cause and effect hold; not applicable: channel_sparsity_necessary."
+        "Besides the sink itself, 5 of 7 claims about the model as it is hold; these do not: lock; undecided: "
+        "averaging_law. 20 of 20 claims about cause and effect hold; not applicable: channel_sparsity_necessary."
     )
     assert _counted(lambda id: "holds" if id == "sink" else "not applicable") == (
-        "Not counting sink, none of the links seen in the untouched model can be judged here. "
-        "None of the claims on cause and effect can be judged here."
+        "Besides the sink itself, none of the claims about the model as it is can be judged here. "
+        "None of the claims about cause and effect can be judged here."
     )
 
 
@@ -114,7 +130,7 @@ def _counted(verdict_of) -> str:
 @pytest.mark.parametrize(
     ("verdicts", "minimal", "writers", "went", "said"),
     [
-        ({}, 0, 0, None, "No set of neurons was found that carries it."),
+        ({}, 0, 0, None, "No set of neurons was found that writes it."),
         (
             {"super_neurons_necessary": "holds"},
             *(1, 0, "gone"),
@@ -123,8 +139,8 @@ def _counted(verdict_of) -> str:
         (
             {"super_neurons_necessary": NO, "writers_necessary": "holds"},
             *(0, 6, "weaker (6%)"),
-            "Without the 6 neurons that write most along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of the sink "
-            "is left; a smaller set may be enough.",
+            "Without the 6 neurons that write most strongly along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of "
+            "the sink is left; fewer neurons may do.",
         ),
         (
             {"super_neurons_necessary": "holds"},
@@ -134,12 +150,12 @@ def _counted(verdict_of) -> str:
         (
             {"super_neurons_necessary": NO, "writers_necessary": NO},
             *(0, 6, "weaker (30%)"),
-            "No set of neurons was found that carries it.",
+            "No set of neurons was found that writes it.",
         ),
         (
             {"super_neurons_necessary": NO, "writers_necessary": "undecided"},
             *(0, 2, "gone"),
-            "Whether neurons 3:0, 3:1 write it is not settled: without them 22% of the sink is left.",
+            "Whether neurons 3:0, 3:1 write it is undecided: without them 22% of the sink is left.",
         ),
     ],
 )

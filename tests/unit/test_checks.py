@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sinkscope.studies.checks import _miss, missed
-from sinkscope.studies.conditions import Condition
+from sinkscope.studies.conditions import Condition, in_words
 
 B, L, SINK, TARGET = 32, 6, 0, 10
 
@@ -25,7 +25,10 @@ def test_a_miss_by_hand():
     # Up in one layer and down in the next: their mean is right, the condition is not.
     assert _miss("equal", level(1.2, 1 / 1.2, 1.2, 1 / 1.2), level(1, 1, 1, 1)) is not None
     # log(1.3)^2 / 12 = 0.0057 is below log(1.1)^2 = 0.0091, but this layer is surely off.
-    assert _miss("equal", level(*[1.0] * 4, 1.3, *[1.0] * 7), level(*[1.0] * 12)) == "1.30 of it in layer 4"
+    assert (
+        _miss("equal", level(*[1.0] * 4, 1.3, *[1.0] * 7), level(*[1.0] * 12))
+        == "1.30 times what it should be in layer 4"
+    )
     assert _miss("at most", 0.2 * ones, ones) is None
     assert _miss("at least", 0.2 * ones, ones) is not None
     assert _miss("at most", 1.2 * ones, ones) is not None
@@ -99,4 +102,4 @@ def test_a_condition_is_held_to_its_name(condition):
     # The control: nothing was done, or for what leaves the variance alone, something was.
     nothing = {"variance": 2.0} if condition.name == "shift_mean" else {}
     nothing |= {"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}
-    assert missed(study(nothing), condition).startswith(f"{condition.label} misses its ")
+    assert missed(study(nothing), condition).startswith(f"{in_words(condition.label)}: failed its manipulation check (")

@@ -286,7 +286,7 @@ MIXED = ("untouched+variance_of_see_self", "untouched+energy_of_see_self")
     ],
 )
 def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number, not_judged):
-    """A mixed token never rises, and all of the rise of one that sees one key is left: what remains can refute."""
+    """An ordinary token never rises; one that attends to one key keeps all of its rise, so other cells can refute."""
     found = judged_with(dict.fromkeys(MIXED, 0.0), marked)
     assert {claim for claim, judged in found.items() if judged.verdict == "not applicable"} == not_judged
     assert {c for c, j in found.items() if j.verdict != "not applicable" and j.control is None} == without_number
@@ -298,10 +298,11 @@ def test_a_marked_cell_supports_nothing_and_is_no_control(marked, without_number
 def test_other_ways_to_more_variance_speak_for_or_against_it():
     """One that raises none, and one that is marked, say nothing."""
     rises = {"scale_norm": 0.3, "random_direction": 0.01}
-    both = "variance: the aggregation scaled (30x) +30 points, for it; a random direction (30x) +1 points, against it"
-    assert judged_with(rises, None)["variance_suffices"].note.endswith(both)
+    scaled = "aggregation scaled (variance 30x) +30 points, for the claim"
+    random = "a random deviation added (variance 30x) +1 points, against the claim"
+    assert judged_with(rises, None)["variance_suffices"].note.endswith(f"variance: {scaled}; {random}")
     assert judged_with(rises, "scale_norm")["variance_suffices"].note.endswith(
-        "variance: a random direction (30x) +1 points, against it"
+        "variance: a random deviation added (variance 30x) +1 points, against the claim"
     )
 
 
@@ -384,7 +385,7 @@ SIDED = {
 @pytest.mark.parametrize("decides", [True, False])
 @pytest.mark.parametrize("name", SIDED)
 def test_a_control_is_that_of_the_side_that_its_claim_is_judged_on(name, decides):
-    """The control is 0.4 before the norm and 0.5 after it; a token that sees only itself rises by 1."""
+    """The control is 0.4 before the norm and 0.5 after it; a token that attends only to itself rises by 1."""
     judged_by, deciding = SIDED[name]
 
     def number(label: str, before_norm: bool) -> float:

@@ -173,7 +173,7 @@ def test_an_empty_control_has_no_number_and_is_named():
     assert _beside(0.9, EMPTY_CONTROL, "neurons", "a note") == dict(control=0.9, note="a note")
     empty = _beside(0.9, 0.004, "neurons", "a note")
     assert empty["control"] is None
-    assert empty["note"] == "a note; an empty control: random neurons do 0.4% of this at the sink"
+    assert empty["note"] == "a note; empty control: random neurons do only 0.4% as much at the sink"
 
 
 def test_the_mediated_share_is_what_random_ones_do_not_carry_by_hand():
@@ -191,7 +191,7 @@ def test_the_planted_chain_has_no_neuron_like_its_super_neuron_and_says_so():
     judged = {judgement.id: judgement for judgement in found.judgements}
     for claim in ("super_neurons_necessary", "super_neurons_sufficient", "mediation_mask_super_neurons"):
         assert judged[claim].control is None
-        assert "an empty control" in judged[claim].note
+        assert "empty control" in judged[claim].note
     assert judged["dimensions_suffice"].verdict == "holds"
     mediation = found.tables["mediation"]
     for total, random, direct, share in zip(

@@ -116,18 +116,44 @@ def test_vectors_that_point_elsewhere_keep_their_norms():
 @pytest.mark.parametrize(
     ("spread", "moved", "turned", "basis", "found"),
     [
-        ([0.01, 0.2], [0.9, 0.3], [0.02, 0.0], 1.0, "it is the sparsity"),
-        ([0.01, 0.4], [0.9, 0.9], [0.0, 0.0], 1.0, "it is not the sparsity: what is left depends on the draw"),
-        ([0.0, 0.01], [0.9, 0.1], [0.0, 0.0], 1.0, "it is not the sparsity: what is left depends on the draw"),
-        ([0.01, 0.4], [0.0, 0.02], [0.02, 0.0], 1.0, "it is the coordinate that is read, not its sparsity; left"),
-        ([0.01, 0.0], [0.0, 0.02], [0.02, 0.0], "why", "it is the coordinate that is read, not its sparsity; left"),
-        ([0.9, 0.8], [0.9, 0.9], [0.9, 1.0], 1.0, "it is neither the sparsity nor the direction"),
+        ([0.01, 0.2], [0.9, 0.3], [0.02, 0.0], 1.0, "the sink needs sparse vectors"),
+        (
+            [0.01, 0.4],
+            [0.9, 0.9],
+            [0.0, 0.0],
+            1.0,
+            "the sink does not need sparse vectors: what is left depends on the draw",
+        ),
+        (
+            [0.0, 0.01],
+            [0.9, 0.1],
+            [0.0, 0.0],
+            1.0,
+            "the sink does not need sparse vectors: what is left depends on the draw",
+        ),
+        (
+            [0.01, 0.4],
+            [0.0, 0.02],
+            [0.02, 0.0],
+            1.0,
+            "the sink needs the coordinate that keys read, not sparse vectors; left",
+        ),
+        (
+            [0.01, 0.0],
+            [0.0, 0.02],
+            [0.02, 0.0],
+            "why",
+            "the sink needs the coordinate that keys read, not sparse vectors; left",
+        ),
+        ([0.9, 0.8], [0.9, 0.9], [0.9, 1.0], 1.0, "the sink needs neither sparse vectors nor their direction"),
     ],
 )
 def test_what_the_sink_needs_is_said(spread, moved, turned, basis, found):
     said = what_it_is(spread, moved, turned, basis, "coordinate")
     assert said.startswith(found)
-    assert said.endswith("the basis cannot be turned (why)" if basis == "why" else "turned with all readers 100.0%")
+    assert said.endswith(
+        "the residual basis cannot be rotated (why)" if basis == "why" else "in a rotated residual basis 100.0%"
+    )
 
 
 # The lock

@@ -73,7 +73,9 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     assert found.plan.dimensions == (facts.massive_dimension,)
     notes = notes_of(found)
     assert "a lock on a coordinate" in notes["lock"]
-    assert notes["channel_sparsity_necessary"].startswith("it is the coordinate that is read, not its sparsity")
+    assert notes["channel_sparsity_necessary"].startswith(
+        "the sink needs the coordinate that keys read, not sparse vectors"
+    )
 
 
 @functools.cache
@@ -246,19 +248,19 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
     },
 }
 """Beside variance, which is the planted chain."""
-_BECOMES = "A token that sees one key alone, its own or another, becomes a sink"
-_STAYS = (
-    "with the variance and the energy of a mixed token it stays one, and a mixed token with its variance becomes none."
-)
+_BECOMES = "A token that attends to one key alone, its own or another, becomes a sink."
+_NOT_NEEDED = "Its high variance and energy are not needed: with those of an ordinary token it stays a sink, and"
 SAID = {
-    "variance": f"{_BECOMES}, and it needs the variance that this brings; its variance is enough.",
-    "energy": f"{_BECOMES} by its energy, not by its variance.",
-    "unmixed": f"{_BECOMES} by its unmixed value: {_STAYS}",
-    "own": "A token that sees only itself becomes a sink by its own value alone: with the variance and the energy of a "
-    "mixed token it stays one, and a token that sees one other key or a mixed token with its variance becomes none.",
-    "mean": f"{_BECOMES} by the mean of unmixed values, whichever they are: {_STAYS}",
-    "position": "Neither an unmixed value nor more variance makes another token a sink: the cause lies in the token or "
-    "its place, not in averaging.",
+    "variance": f"{_BECOMES} It needs the higher variance that this gives it, which is enough by itself.",
+    "energy": f"{_BECOMES} The cause is its higher energy, not its variance.",
+    "unmixed": f"{_BECOMES} The cause is a value vector that is not averaged with others. {_NOT_NEEDED} an ordinary "
+    "token with its variance becomes none.",
+    "own": "A token that attends only to itself becomes a sink. The cause is its own value vector. "
+    f"{_NOT_NEEDED} a token that attends to one other key or an ordinary token with its variance becomes none.",
+    "mean": f"{_BECOMES} The cause is the average value vector of a token that can attend to one key alone. "
+    f"{_NOT_NEEDED} an ordinary token with its variance becomes none.",
+    "position": "Neither attending only to itself nor a higher variance makes another token a sink: the cause is the "
+    "token or its position, not averaging.",
 }
 """All that the answer says about the cause."""
 
@@ -335,10 +337,10 @@ def test_where_the_neuron_may_write(lock, least, most):
 
 
 NEEDS = {
-    "sparsity": (HOLDS, "a lock on a direction", "it is the sparsity"),
+    "sparsity": (HOLDS, "they read a direction", "the sink needs sparse vectors"),
     # A part of any vector is read, so that it is a matter of the draw what is left: one draw alone would mislead.
-    "aside": (FAILS, "a lock on a coordinate", "it is not the sparsity"),
-    "coordinate": (FAILS, "a lock on a coordinate", "it is the coordinate that is read, not its sparsity"),
+    "aside": (FAILS, "they read a coordinate", "the sink does not need sparse vectors"),
+    "coordinate": (FAILS, "they read a coordinate", "the sink needs the coordinate that keys read, not sparse vectors"),
     "direction": (EMPTY, "a lock on a direction", "the set's output vectors are not channel-sparse"),
 }
 

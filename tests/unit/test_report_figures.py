@@ -14,7 +14,7 @@ from sinkscope.pages.figure import Figure, bounds, heat_map, log_axis, rounded
 from sinkscope.pages.html import write_page
 from sinkscope.results.run import read_run
 from sinkscope.studies.figures import study_figures
-from sinkscope.studies.page import carriers
+from sinkscope.studies.page import writers
 from sinkscope.tracing.figures import chain_panels, sink_rates
 from sinkscope.tracing.maps import layer_curves, mapped_positions, maps
 
@@ -95,13 +95,13 @@ def test_dose_response_with_its_intervals(figures, folder):
     at_20 = [row for row in parquet(folder, "rates") if row["position"] == 20]
     untouched = [row for row in at_20 if row["condition"] == "untouched"]
     entries = untouched + [row for row in at_20 if row["condition"] == "amplify_variance" and row["target"] == 20]
-    trace = trace_named(figures["dose-20"], "amplify variance")
+    trace = trace_named(figures["dose-20"], "variance amplified")
     assert trace["x"] == [1.0, *FACTORS]
     assert near(trace["y"], [row["rate"] for row in entries])
     assert near(trace["error_y"]["array"], [row["high"] - row["rate"] for row in entries])
     assert near(trace["error_y"]["arrayminus"], [row["rate"] - row["low"] for row in entries])
     # At a factor of 1 a random direction still changes the model: no point is borrowed for it.
-    assert trace_named(figures["dose-20"], "random direction")["x"] == [8.0]
+    assert trace_named(figures["dose-20"], "a random deviation added")["x"] == [8.0]
 
 
 def test_what_a_removal_leaves(figures, folder):
@@ -113,7 +113,9 @@ def test_what_a_removal_leaves(figures, folder):
     (row,) = (row for row in figures["remaining"].rows if row[0] == "minimal set removed")
     assert low < -before  # by how its sequences differ: of a rate there is no less than nothing left
     assert row[1:] == pytest.approx((after / before, 0, (before + high) / before))
-    assert len([row for row in figures["remaining"].rows if row[0] == "variance equalised"]) == 1  # at the sink only
+    assert (
+        len([row for row in figures["remaining"].rows if row[0] == "variance lowered to that of later positions"]) == 1
+    )  # at the sink only
     random_sets = figures["remaining"].traces[1]["x"]
     assert near(random_sets, [row["remaining"] for row in parquet(folder, "random_sets")])
 
@@ -125,7 +127,7 @@ def test_confounds_show_after_over_before_at_the_largest_factor(figures, folder)
         if (row["condition"], row["target"], row["factor"], row["quantity"]) == ("amplify_variance", 10, 8.0, "loss")
     )
     (trace,) = figures["confounds"].traces
-    line = next(index for index, name in enumerate(trace["y"]) if "amplify variance @10 \u00d78" in name)
+    line = next(index for index, name in enumerate(trace["y"]) if "variance amplified @10 \u00d78" in name)
     column = next(index for index, name in enumerate(trace["x"]) if "loss" in name)
     assert float(trace["text"][line][column]) == pytest.approx(expected, abs=0.005)
     assert trace["z"][line][column] == pytest.approx(abs(math.log2(expected)), rel=1e-3)
@@ -141,7 +143,11 @@ def test_mediation(figures, folder):
 
 
 def test_histogram_shares_add_up_to_one(figures, folder):
-    (figure,) = (figure for figure in figures.values() if figure.title == "Neuron 2:90, mask to self @10")
+    (figure,) = (
+        figure
+        for figure in figures.values()
+        if figure.title == "Neuron 2:90: attending only to itself in all layers @10"
+    )
     counts = [
         row["count"]
         for row in parquet(folder, "histograms")
@@ -208,15 +214,17 @@ def test_two_figures_of_one_id_are_refused(tmp_path):
 def test_what_carries_the_sink_is_listed_whole():
     """The minimal set with its write shares or, where there is none, every writer."""
     minimal = [{"layer": 2, "expert": None, "neuron": 90, "share": 0.5}]
-    writers = [{"layer": 7, "expert": None, "neuron": n} for n in range(32)] + [{"layer": 6, "expert": 1, "neuron": 3}]
+    along_direction = [{"layer": 7, "expert": None, "neuron": n} for n in range(32)] + [
+        {"layer": 6, "expert": 1, "neuron": 3}
+    ]
 
     def listed(rows, summary) -> str:
         run: Any = SimpleNamespace(rows=lambda table: rows, summary=summary)
-        return carriers(run)
+        return writers(run)
 
-    assert "The minimal set has 1 neuron" in listed(minimal, {"writers": []})
+    assert "The minimal set has 1 neuron," in listed(minimal, {"writers": []})
     assert "2:90 (0.500)" in listed(minimal, {})
-    told = listed([], {"writers": writers})
-    assert told.startswith("The 33 neurons that write most along the sink's direction")
+    told = listed([], {"writers": along_direction})
+    assert told.startswith("The 33 neurons that write most strongly along the sink's direction")
     assert told.count(":") == 1 + 1 + 32 + 2  # that of "layer:neuron:", and those of the names
     assert listed([], {}) == ""

@@ -1,7 +1,7 @@
-"""The answer of a study in a few sentences: what makes the sink of this model, by the claims that decided it.
+"""The answer of a study in a few sentences: what makes the sink of this model, and which neurons write it.
 
-Every clause rests on verdicts alone; where they don't decide, the answer says so. How many claims hold is said apart:
-claims point opposite ways, and their number names no cause.
+It rests on verdicts alone, and says so where they decide nothing. How many claims hold is a separate sentence, because
+claims can point in opposite directions and their number names no cause.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from sinkscope.studies.judging import CAUSAL, Judgement, Verdict, some_of
 from sinkscope.studies.study_data import StudyData
 
 SHOWN_NEURONS = 4
+OTHER_VERDICTS: dict[Verdict, str] = {
+    "does not hold": "these do not",
+    "undecided": "undecided",
+    "not applicable": "not applicable",
+}
 
 
 class Verdicts(dict[str, Verdict]):
-    """Claims by id, with what was decided about each."""
+    """Verdicts by claim id."""
 
     def hold(self, claim: str) -> bool:
         return self.get(claim) == "holds"
@@ -34,94 +39,109 @@ def answer(judgements: Sequence[Judgement], study: StudyData, went: str | None) 
 
 
 def counts(judgements: Sequence[Judgement]) -> str:
-    """How many claims hold, the first (there is a sink) not counted; which do not, and which are not applicable."""
-    sink, *others = judgements
-    links = _count([j for j in others if j.claim.link != CAUSAL], "links seen in the untouched model")
-    causal = _count([j for j in others if j.claim.link == CAUSAL], "claims on cause and effect")
-    return f"Not counting {sink.id}, {links} {causal[0].upper()}{causal[1:]}"
+    """How many claims hold, and which don't. The first one, that there is a sink, is not counted."""
+    others = judgements[1:]
+    links = _count([j for j in others if j.claim.link != CAUSAL], "claims about the model as it is")
+    causal = _count([j for j in others if j.claim.link == CAUSAL], "claims about cause and effect")
+    return f"Besides the sink itself, {links} {causal[0].upper()}{causal[1:]}"
 
 
 def cause(verdicts: Verdicts) -> str:
     """What makes a token a sink."""
     if verdicts.hold("unmixing_creates_sink"):
-        return _unmixed(verdicts)
+        return _one_key(verdicts)
     others_fail = verdicts.fail("unmixing_creates_sink") and verdicts.fail("variance_suffices")
-    rest = "whether seeing only itself makes one is undecided"
+    rest = "whether attending only to itself does is undecided"
     if verdicts.fail("unmixing_creates_sink"):
-        rest = "seeing only itself makes none"
+        rest = "attending only to itself does not"
     if verdicts.hold("variance_suffices"):
-        return f"More variance makes a token a sink; {rest}."
+        return f"A higher value variance makes a token a sink; {rest}."
     if verdicts.hold("energy_suffices"):
-        return f"More energy makes a token a sink, whatever it sees; {rest}."
+        return f"A higher energy of its value makes a token a sink, whatever it attends to; {rest}."
     if verdicts.hold("amplification_creates_sink"):
         if others_fail:
-            return "Only amplified variance, far beyond that of a token that sees itself alone, makes a token a sink."
+            return (
+                "Only amplified variance makes a token a sink, far above that of a token that attends only to itself."
+            )
         return "Amplified variance makes a token a sink; whether a smaller rise of the variance is enough is undecided."
     needed = " and ".join(claim.needs for claim in CAUSAL_CLAIMS if claim.needs and verdicts.hold(claim.id))
     if not others_fail:
-        return f"What makes a token a sink is undecided{needed and f'; this one needs {needed}'}."
-    neither = "Neither an unmixed value nor more variance makes another token a sink"
+        text = "What makes a token a sink is undecided"
+        return f"{text}; this one needs {needed}." if needed else f"{text}."
+    neither = "Neither attending only to itself nor a higher variance makes another token a sink"
     if needed:
-        return f"{neither}, but this one needs {needed}, so averaging is part of the cause, but not all of it."
+        return f"{neither}, but this one needs {needed}. So averaging is a part of the cause, not all of it."
     if verdicts.fail("opening_removes_sink"):
-        return f"{neither}: the cause lies in the token or its place, not in averaging."
+        return f"{neither}: the cause is the token or its position, not averaging."
     return f"{neither}; whether this sink needs either is undecided."
 
 
-def _unmixed(verdicts: Verdicts) -> str:
-    seen = "one key alone, its own or another," if verdicts.hold("any_single_key_creates_sink") else "only itself"
-    text = f"A token that sees {seen} becomes a sink"
+def _one_key(verdicts: Verdicts) -> str:
+    """What makes a token that attends to a single key a sink: its variance, its energy, or its value."""
+    to_any_key = verdicts.hold("any_single_key_creates_sink")
+    keys = "to one key alone, its own or another," if to_any_key else "only to itself"
+    text = f"A token that attends {keys} becomes a sink."
     if verdicts.hold("variance_is_what_matters"):
-        enough = {True: "its variance is enough", False: "its variance alone is not enough"}
-        text += ", and it needs the variance that this brings"
-        if verdicts.hold("variance_suffices") or verdicts.fail("variance_suffices"):
-            text += f"; {enough[verdicts.hold('variance_suffices')]}"
-        return text + "."
+        text += " It needs the higher variance that this gives it"
+        if verdicts.hold("variance_suffices"):
+            return f"{text}, which is enough by itself."
+        if verdicts.fail("variance_suffices"):
+            return f"{text}, which is not enough by itself."
+        return f"{text}."
     without_value = verdicts.hold("energy_suffices") and not verdicts.hold("unmixed_value_matters")
     if verdicts.hold("energy_is_what_matters") or (without_value and verdicts.fail("variance_is_what_matters")):
-        return text + " by its energy, not by its variance."
+        return f"{text} The cause is its higher energy, not its variance."
     if verdicts.hold("unmixed_value_matters"):
-        only_own = verdicts.fail("any_single_key_creates_sink")
-        value = "its own value alone" if only_own else "its unmixed value"
-        if verdicts.hold("mean_suffices"):
-            value = f"the mean of {'such' if only_own else 'unmixed'} values, whichever they are"
-        text += f" by {value}: with the variance and the energy of a mixed token it stays one"
-        none = ["a token that sees one other key"] if only_own else []
-        none += ["a mixed token with its variance"] if verdicts.fail("variance_suffices") else []
-        return text + (f", and {' or '.join(none)} becomes none." if none else ".")
+        return f"{text} {_by_value(verdicts)}"
     if verdicts.fail("variance_is_what_matters"):
-        return text + "; its variance is not needed, and whether its value or its energy makes the sink is undecided."
-    text += "; it is undecided whether it needs its variance"
-    return text + ", and whether its value or its energy makes the sink."
+        return f"{text} Its high variance is not needed; whether the cause is its value or its energy is undecided."
+    return f"{text} Whether the cause is its value, its variance or its energy is undecided."
+
+
+def _by_value(verdicts: Verdicts) -> str:
+    """The cause, where it is the value: which value, and which other tokens become no sink."""
+    only_own = verdicts.fail("any_single_key_creates_sink")
+    if verdicts.hold("mean_suffices"):
+        keys = "to one key alone" if verdicts.hold("any_single_key_creates_sink") else "only to itself"
+        value = f"the average value vector of a token that can attend {keys}"
+    else:
+        value = "its own value vector" if only_own else "a value vector that is not averaged with others"
+    text = f"The cause is {value}. Its high variance and energy are not needed: with those of an ordinary token it "
+    text += "stays a sink"
+    others = ["a token that attends to one other key"] if only_own else []
+    if verdicts.fail("variance_suffices"):
+        others.append("an ordinary token with its variance")
+    return f"{text}, and {' or '.join(others)} becomes none." if others else f"{text}."
 
 
 def _writers(verdicts: Verdicts, study: StudyData, went: str | None) -> str:
     """The neurons that write the sink, and what is left of it without them."""
-    carriers = study.minimal or study.writers
+    writers = study.minimal or study.writers
     if went is None or (not study.minimal and verdicts.fail("writers_necessary")):
-        return "No set of neurons was found that carries it."
-    neurons = some_of(carriers, SHOWN_NEURONS)
-    named = f"neuron {neurons} writes it" if len(carriers) == 1 else f"neurons {neurons} write it"
+        return "No set of neurons was found that writes it."
+    listed = some_of(writers, SHOWN_NEURONS)
+    write_it = f"neuron {listed} writes it" if len(writers) == 1 else f"neurons {listed} write it"
     removal = "ablate_minimal_set" if study.minimal else "ablate_writers"
-    share = study.left_by(removal, study.plan.sink) or 0.0  # None only where marked, which a removal never is
+    share = study.left_by(removal, study.plan.sink) or 0.0  # None only after a failed check, and a removal has none
     decimals = 1 if 0 < share < 0.1 else 0
     left = f"the sink is {went}" if went.startswith("shifted") else f"{share:.{decimals}%} of the sink is left"
-    without = f"without {'it' if len(carriers) == 1 else 'them'} {left}"
+    without = f"without {'it' if len(writers) == 1 else 'them'} {left}"
     if verdicts.hold("super_neurons_necessary"):
-        return f"{named.capitalize()}: {without}."
+        return f"{write_it.capitalize()}: {without}."
     if verdicts.hold("writers_necessary"):
-        most = f"the {len(carriers)} neurons that write most along its direction ({neurons})"
-        return f"Without {most} {left}; a smaller set may be enough."
-    return f"Whether {named} is not settled: {without}."
+        strongest = f"the {len(writers)} neurons that write most strongly along its direction ({listed})"
+        return f"Without {strongest} {left}; fewer neurons may do."
+    return f"Whether {write_it} is undecided: {without}."
 
 
-def _count(judged: Sequence[Judgement], words: str) -> str:
-    applicable = [j for j in judged if j.verdict != "not applicable"]
+def _count(judgements: Sequence[Judgement], what: str) -> str:
+    applicable = [j for j in judgements if j.verdict != "not applicable"]
     if not applicable:
-        return f"none of the {words} can be judged here."
+        return f"none of the {what} can be judged here."
     held = [j for j in applicable if j.verdict == "holds"]
-    text = f"{len(held)} of {len(applicable)} {words} hold"
-    for verdict in ("does not hold", "undecided", "not applicable"):
-        if named := [j.id for j in judged if j.verdict == verdict]:
-            text += f"; {verdict}: {', '.join(named)}"
+    text = f"{len(held)} of {len(applicable)} {what} hold"
+    for verdict, words in OTHER_VERDICTS.items():
+        ids = [j.id for j in judgements if j.verdict == verdict]
+        if ids:
+            text += f"; {words}: {', '.join(ids)}"
     return text + "."

@@ -1,5 +1,5 @@
-"""The claims about cause and effect, each one entry, as in `claims`. What makes a token a sink stands in
-`mixing_claims`; here follow what the sink needs and what carries it."""
+"""The claims about cause and effect. What makes a token a sink is in `mixing_claims`; here follow what the sink needs
+and through which neurons and dimensions it comes about."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ from sinkscope.studies.study_data import NO_NEURONS, NO_TARGET, NO_VARIANCE, Stu
 if TYPE_CHECKING:
     from sinkscope.models.anatomy import Neuron
 
-NO_MINIMAL_SET = "no set of the neurons that write the massive dimensions, or the sink's direction, takes the sink away"
-NO_WRITERS = "no layer with neurons comes before the first head with the sink"
-NO_DIMENSION = "there is no massive dimension"
+NO_MINIMAL_SET = "removing the neurons that write the massive dimensions, or the sink's direction, leaves the sink"
+NO_WRITERS = "no feed-forward comes before the first head that has the sink"
+NO_DIMENSION = "there are no massive dimensions"
 
 
 def _beside(control: float, level: float, what: str, *notes: str) -> dict[str, Any]:
-    """A random set's number and the claim's note; where the set is empty it has no number, and the note says so."""
-    empty = [f"an empty control: random {what} do {level:.1%} of this at the sink"] if level < EMPTY_CONTROL else []
+    """`control` and `note` of a claim whose control is a random set. `level` is what that set does at the sink, over
+    what it is compared with: if it does too little, it is an empty control, which has no number."""
+    empty = []
+    if level < EMPTY_CONTROL:
+        empty = [f"empty control: random {what} do only {level:.1%} as much at the sink"]
     return dict(control=None if empty else control, note="; ".join([*notes, *empty]))
 
 
@@ -87,23 +90,24 @@ def _necessity(study: StudyData) -> ClaimNumbers | Empty:
 
 def _writers_necessity(study: StudyData) -> ClaimNumbers | Empty:
     if study.minimal:
-        return Empty("a minimal set was found")
+        return Empty("there is a minimal set")
     if not study.writers:
         return Empty(NO_WRITERS)
     at_sink, elsewhere = (
         second_over_first(study.left_B2(Condition(f"ablate_writers_{where}", study.plan.sink)).mean(0))
         for where in ("at_sink", "elsewhere")
     )
-    where = f"removed at the sink alone {at_sink:.1%} is left, at all other positions {elsewhere:.1%}"
+    where = f"removed only at the sink they leave {at_sink:.1%}, removed everywhere else {elsewhere:.1%}"
     return _left_without(study, "ablate_writers", study.writers, where)
 
 
 def _left_without(study: StudyData, removal: str, neurons: Sequence[Neuron], *notes: str) -> ClaimNumbers:
-    """What is left of the sink without neurons, and without each of the random sets."""
+    """What is left of the sink when the neurons are removed, and when each of the random sets is."""
     sink, before_B = study.plan.sink, study.at_sink_B()
     random_sets = [study.at_sink_B(Condition("random_set", sink, number=n)) for n in range(NUM_RANDOM_SETS)]
     worst = float(min(rate_B.mean() for rate_B in random_sets) / before_B.mean())
-    listed = f"{len(neurons)} neurons: {some_of(neurons)}"
+    noun = "neuron" if len(neurons) == 1 else "neurons"
+    listed = f"{len(neurons)} {noun}: {some_of(neurons)}"
     return ClaimNumbers(
         by_bar=[study.left_B2(Condition(removal, sink)), np.stack([before_B, *random_sets], 1)],
         **_beside(worst, study.controls.sets_level, "sets", listed, *notes),
@@ -120,10 +124,10 @@ def _most_over_first(means: np.ndarray) -> np.ndarray:
 
 def _sparsity_necessity(study: StudyData) -> ClaimNumbers | Empty:
     if not study.minimal:
-        return Empty("no minimal set was found")
+        return Empty("there is no minimal set")
     if study.top_shares(study.minimal)[0] < TOP_SHARE:
-        # Spreading a vector that is dense already only turns it elsewhere, which says nothing about sparsity.
-        return Empty("the set's output vectors are not channel-sparse")
+        # Spreading a vector that is dense already only changes its direction, which says nothing about sparsity.
+        return Empty("the output vectors of the minimal set are not sparse")
     sink, before_B = study.plan.sink, study.at_sink_B()
     left = {
         done: np.stack([before_B, *(study.at_sink_B(draw) for draw in draws(done, sink))], 1)
@@ -141,24 +145,27 @@ def _sparsity_necessity(study: StudyData) -> ClaimNumbers | Empty:
 def what_it_is(
     spread: Sequence[float], moved: Sequence[float], turned: Sequence[float], basis: float | str, read: str
 ) -> str:
-    """Which of them the sink needs, by what each draw leaves of it: the sparsity, or what is `read`, which is a
-    coordinate or a direction. What is left when all readers turn along (`basis`, or why it was not turned) is the
-    whole sink wherever that can be done, so it decides nothing: it stands beside as a check."""
+    """In words: what the sink needs of the output vectors, by the shares of it that each draw leaves. It is the
+    sparsity, or what keys `read`, which is a coordinate or a direction.
+
+    `basis` is the share that is left when the whole residual basis is rotated, or why that cannot be done. It decides
+    nothing: the model computes the same in a rotated basis, so all of the sink should be left.
+    """
     most, least = max(*spread, *turned), min(moved)
     if most < QUARTER <= least:
-        needed = "it is the sparsity: any other single dimension does as well"
+        needed = "the sink needs sparse vectors: any other single dimension does as well"
     elif max(map(np.mean, (spread, turned, moved))) < QUARTER:
-        needed = f"it is the {read} that is read, not its sparsity"
+        needed = f"the sink needs the {read} that keys read, not sparse vectors"
     elif min(map(np.mean, (spread, turned))) >= QUARTER:
-        needed = "it is neither the sparsity nor the direction"
+        needed = "the sink needs neither sparse vectors nor their direction"
     else:
-        needed = "it is not the sparsity: what is left depends on the draw"
+        needed = "the sink does not need sparse vectors: what is left depends on the draw"
     by_draw = {"spread": spread, "in another dimension": moved, "turned": turned}
     ranges = [f"{how} {min(shares):.1%} to {max(shares):.1%}" for how, shares in by_draw.items()]
-    beside = f"the basis cannot be turned ({basis})"
+    check = f"the residual basis cannot be rotated ({basis})"
     if not isinstance(basis, str):
-        beside = f"turned with all readers {basis:.1%}"
-    return f"{needed}; left, by {NUM_DRAWS} draws: {', '.join(ranges)}; {beside}"
+        check = f"in a rotated residual basis {basis:.1%}"
+    return f"{needed}; left by {NUM_DRAWS} draws: {', '.join(ranges)}; {check}"
 
 
 def _sufficiency(study: StudyData) -> ClaimNumbers | Empty:
@@ -183,7 +190,7 @@ def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyDa
             return Empty(NO_NEURONS if held == SUPER_NEURONS else NO_DIMENSION)
         total_B, random_B, direct_B = (study.rise_B(cause, factor, of) for of in (None, RANDOM_OF[held], held))
         if total_B.mean() < RISE:
-            return Empty(f"{cause} makes no sink that could be mediated")
+            return Empty("the intervention makes no sink, so there is no effect to mediate")
         level = study.controls.neurons_level if held == SUPER_NEURONS else study.controls.dimensions_level
         what = "neurons" if held == SUPER_NEURONS else "dimensions"
         gone = float(1 - random_B.mean() / total_B.mean())
@@ -194,21 +201,22 @@ def _mediation(cause: str, factor: float | None, held: str) -> Callable[[StudyDa
 
 
 def _mediated(means: np.ndarray) -> np.ndarray:
-    """What is gone with the mediator held and not with a random set held, of the total rise."""
+    """The share of the total rise that is gone while the mediator is held, beyond what is gone while a random set is.
+    The last axis holds the rise in total, with the random set held, and with the mediator held."""
     return (means[..., 1] - means[..., 2]) / means[..., 0]
 
 
-def _mediation_claim(short: str, possessive: str, cause: str, factor: float | None, held: str) -> Claim:
+def _mediation_claim(short: str, effect: str, cause: str, factor: float | None, held: str) -> Claim:
     mediator = "super neurons" if held == SUPER_NEURONS else "massive dimensions"
     return Claim(
         id=f"mediation_{short}_{held}",
         link=CAUSAL,
-        statement=f"At least half of {possessive} effect runs through the {mediator}, beyond what random ones carry",
+        statement=f"At least half of the effect of {effect} runs through {mediator}, beyond what random ones carry",
         bars=(Bar("at least", 0.5, _mediated),),
         numbers=_mediation(cause, factor, held),
         figures=("mediation-effects",),
         step=Step.BY_SUPER_NEURONS if held == SUPER_NEURONS else Step.BY_DIMENSIONS,
-        control_is="gone with as many matched random ones held",
+        control_is="share of the rise that is gone with as many matched random ones held",
     )
 
 
@@ -217,51 +225,53 @@ CAUSAL_CLAIMS = (
     Claim(
         id="equalising_removes_sink",
         link=CAUSAL,
-        statement="Bringing the sink's variance down to that of later positions leaves under a quarter of the sink",
+        statement="Lower the sink's value variance to that of later positions: less than a quarter of the sink is left",
         bars=(Bar("below", QUARTER, least_left),),
         numbers=_equalising,
         figures=("remaining", "forest"),
         step=Step.LESS_VARIANCE,
         needs="its variance (or the energy in it)",  # equalising lowers both
-        control_is="left when another position is equalised",
+        control_is="share left when the variance of another position is lowered",
     ),
     Claim(
         id="mean_suffices",
         link=CAUSAL,
-        statement="With the mean of its aggregation over sequences alone, the sink keeps half of its rate",
+        statement="Replace the sink's value aggregation by its mean over sequences: the sink keeps at least half of "
+        "its rate",
         bars=(Bar("at least", 0.5, most_left),),
         numbers=_mean_suffices,
         figures=("remaining", "forest"),
         step=Step.LESS_VARIANCE,
-        control_is="left with that mean taken out",
+        control_is="share left when that mean is removed instead",
     ),
     Claim(
         id="super_neurons_necessary",
         link=CAUSAL,
-        statement="Without a minimal set of neurons under a quarter of the sink is left; "
-        f"{NUM_RANDOM_SETS} matched random sets each leave {percent(SPARED)}",
+        statement="Remove a minimal set of neurons: less than a quarter of the sink is left. Each of "
+        f"{NUM_RANDOM_SETS} random sets leaves at least {percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_necessity,
         figures=("remaining", "forest"),
         step=Step.SUPER_NEURONS,
-        control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
+        control_is=f"share left by the worst of {NUM_RANDOM_SETS} matched random sets",
     ),
     Claim(
         id="writers_necessary",
         link=CAUSAL,
-        statement="Where there is no minimal set: without the neurons that write most along the sink's direction, at "
-        f"most {MAX_NEURONS}, under a quarter of the sink is left; {NUM_RANDOM_SETS} matched random sets each leave "
-        f"{percent(SPARED)}",
+        statement=f"Where there is no minimal set, remove the (up to {MAX_NEURONS}) neurons that write most strongly "
+        f"along the sink's direction: less than a quarter of the sink is left. Each of {NUM_RANDOM_SETS} matched "
+        f"random sets leaves at least {percent(SPARED)}",
         bars=(TAKEN_AWAY, Bar("at least", SPARED, _least_over_first)),
         numbers=_writers_necessity,
         figures=("remaining", "forest"),
-        control_is=f"left by the worst of {NUM_RANDOM_SETS} matched random sets",
+        control_is=f"share left by the worst of {NUM_RANDOM_SETS} matched random sets",
     ),
     Claim(
         id="channel_sparsity_necessary",
         link=CAUSAL,
-        statement="With the minimal set's output vectors spread over all dimensions, or turned, under a quarter of the "
-        f"sink is left by each of {NUM_DRAWS} draws; in another single dimension more by each",
+        statement="Spread the minimal set's output vectors over all dimensions, or turn them to random directions: "
+        "less than a quarter of the sink is left. Moved whole to another single dimension they leave more (in each of "
+        f"{NUM_DRAWS} draws)",
         bars=(
             Bar("below", QUARTER, _most_over_first),
             Bar("below", QUARTER, _most_over_first),
@@ -270,30 +280,31 @@ CAUSAL_CLAIMS = (
         numbers=_sparsity_necessity,
         figures=("remaining", "forest"),
         step=Step.SPARSITY,
-        control_is="left when they and all that reads them are turned",
+        control_is="share left when the whole residual basis is rotated, with all that reads it",
     ),
     Claim(
         id="super_neurons_sufficient",
         link=CAUSAL,
-        statement="The super neurons' activations make another token a sink: up by 5 points",
+        statement="Copy the super neurons' activations from the sink to another token: its sink rate rises by at least "
+        "5 points",
         bars=(UP,),
         numbers=_sufficiency,
         figures=("forest",),
         step=Step.SUPER_NEURONS,
-        control_is="rise by as many matched random neurons",
+        control_is="rise when as many matched random neurons are copied",
     ),
     Claim(
         id="dimensions_suffice",
         link=CAUSAL,
-        statement="The sink's massive dimensions make another token a sink: up by 5 points",
+        statement="Copy the sink's massive dimensions to another token: its sink rate rises by at least 5 points",
         bars=(UP,),
         numbers=_dimensions_suffice,
         figures=("forest",),
         step=Step.DIMENSIONS,
-        control_is="rise by as many matched random dimensions",
+        control_is="rise when as many matched random dimensions are copied",
     ),
-    _mediation_claim("mask", "the mask's", "mask_to_self", None, SUPER_NEURONS),
-    _mediation_claim("mask", "the mask's", "mask_to_self", None, DIMENSIONS),
-    _mediation_claim("amplification", "amplification's", "amplify_variance", DOSE, SUPER_NEURONS),
-    _mediation_claim("amplification", "amplification's", "amplify_variance", DOSE, DIMENSIONS),
+    _mediation_claim("mask", "attending only to itself", "mask_to_self", None, SUPER_NEURONS),
+    _mediation_claim("mask", "attending only to itself", "mask_to_self", None, DIMENSIONS),
+    _mediation_claim("amplification", "amplified variance", "amplify_variance", DOSE, SUPER_NEURONS),
+    _mediation_claim("amplification", "amplified variance", "amplify_variance", DOSE, DIMENSIONS),
 )

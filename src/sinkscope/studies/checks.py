@@ -1,14 +1,14 @@
 """The manipulation check: whether a condition did what its name says, on the judging sequences.
 
-A check compares what came about at the target, layer by layer, with what must have; CONDITIONS says what that is. A few
-dozen sequences know the variance of one layer to 5 or 15 % only, so that no estimate of a single layer can tell a miss
-of 10 %; that over all layers can. A condition is marked where
+For each layer it compares what is true at the target with what must be; CONDITIONS says what that is. A few dozen
+sequences give the variance in one layer to within 5 to 15 %, so the estimate of a single layer cannot tell whether a
+condition is off by 10 %. The estimate over all layers can. A condition fails, and is marked, if
 
-- the root mean square over its layers of log(actual / expected), less what sampling adds to it, is above log 1.1; or
-- in one layer even the 99 % interval of actual / expected lies outside of 10 %.
+- the root mean square over its layers of log(actual / expected), minus what sampling adds to it, is above log 1.1; or
+- in one layer the whole 99 % interval of actual / expected is more than 10 % off.
 
-What sets a value outright (neurons and dimensions removed, written or held, output vectors changed) has nothing to
-miss, and no check.
+Interventions that set values outright have no check: neurons and dimensions that are removed, copied or held, and
+output vectors that are changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
-from sinkscope.studies.conditions import BASELINE, TOLERANCE, AtTarget, Condition, Expected
+from sinkscope.studies.conditions import BASELINE, TOLERANCE, AtTarget, Condition, Expected, in_words
 from sinkscope.studies.judging import Empty
 
 if TYPE_CHECKING:
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from sinkscope.studies.condition_result import ConditionResult
 
 CONFIDENCE = 0.99
-"""Of the interval in a single layer: there are several layers, and most conditions do what they say."""
+"""Of the interval in a single layer. Higher than 95 %, because several layers are tested."""
 FARTHEST = np.log(1e6)
-"""No ratio counts as farther off than this: nothing over something would be infinitely so."""
+"""No ratio counts as farther off than this, so that 0 / x or x / 0 in one layer leaves the mean finite."""
 
 
 T = TypeVar("T")
 
 
 class MarkedError(Exception):
-    """A condition that did not do what its name says was to support something."""
+    """A claim or a control rests on a condition that failed its manipulation check."""
 
 
 def unless_marked(judged: Callable[[], T]) -> T | Empty:
-    """What is judged; nothing where a condition that it rests on is marked."""
+    """What `judged` returns; Empty, with the reason, if a condition that it rests on failed its check."""
     try:
         return judged()
     except MarkedError as marked:
@@ -48,7 +48,7 @@ def unless_marked(judged: Callable[[], T]) -> T | Empty:
 
 
 def control_unless_marked(control: Callable[[], float]) -> float | None:
-    """The number of a control; None likewise."""
+    """The number of a control; None if a condition that it rests on failed its check."""
     number = unless_marked(control)
     return None if isinstance(number, Empty) else number
 
@@ -71,12 +71,12 @@ def missed(study: Ran, *conditions: Condition) -> str | None:
         actual_BL = np.sum([expected.actual_BL for expected in by_target], 0)
         expected_BL = np.sum([expected.expected_BL for expected in by_target], 0)
         if miss := _miss(rule, actual_BL, expected_BL):
-            return f"{conditions[0].label} misses its {what}: {miss}"
+            return f"{in_words(conditions[0].label)}: failed its manipulation check ({what} {miss})"
     return None
 
 
 def _expected(study: Ran, condition: Condition) -> list[Expected]:
-    """What the name of a condition says must have come about."""
+    """What must be true of the target under a condition, from its name."""
     result, target, side = study.results[condition], condition.target, condition.before_norm
     if condition.levelled:
         levels = []
@@ -105,21 +105,23 @@ def _expected(study: Ran, condition: Condition) -> list[Expected]:
 
 
 def _miss(rule: str, actual_BL: np.ndarray, expected_BL: np.ndarray) -> str | None:
+    """How far the layers together, or one of them, are off; None if they are close enough."""
     limits = {"equal": (-FARTHEST, FARTHEST), "at most": (0.0, FARTHEST), "at least": (-FARTHEST, 0.0)}[rule]
 
     def off(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.nan_to_num(np.clip(np.log(actual / expected), *limits))  # nothing, of nothing, is no miss
+            return np.nan_to_num(np.clip(np.log(actual / expected), *limits))  # 0 / 0 is not off
 
     weights_RB, tail = resample_weights(len(actual_BL)), bootstrap_tail(len(actual_BL), CONFIDENCE)
     off_L = off(actual_BL.mean(0), expected_BL.mean(0))
     off_RL = off(weighted_means(weights_RB, actual_BL), weighted_means(weights_RB, expected_BL))
     low_L, high_L = np.quantile(off_RL, [tail, 1 - tail], axis=0)
     proven_L = np.maximum(low_L, -high_L)
+    # Sampling alone makes the squares larger, by the variance of the resampled values.
     mean_square = float(np.mean(off_L**2 - off_RL.var(0)))
     if mean_square > np.log(1 + TOLERANCE) ** 2:
         return f"off by a factor of {np.exp(mean_square**0.5):.2f}, root mean square over layers"
     if proven_L.max() > np.log(1 + TOLERANCE):
         layer = int(proven_L.argmax())
-        return f"{np.exp(off_L[layer]):.2f} of it in layer {layer}"
+        return f"{np.exp(off_L[layer]):.2f} times what it should be in layer {layer}"
     return None

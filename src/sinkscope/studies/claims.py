@@ -1,15 +1,15 @@
-"""The claims of a study, the same for every model. Each is one entry: its statement, its bars, where its
-numbers come from, and what its control is. `judging` says how they are judged.
+"""The claims about the baseline, and CLAIMS, all claims of a study. They are the same for every model.
 
-These are the links in the baseline; cause and effect follow in `causal_claims`. torch is imported inside the
-functions: the page of a saved study reads the entries without it.
+A claim is one entry: its statement, its bars, the function that computes its numbers, and its control. `judging` says
+how verdicts follow; the claims about cause and effect are in `causal_claims`. torch is imported inside the functions,
+because the page of a saved study reads the entries without it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sinkscope.measures.sink_score import MIN_SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE, RECEIVED_THRESHOLD
 from sinkscope.measures.thresholds import (
     COSINE,
     DOM_RATIO,
@@ -39,9 +39,9 @@ def _sink(study: StudyData) -> ClaimNumbers | Empty:
     return ClaimNumbers(by_bar=[study.baseline.rate_BS[:, study.plan.sink]])
 
 
-def _ratio_at_birth(means: np.ndarray) -> np.ndarray:
-    """Position 0 over the later half in the last layer, of variances [..., L, S, T], on the side of a norm on the
-    aggregation where it is most."""
+def _ratio_in_last_layer(means: np.ndarray) -> np.ndarray:
+    """Variance at position 0 over that of the later half, in the last of the layers, of variances [..., L, S, T]: the
+    larger ratio of the sides of a norm on the aggregation."""
     import torch
 
     from sinkscope.measures.value_variance import variance_ratio
@@ -54,19 +54,22 @@ def _variance_discrepancy(study: StudyData) -> ClaimNumbers | Empty:
         return Empty(NO_VARIANCE)
     layers = study.plan.before_sink
     deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
-    note = f"layer {layers[-1]}; geometric mean over layers up to it {_mean_ratios(deviation_BLST.mean(0))}"
+    note = f"in layer {layers[-1]}; geometric mean over the layers up to it: {_mean_ratios(deviation_BLST.mean(0))}"
     if study.fresh_variance_NLST is None:
-        return ClaimNumbers(by_bar=[deviation_BLST], note=f"{note}; this machine cannot hold a model drawn afresh")
+        return ClaimNumbers(
+            by_bar=[deviation_BLST], note=f"{note}; no control: a second model does not fit on this machine"
+        )
     fresh_NLST = study.fresh_variance_NLST[:, layers]
     return ClaimNumbers(
         by_bar=[deviation_BLST],
-        control=float(np.exp(np.log(_ratio_at_birth(fresh_NLST)).mean())),
-        note=f"{note}, at initialisation {_mean_ratios(fresh_NLST)}",
+        control=float(np.exp(np.log(_ratio_in_last_layer(fresh_NLST)).mean())),
+        note=f"{note}, before training {_mean_ratios(fresh_NLST)}",
     )
 
 
 def _mean_ratios(variance: np.ndarray) -> str:
-    """Position 0 over the later half, geometric mean over layers and models, of variances [..., L, S, T]; by side."""
+    """In words: variance at position 0 over that of the later half, geometric mean over layers and models, of variances
+    [..., L, S, T]; on both sides of a norm on the aggregation."""
     import torch
 
     from sinkscope.measures.value_variance import variance_ratio
@@ -77,8 +80,8 @@ def _mean_ratios(variance: np.ndarray) -> str:
 
 
 def _mean_r_squared(means: np.ndarray) -> np.ndarray:
-    """log R^2 of the law, mean over layers, of the law and the variances it is to predict [..., L, 1 + S, T], on the
-    side of a norm on the aggregation where it is most: the law is about averages, which a norm changes."""
+    """log R^2 of the averaging law, mean over layers. `means` [..., L, 1 + S, T] holds the law and the variances that
+    it predicts; of the sides of a norm on the aggregation the better one counts, because the norm changes averages."""
     import torch
 
     from sinkscope.measures.value_variance import log_r_squared
@@ -92,9 +95,9 @@ def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
         return Empty(NO_VARIANCE)
     law_LBT = study.link_values.averaging_law_LBT
     both = np.concatenate([law_LBT[:, :, None], study.squared_deviation_LBST], 2).swapaxes(0, 1)
-    moved = both.mean(0)
-    moved[:, 0] = np.roll(moved[:, 0], both.shape[-1] // 2, axis=-1)
-    return ClaimNumbers(by_bar=[both], control=float(_mean_r_squared(moved)))
+    shifted = both.mean(0)
+    shifted[:, 0] = np.roll(shifted[:, 0], both.shape[-1] // 2, axis=-1)
+    return ClaimNumbers(by_bar=[both], control=float(_mean_r_squared(shifted)))
 
 
 def _super_neurons(study: StudyData) -> ClaimNumbers | Empty:
@@ -115,11 +118,11 @@ def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
     top_share, median = study.top_shares(study.plan.birth_neurons)
     every_sequence = np.ones(len(study.baseline.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
-    return ClaimNumbers(by_bar=by_bar, control=median, note="a fact about weights: no sampling error")
+    return ClaimNumbers(by_bar=by_bar, control=median, note="read from the weights, so it has no sampling error")
 
 
 def _elsewhere(study: StudyData) -> np.ndarray:
-    """Positions that are no sink."""
+    """[T] which positions are no sinks."""
     elsewhere = study.baseline.rate_BS.mean(0) < MIN_SINK_RATE
     elsewhere[study.plan.sink] = False
     return elsewhere
@@ -132,32 +135,34 @@ def _dimension_disparity(study: StudyData) -> ClaimNumbers | Empty:
     return ClaimNumbers(
         by_bar=[np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)],
         control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
-        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, {len(plan.alive)} layers; {_any_basis(study)}",
+        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.alive)} layers; "
+        f"{_any_basis(study)}",
     )
 
 
 def _any_basis(study: StudyData) -> str:
-    """Of the disparity, what does not depend on the basis, and what is left in a turned one."""
+    """In words: what of the disparity does not depend on the basis, and how much is left of it in a rotated one."""
     sink, *others = study.link_values.direction_share_K
-    text = f"one direction across sequences holds {sink:.1%} of its energy"
-    text += f" ({np.mean(others):.1%} at the targets)" if others else ""
-    if (turned := study.results.get(Condition(TURNED_BASIS, study.plan.sink))) is not None:
+    text = f"one direction holds {sink:.1%} of the energy of the sink's states across sequences"
+    text += f" ({np.mean(others):.1%} at ordinary positions)" if others else ""
+    turned = study.results.get(Condition(TURNED_BASIS, study.plan.sink))
+    if turned is not None:
         before, after = (float(o.at("dom_ratio", study.plan.sink).mean()) for o in (study.baseline, turned))
-        text += f"; with the basis turned DomRatio falls from {before:.3g} to {after:.3g}, mean over all layers"
+        text += f"; in a rotated basis DomRatio is {after:.3g} instead of {before:.3g}, mean over all layers"
     return text
 
 
 def _lock(study: StudyData) -> ClaimNumbers | Empty:
-    if not study.sink_varies:  # all states are one, and without it nothing is left to read
+    if not study.sink_varies:  # all states are the same, so their common direction is all of them
         return Empty(NO_VARIANCE)
     if not study.plan.sink_heads:
-        return Empty(f"no head has the sink in {percent(MIN_HEAD_SINK_RATE)} of sequences")
+        return Empty(f"no head has the sink in at least {percent(MIN_HEAD_SINK_RATE)} of sequences")
     at_sink, *elsewhere = study.link_values.lock_BQ3N.swapaxes(0, 1)
     control = float(gone(elsewhere[0].mean(0))) if elsewhere else None
-    note = f"over {len(study.plan.sink_heads)} heads with the sink"
+    note = f"mean over the {len(study.plan.sink_heads)} heads that have the sink"
     if gone(at_sink.mean(0)) >= LOCKED:
-        alone = f"without its largest coordinate alone {study.link_values.gone_with_coordinate:.1%} is gone"
-        note += f": a lock on a {study.link_values.locked_on}, {alone}"
+        alone = f"removing its largest coordinate alone removes {study.link_values.gone_with_coordinate:.1%}"
+        note += f"; they read a {study.link_values.locked_on}: {alone}"
     return ClaimNumbers(by_bar=[at_sink], control=control, note=note)
 
 
@@ -166,22 +171,22 @@ def _directional_collapse(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
     if not cosine_BAT.shape[1]:
-        return Empty("no attention follows a layer with disparity")
+        return Empty("no layer follows one after which the sink has massive dimensions")
     cosine_BT = seen_mean(cosine_BAT, 1)
     at_sink_B, others_B = cosine_BT[:, study.plan.sink], seen_mean(cosine_BT[:, _elsewhere(study)], 1)
     return ClaimNumbers(by_bar=[at_sink_B, at_sink_B - others_B], control=float(seen_mean(others_B)))
 
 
 LAW_INTERVAL = (
-    "the interval is moved so that the effect is its median. A resample repeats sequences, so its variances scatter "
-    "more and its R^2 falls in nearly every one. The effect is low for the same reason: holding is harder to reach "
-    "than it should be, never easier."
+    "resampling sequences biases this R^2 downwards, so the bootstrap is centred on the estimate. The estimate is "
+    "biased downwards too, so the claim is harder to confirm than it should be, never easier."
 )
 LINK_CLAIMS = (
     Claim(
         id="sink",
         link="sink",
-        statement=f"The strongest position is a sink: at least {percent(MIN_SINK_RATE)} of heads, layers and sequences",
+        statement=f"The strongest position is a sink: in at least {percent(MIN_SINK_RATE)} of heads and sequences it "
+        f"receives more than {RECEIVED_THRESHOLD} of the attention",
         bars=(Bar("at least", MIN_SINK_RATE),),
         numbers=_sink,
         figures=("received",),
@@ -189,29 +194,30 @@ LINK_CLAIMS = (
     Claim(
         id="variance_discrepancy",
         link="variance_discrepancy",
-        statement="Where disparity is born, or before the first sink if none is, position 0 has at least twice the "
-        "variance of later positions",
-        bars=(Bar("at least", VARIANCE_RATIO, _ratio_at_birth),),
+        statement="Where massive dimensions appear (or before the first sink), position 0 has twice the value variance "
+        "of later positions",
+        bars=(Bar("at least", VARIANCE_RATIO, _ratio_in_last_layer),),
         numbers=_variance_discrepancy,
         figures=("variance",),
-        control_is="the same architecture at initialisation, three seeds",
+        control_is="the same architecture before training, mean of three seeds",
     ),
     Claim(
         id="averaging_law",
         link="variance_discrepancy",
-        statement="Averaging values explains how the variance falls: log R^2 at least 0.8",
-        # A resample repeats sequences, so that its variances scatter more and log R^2 falls in nearly every one.
+        statement="Averaging explains how value variance falls with position: the averaging law predicts it with a log "
+        "R^2 of at least 0.8",
+        # Resampling sequences biases log R^2 downwards, hence `centred`.
         bars=(Bar("at least", 0.8, _mean_r_squared, centred=True),),
         numbers=_averaging_law,
         figures=("variance",),
         interval_note=LAW_INTERVAL,
-        control_is="the law moved by half the length",
+        control_is="the law shifted by half the sequence length",
     ),
     Claim(
         id="super_neurons",
         link="super_neurons",
-        statement="At most 0.5 % of a birth layer's neurons carry half of the write into the massive dimensions, at "
-        "10x their level elsewhere",
+        statement="At most 0.5 % of a layer's neurons write half of the sink's massive dimensions, 10x as strongly as "
+        "at other positions",
         bars=(
             Bar("at least", 0.5, second_over_first),
             # This way round, since the level elsewhere may be 0.
@@ -219,21 +225,23 @@ LINK_CLAIMS = (
         ),
         numbers=_super_neurons,
         figures=("writes",),
-        control_is="their level elsewhere",
+        control_is="what they write elsewhere, over what they write at the sink",
     ),
     Claim(
         id="channel_sparsity",
         link="channel_sparsity",
-        statement="One dimension holds a quarter of the super neurons' output vectors, 5x the median neuron's",
+        statement="A super neuron's output vector has a quarter of its energy in one dimension, 5x as much as that of "
+        "a median neuron",
         bars=(Bar("at least", TOP_SHARE), Bar("at least", 5.0)),
         numbers=_channel_sparsity,
         figures=("output-vectors",),
-        control_is="the median neuron's",
+        control_is="the median neuron of the same layers",
     ),
     Claim(
         id="dimension_disparity",
         link="dimension_disparity",
-        statement="DomRatio at the sink is at least 3x that elsewhere",
+        statement="DomRatio, the largest entry of the residual over the mean one, is at least 3x as high at the sink "
+        "as elsewhere",
         bars=(Bar("at least", DOM_RATIO, second_over_first),),
         numbers=_dimension_disparity,
         figures=("dom-ratio",),
@@ -242,8 +250,8 @@ LINK_CLAIMS = (
     Claim(
         id="directional_collapse",
         link="directional_collapse",
-        statement="The sink's state is one direction: cosine across sequences at least 0.9, and 0.2 above other "
-        "positions",
+        statement="The sink's state has one direction in all sequences: cosine at least 0.9, and 0.2 higher than at "
+        "other positions",
         bars=(Bar("at least", COSINE), Bar("at least", 0.2)),
         numbers=_directional_collapse,
         figures=("dom-ratio",),
@@ -252,12 +260,13 @@ LINK_CLAIMS = (
     Claim(
         id="lock",
         link="directional_collapse",
-        statement="Without the one direction of the sink's state at least half of q . k on it is gone",
+        statement="Heads find the sink by this direction: removing it from the sink's state removes at least half of "
+        "q . k on the sink",
         bars=(Bar("at least", LOCKED, gone),),
         numbers=_lock,
         figures=("heads-lock-share", "received"),
-        control_is="gone at another position without that direction",
+        control_is="what the same removes of q . k on another position",
     ),
 )
 CLAIMS: dict[str, Claim] = {claim.id: claim for claim in (*LINK_CLAIMS, *CAUSAL_CLAIMS)}
-"""By id, in the order in which they are shown. A saved study may have claims that are no longer here."""
+"""By id, in the order of the page. A saved study may hold claims that are no longer here."""

@@ -1,11 +1,19 @@
-"""A condition is one thing done to the model while the judging sequences run; it is the key of its result. What those
-of one name have in common is an entry of CONDITIONS: what makes their interventions, their check, and their label.
+"""The conditions of a study: one intervention, or several together, under which the judging sequences are read.
 
-The factorial takes apart what a token that sees only itself differs in from one that averages: whom it sees (a mixing,
-in the layers up to the birth), the batch variance of its aggregation and its energy, each of which can be brought to
-the level that it has under another mixing. At the sink the mirror of it: position 0 opened to later keys.
+A `Condition` is the key of its result. What all conditions of one name share is an entry of CONDITIONS: how their
+interventions are made, what must then be true at the target, and their label.
 
-No torch, which claims and pages do without: what an entry calls to make interventions are methods of the runner.
+A token that attends only to itself differs from an ordinary one in three ways: which keys it attends to, the variance
+of its value aggregation across sequences, and the energy (mean square) of it. The factorial changes each without the
+others. Which keys the token attends to in the early layers is called its mixing; variance and energy can each be
+brought to the level that they have under another mixing. Position 0 is tested the other way round: it is opened to
+later keys.
+
+The early layers are those up to the layer where massive dimensions appear at the sink or, if none do, up to the first
+layer with the sink.
+
+This file imports no torch, because claims and pages read it: the entries make interventions through methods of
+`ConditionRunner`.
 """
 
 from __future__ import annotations
@@ -21,42 +29,46 @@ if TYPE_CHECKING:
     from sinkscope.models.anatomy import Anatomy
 
 BASELINE = "untouched"
-"""The name of the model as it is, in tables and in the place of whom a target attends to."""
+"""What tables of saved runs call the baseline, as a condition and as a mixing."""
 FACTORS = (1.5, 2.0, 4.0, 8.0)
-"""Doses of amplification beside 1; claims and their controls are judged at the largest."""
+"""By how much amplification multiplies a token's deviation from its mean; claims are judged at the largest factor."""
 DOSE = FACTORS[-1]
 SEE_SELF, SEE_PREVIOUS, SEE_FAR, SEE_TWO = MIXINGS = ("see_self", "see_previous", "see_far", "see_self_and_previous")
-"""Whom a target sees instead of all before it: itself, exactly one other key, or itself and the one before."""
+"""Which keys a target attends to, where it is not all earlier ones: itself, exactly one other key, or itself and the
+previous one."""
 SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
 RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
-"""What can be held at its baseline values, and as many matched random ones."""
+"""What can be held at its baseline values, and the name of as many matched random ones, its control."""
 
 NUM_RANDOM_SETS = 20
 MAX_NEURONS = 64
-"""Neurons that are searched for those that carry the sink."""
+"""How many neurons at most are removed together in the search for those that write the sink."""
 NUM_DRAWS = 4
-"""Of each way to point the minimal set's vectors elsewhere: one alone may keep, or lose, what is read by chance."""
+"""How often each way to point the minimal set's output vectors elsewhere is drawn: by chance, a single draw may be a
+direction that keys read."""
 TURNED_BASIS = "turn_basis"
-"""A copy of the model whose residual basis is turned, with all that writes and reads it."""
+"""A copy of the model whose residual basis is rotated, together with all weights that write and read it."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One thing done to the model while the judging sequences run."""
+    """One intervention, or several together, under which the judging sequences are read."""
 
     name: str
+    """Which entry of CONDITIONS it is."""
     target: int
     """The position acted on."""
     factor: float | None = None
     held: str | None = None
-    """What is held at its baseline values meanwhile."""
+    """What is held at its baseline values meanwhile: SUPER_NEURONS, DIMENSIONS, a random control of these, or NORMS."""
     number: int | None = None
     """Which of several random sets, or of the draws after the first."""
     variance: str | None = None
+    """The mixing to whose level the variance of the aggregation is brought; None where it is left alone."""
     energy: str | None = None
-    """The mixing at whose level the batch variance or the energy of the aggregation is; None where it is left alone."""
+    """Likewise for its energy."""
     before_norm: bool = False
-    """Whether it acts on what enters the norm on the aggregation, in models that have one."""
+    """Whether it acts before the norm on the aggregation, in models that have one, and not after it."""
 
     @property
     def kind(self) -> ConditionKind:
@@ -64,12 +76,12 @@ class Condition:
 
     @property
     def levelled(self) -> bool:
-        """Whether a moment is brought to the level of another mixing."""
+        """Whether variance or energy is brought to the level of another mixing."""
         return self.variance is not None or self.energy is not None
 
     @property
     def label(self) -> str:
-        """What is done, in a word."""
+        """Its name in tables, such as see_self+variance_of_untouched; `in_words` reads it."""
         held = [] if self.held is None else [f"clamp_{self.held}"]
         levels = {"variance_of": self.variance, "energy_of": self.energy}
         side = ["before_norm"] if self.before_norm else []
@@ -77,25 +89,27 @@ class Condition:
 
     @property
     def part(self) -> str:
-        """The name of its finished part."""
+        """The name under which its result is kept until the study is finished."""
         numbers = (self.target, None if self.factor is None else f"{self.factor:g}", self.number)
         return "-".join([self.label, *(str(number) for number in numbers if number is not None)])
 
 
 def sides_of_norm(anatomy: Anatomy) -> tuple[bool, ...]:
-    """Whether before the norm on the aggregation: after it alone, and in models that have one before it too."""
+    """Where interventions on the aggregation act, as values of `before_norm`: both in models with a norm on it."""
     return (False,) if anatomy.layers[0].aggregation_norm is None else (False, True)
 
 
 def draws(name: str, sink: int) -> list[Condition]:
-    """The minimal set's vectors pointed elsewhere, by each draw."""
+    """The conditions that point the minimal set's output vectors elsewhere; the first draw has no number."""
     return [Condition(f"{name}_minimal_set", sink, number=number or None) for number in range(NUM_DRAWS)]
 
 
 class Expected(NamedTuple):
-    """What must have come about, in the layers acted on, by sequence: only the ratio of the means counts."""
+    """What must be true of the target under a condition. Both numbers are by sequence and layer acted on; what is
+    compared is the ratio of their means over sequences."""
 
     what: str
+    """What it is, for the message where it is not so."""
     rule: Literal["equal", "at most", "at least"]
     actual_BL: np.ndarray
     expected_BL: np.ndarray
@@ -103,7 +117,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AtTarget:
-    """What a condition did at its target, by sequence and layer acted on, beside the baseline."""
+    """What a condition did to attention and aggregation at its target, by sequence and layer acted on."""
 
     factor: float
     variance_BL: np.ndarray
@@ -112,20 +126,20 @@ class AtTarget:
     weights_BL: np.ndarray
     """sum a^2 of the attention: 1 where it goes to one key."""
     own_weight_BL: np.ndarray
-    """The part of it that the target's own key has."""
+    """The target's own key's part of that sum."""
     later_variance_BL: np.ndarray
-    """The variance of the later half of positions, under the condition too."""
+    """The squared deviation at the later half of positions, under the same condition."""
     baseline_variance_BL: np.ndarray
     baseline_energy_BL: np.ndarray
     baseline_weights_BL: np.ndarray
 
 
 TOLERANCE = 0.1
-"""Farther off than this is a miss."""
+"""A condition fails its check if it is off by more than this share."""
 OPENED = 0.5
-"""A position that was opened to later keys averages where at most this share of its sum a^2 is left."""
+"""Position 0, opened to later keys, counts as averaging if at most this share of its sum a^2 is left."""
 ROUNDING = 1e-10
-"""A moment below this share of the energy is none."""
+"""A variance or squared mean below this share of the energy is rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,37 +148,38 @@ class ConditionKind:
 
     name: str
     make: Callable[[Any, Condition], list[Intervention]]
-    """From the `ConditionRunner`, whose methods make one each."""
+    """(`ConditionRunner`, condition) -> its interventions."""
     check: Callable[[AtTarget], list[Expected]] = lambda at: []
-    """What must have come about at the target; nothing where a value is set outright."""
-    label: str = ""
-    """What is done, in words; the name says it where there are none."""
+    """What must be true at the target. Empty for interventions that set values outright, which cannot miss."""
+    label: str
+    """What is done, in words, for pages."""
     shown_in: tuple[str, ...] = ()
-    """Which of the figures and tables that show some kinds only show this one."""
+    """Those of REMAINING_FIGURE, MOVED_FIGURE and FACTORIAL_TABLE that show it."""
 
 
 def _attends_to_itself(at: AtTarget) -> list[Expected]:
-    return [Expected("sight of itself alone", "at least", at.own_weight_BL, at.weights_BL)]
+    return [Expected("attention to itself alone", "at least", at.own_weight_BL, at.weights_BL)]
 
 
 def _not_to_itself(at: AtTarget) -> list[Expected]:
-    return [Expected("blindness to itself", "at most", at.own_weight_BL, TOLERANCE * at.weights_BL)]
+    return [Expected("no attention to itself", "at most", at.own_weight_BL, TOLERANCE * at.weights_BL)]
 
 
 def _to_one_other(at: AtTarget) -> list[Expected]:
-    one_key = Expected("sight of one key", "at least", at.weights_BL, np.ones_like(at.weights_BL))
+    one_key = Expected("attention to one key alone", "at least", at.weights_BL, np.ones_like(at.weights_BL))
     return [*_not_to_itself(at), one_key]
 
 
 def _to_two(at: AtTarget) -> list[Expected]:
-    return [Expected("sight of two keys", "at least", at.weights_BL, np.full_like(at.weights_BL, 0.5))]
+    return [Expected("attention to two keys alone", "at least", at.weights_BL, np.full_like(at.weights_BL, 0.5))]
 
 
 def _averages(at: AtTarget) -> list[Expected]:
     return [Expected("averaging", "at most", at.weights_BL, OPENED * at.baseline_weights_BL)]
 
 
-# Of what is scaled the first layer alone is checked: further up it acts on what it changed below.
+# Amplification and scaling are checked in the first layer alone: in later layers the aggregation that they multiply has
+# already changed, so no factor of the baseline is to be expected there.
 
 
 def _variance_scaled(at: AtTarget) -> list[Expected]:
@@ -203,68 +218,88 @@ def _by_another_model(runner: Any, condition: Condition) -> list[Intervention]:
 
 
 REMAINING_FIGURE, MOVED_FIGURE, FACTORIAL_TABLE = "remaining", "moved", "factorial"
-"""What shows some kinds only."""
+"""Figures and tables that show some conditions only."""
 _KINDS = (
-    ConditionKind(name=BASELINE, make=lambda run, c: [], shown_in=(FACTORIAL_TABLE,)),
-    ConditionKind(name="mask_to_self", make=lambda run, c: [run.mask_to_self(c.target)], check=_attends_to_itself),
-    ConditionKind(name="mask_but_self", make=lambda run, c: [run.mask_but_self(c.target)], check=_not_to_itself),
+    ConditionKind(name=BASELINE, make=lambda run, c: [], label="baseline", shown_in=(FACTORIAL_TABLE,)),
+    ConditionKind(
+        name="mask_to_self",
+        make=lambda run, c: [run.mask_to_self(c.target)],
+        check=_attends_to_itself,
+        label="attending only to itself in all layers",
+    ),
+    ConditionKind(
+        name="mask_but_self",
+        make=lambda run, c: [run.mask_but_self(c.target)],
+        check=_not_to_itself,
+        label="attending to all but itself in all layers",
+    ),
     ConditionKind(
         name=SEE_SELF,
         make=lambda run, c: [run.attend_only(c.target, [c.target])],
         check=_attends_to_itself,
+        label="attending only to itself",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_PREVIOUS,
         make=lambda run, c: [run.attend_only(c.target, [c.target - 1])],
         check=_to_one_other,
+        label="attending only to the previous key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_FAR,
         make=lambda run, c: [run.attend_only(c.target, [1 if run.plan.sink != 1 else 2])],
         check=_to_one_other,
+        label="attending only to a distant key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_TWO,
         make=lambda run, c: [run.attend_only(c.target, [c.target, c.target - 1])],
         check=_to_two,
+        label="attending to itself and the previous key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name="open_to_later",
         make=lambda run, c: [run.open_to_later()],
         check=_averages,
-        label="opened to later positions",
+        label="position 0 opened to later keys",
         shown_in=(FACTORIAL_TABLE, REMAINING_FIGURE),
     ),
-    ConditionKind(name="amplify_variance", make=_formula, check=_variance_scaled),
-    ConditionKind(name="scale_norm", make=_formula, check=_energy_scaled, label="the aggregation scaled"),
-    ConditionKind(name="shift_mean", make=lambda run, c: [run.shift_mean(c)], check=_variance_kept),
-    ConditionKind(name="swap_deviation", make=_formula, label="another sequence's deviation"),
-    ConditionKind(name="random_direction", make=_formula, label="a random direction"),
+    ConditionKind(name="amplify_variance", make=_formula, check=_variance_scaled, label="variance amplified"),
+    ConditionKind(name="scale_norm", make=_formula, check=_energy_scaled, label="aggregation scaled"),
+    ConditionKind(
+        name="shift_mean", make=lambda run, c: [run.shift_mean(c)], check=_variance_kept, label="mean shifted"
+    ),
+    ConditionKind(name="swap_deviation", make=_formula, label="another sequence's deviation added"),
+    ConditionKind(name="random_direction", make=_formula, label="a random deviation added"),
     ConditionKind(
         name="transplant_dimensions",
         make=lambda run, c: [run.transplant_dimensions(run.plan.dimensions, c.target)],
+        label="the sink's massive dimensions copied",
     ),
     ConditionKind(
         name="transplant_random_dimensions",
         make=lambda run, c: [run.transplant_dimensions(run.controls.dimensions, c.target)],
+        label="random dimensions copied",
     ),
     ConditionKind(
         name="transplant_super_neurons",
         make=lambda run, c: [run.transplant_neurons(run.plan.super_neurons, c.target)],
+        label="the sink's super neurons copied",
     ),
     ConditionKind(
         name="transplant_random_set",
         make=lambda run, c: [run.transplant_neurons(run.controls.neurons, c.target)],
+        label="random neurons copied",
     ),
     ConditionKind(
         name="equalise_variance",
         make=_formula,
         check=_variance_of_later,
-        label="variance equalised",
+        label="variance lowered to that of later positions",
         shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
     ),
     ConditionKind(
@@ -278,7 +313,7 @@ _KINDS = (
         name="remove_deviation",
         make=_formula,
         check=_no_variance,
-        label="deviation removed",
+        label="deviation removed, mean kept",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
@@ -302,7 +337,7 @@ _KINDS = (
     ConditionKind(
         name="densify_minimal_set",
         make=lambda run, c: [run.point_elsewhere("spread", c.number)],
-        label="minimal set densified",
+        label="minimal set spread over all dimensions",
         shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
     ),
     ConditionKind(
@@ -314,39 +349,70 @@ _KINDS = (
     ConditionKind(
         name="turn_minimal_set",
         make=lambda run, c: [run.point_elsewhere("turn", c.number)],
-        label="minimal set turned",
+        label="minimal set turned to a random direction",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
         name=TURNED_BASIS,
         make=_by_another_model,
-        label="the whole basis turned",
+        label="the whole residual basis turned",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
         name="ablate_writers",
         make=lambda run, c: [run.ablate(run.writers)],
-        label="writers along its direction removed",
+        label="neurons that write along the sink's direction removed",
         shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
     ),
     ConditionKind(
         name="ablate_writers_at_sink",
         make=lambda run, c: [run.ablate(run.writers, positions=c.target)],
-        label="the writers removed at the sink alone",
+        label="the same neurons removed at the sink alone",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
         name="ablate_writers_elsewhere",
         make=lambda run, c: [run.ablate(run.writers, positions=run.all_but(c.target))],
-        label="the writers removed elsewhere",
+        label="the same neurons removed at all other positions",
         shown_in=(REMAINING_FIGURE,),
     ),
-    ConditionKind(name="random_set", make=lambda run, c: [run.ablate(run.controls.sets[c.number or 0])]),
+    ConditionKind(
+        name="random_set",
+        make=lambda run, c: [run.ablate(run.controls.sets[c.number or 0])],
+        label="random neurons removed",
+    ),
 )
 CONDITIONS: dict[str, ConditionKind] = {kind.name: kind for kind in _KINDS}
 """By name. A saved study may have conditions that are no longer here."""
 
 
 def labels_in(figure: str) -> dict[str, str]:
-    """The labels of the kinds that a figure shows, by name."""
+    """The labels of the conditions that a figure shows, by name."""
     return {name: kind.label for name, kind in CONDITIONS.items() if figure in kind.shown_in}
+
+
+def in_words(label: str) -> str:
+    """A condition's name in tables, such as see_self+variance_of_untouched, in words for a page."""
+    words = []
+    for part in label.split("+"):
+        if part.startswith("clamp_"):
+            words.append(f"{_HELD_IN_WORDS.get(part.removeprefix('clamp_'), part)} held")
+        elif part == "before_norm":
+            words.append("before the norm")
+        elif part in CONDITIONS:
+            words.append(CONDITIONS[part].label)
+        else:
+            moment, of, mixing = part.partition("_of_")
+            # A part that this version doesn't know, of a run that was saved by another one, keeps its name.
+            known = of and mixing in CONDITIONS
+            words.append(f"{moment} of {CONDITIONS[mixing].label}" if known else part.replace("_", " "))
+    return ", ".join(words)
+
+
+_HELD_IN_WORDS = {
+    SUPER_NEURONS: "super neurons",
+    RANDOM_OF[SUPER_NEURONS]: "random neurons",
+    DIMENSIONS: "massive dimensions",
+    RANDOM_OF[DIMENSIONS]: "random dimensions",
+    NORMS: "all norms",
+}

@@ -1,4 +1,8 @@
-"""The figures of a study, by section: what makes a sink, what it needs, through what it acts, what else changes."""
+"""The figures of a study's page, by section: what makes a sink, what it needs, what carries the effect, what else
+changes.
+
+Those of the chain are in `tracing.figures`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,14 @@ from sinkscope.pages.figure import (
 )
 from sinkscope.pages.text import interval, number, percent, plotted
 from sinkscope.results.run import Run
-from sinkscope.studies.conditions import BASELINE, MOVED_FIGURE, REMAINING_FIGURE, labels_in
+from sinkscope.studies.conditions import BASELINE, MOVED_FIGURE, REMAINING_FIGURE, in_words, labels_in
 from sinkscope.studies.judging import QUARTER, RISE, SPARED
 from sinkscope.tracing.figures import IDENTITIES, dose_curve, is_drawn, neuron_name
 
 NUM_NEURONS, NUM_CONDITIONS = 2, 4
 """Histograms are shown for this many neurons, each under this many conditions."""
 ROUNDING = 1e-9
+"""What is not larger than this counts as 0."""
 EFFECT_COLUMNS = ("before", "after", "difference", "low", "high", "n")
 
 
@@ -65,8 +70,8 @@ def _forest(run: Run) -> Figure | None:
     return Figure(
         "forest",
         "Change of the sink rate under every intervention",
-        "Bars are intervals over sequences. A change between the dotted lines, 5 points, counts as none. "
-        "Interventions with a factor are shown at their largest.",
+        "Change against the baseline, with its interval over sequences. Between the dotted lines, at 5 points, it "
+        "counts as no change. Interventions with a factor are shown at their largest factor.",
         ("effects",),
         traces,
         {
@@ -97,7 +102,7 @@ def _remaining(run: Run) -> Figure | None:
         return None
     sets = run.rows("random_sets")
     names = [labels[row["condition"]] for row in entries]
-    # The interval is that of the difference, which reaches beyond all of the rate where rates differ by sequence.
+    # The interval is that of the difference. Where rates differ by sequence, its end may lie below a rate of 0.
     shares, low, high = (
         [max(0.0, row["before"] + row[part]) / row["before"] for row in entries]
         for part in ("difference", "low", "high")
@@ -112,8 +117,8 @@ def _remaining(run: Run) -> Figure | None:
     return Figure(
         "remaining",
         "How much of the sink is left",
-        "Sink rate divided by the untouched one, with the interval of the change. The minimal set is necessary if less "
-        "than a quarter is left without it, while matched random sets leave 80 %.",
+        "Sink rate over that of the baseline, with the interval of the change. The minimal set is necessary if less "
+        f"than a quarter of the sink is left without it, while each matched random set leaves {percent(SPARED)}.",
         ("effects", "random_sets"),
         traces,
         {
@@ -128,22 +133,24 @@ def _remaining(run: Run) -> Figure | None:
 
 
 def mediation(run: Run) -> Figure:
-    """Total, direct and indirect effects, with the indirect share and its interval."""
+    """Total, direct and indirect effect of each intervention, with the indirect share and its interval."""
     entries = run.rows("mediation")
-    names = [plotted(f"{row['intervention']} through {row['mediator']}".replace("_", " ")) for row in entries]
+    names = [
+        plotted(f"{in_words(row['intervention'])}, through {row['mediator'].replace('_', ' ')}") for row in entries
+    ]
     shares = [f"share {number(row['share'])}<br>{interval(row['low'], row['high'])}" for row in entries]
     parts = ("total", "random", "direct", "indirect")
     return Figure(
         "mediation-effects",
         "Total, direct and indirect effect",
-        "Rise of the sink rate at the target: in total; while as many matched random neurons or dimensions are held at "
-        "their untouched values; directly, while the mediator is; and indirectly, the difference of these two, with "
-        "its share and interval.",
+        "Rise of the sink rate at the target. Total: nothing is held. Random: as many matched random neurons or "
+        "dimensions are held at their baseline values. Direct: the mediator is held. Indirect: random minus direct, "
+        "with its share of the total.",
         ("mediation",),
         [
             {
                 "type": "bar",
-                "x": [name.replace(" through ", "<br>through ") for name in names],
+                "x": [name.replace(", through ", "<br>through ") for name in names],
                 "y": rounded([row[part] for row in entries]),
                 "name": part,
                 "marker": {"color": LOOKS[index][0], "pattern": {"shape": PATTERNS[index]}},
@@ -161,20 +168,21 @@ def mediation(run: Run) -> Figure:
 
 
 def confounds(run: Run) -> Figure:
-    """Every quantity after over before, under every condition."""
+    """Every quantity under every condition, over that of the baseline."""
     entries = strongest_doses(run.rows("effects"))
     names = list(dict.fromkeys(condition_name(row) for row in entries))
     quantities = list(dict.fromkeys(row["quantity"] for row in entries))
     ratios = np.full((len(names), len(quantities)), np.nan)
     for row in entries:
-        # No ratio to a value that is 0 but for rounding, such as the entropy of a token that sees one key.
+        # There is no ratio to a value that is 0 but for rounding, such as the entropy of a token with a single key.
         if abs(row["before"]) > ROUNDING and row["after"] / row["before"] > 0:
             ratios[names.index(condition_name(row)), quantities.index(row["quantity"])] = row["after"] / row["before"]
     labels = [[number(float(value)) if np.isfinite(value) else "" for value in row] for row in ratios]
     return Figure(
         "confounds",
-        "Every quantity, after over before",
-        "A stronger shade is further from 1 in either direction. Blank: no ratio. Factors at their largest.",
+        "Every quantity, over that of the baseline",
+        "The stronger the shade, the further from 1, upwards or downwards. Blank: no ratio. Interventions with a "
+        "factor are shown at their largest factor.",
         ("effects",),
         [
             {
@@ -185,7 +193,7 @@ def confounds(run: Run) -> Figure:
                 "z": rounded(np.minimum(np.abs(np.log2(ratios)), 4)),
                 "text": labels,
                 "texttemplate": "%{text}",
-                "hovertemplate": "%{y}<br>%{x}<br>after / before %{text}<extra></extra>",
+                "hovertemplate": "%{y}<br>%{x}<br>%{text} times the baseline<extra></extra>",
                 "colorscale": MAP_COLOURS,
                 "zmin": 0,
                 "showscale": False,
@@ -232,7 +240,7 @@ def _histogram(index: int, neuron: str, condition: str, entries: list[dict]) -> 
         rows = sorted((row for row in entries if row["place"] == place), key=lambda row: row["bin_low"])
         if rows:
             counts = floats([row["count"] for row in rows])
-            # Shares: a batch has one sink token a sequence and many elsewhere.
+            # Shares and not counts: a sequence has one token at the sink and many elsewhere.
             x = [row["bin_low"] for row in rows] + [rows[-1]["bin_high"]]
             share = rounded(np.append(counts, counts[-1]) / max(counts.sum(), 1))
             trace = line(x, share, place, look, mode="lines")
@@ -240,8 +248,8 @@ def _histogram(index: int, neuron: str, condition: str, entries: list[dict]) -> 
             traces.append(trace)
     return Figure(
         f"histogram-{index}",
-        f"Neuron {neuron}, {condition}",
-        "Activations of the neuron as shares of the tokens at each place.",
+        f"Neuron {neuron}: {condition}",
+        "Distribution of the neuron's activation: share of the tokens at each place.",
         ("histograms",),
         traces,
         {"xaxis": axis("activation"), "yaxis": axis("share of tokens", rangemode="tozero")},
@@ -256,7 +264,7 @@ DOSED = (*IDENTITIES, "swap_deviation", "random_direction")
 
 
 def targets(run: Run) -> list[int]:
-    """The positions that a mask or amplification acted on."""
+    """The positions at which the study tried to make a sink."""
     pairs = set(zip(run.tables["rates"]["condition"], run.tables["rates"]["target"], strict=True))
     acted = {target for condition, target in pairs if condition in ("mask_to_self", "amplify_variance")}
     return sorted(target for target in acted if target is not None)
@@ -283,7 +291,7 @@ def _rates_figure(run: Run, id: str, title: str, caption: str, pairs: list[tuple
                 [row["position"] for row in rows],
                 [row["rate"] for row in rows],
                 name,
-                5 if name == BASELINE else look,
+                5 if name == in_words(BASELINE) else look,
                 low=[row["low"] for row in rows],
                 high=[row["high"] for row in rows],
             )
@@ -314,7 +322,7 @@ def created(run: Run) -> Figure | None:
         run,
         "created",
         f"Sinks after acting on position {target}",
-        "Sink rate at every position, with amplification at its largest factor. Usually the old sink stays.",
+        "Sink rate at every position. Amplification is shown at its largest factor. Usually the old sink stays.",
         [("mask_to_self", target), ("amplify_variance", target)],
     )
 
@@ -325,8 +333,8 @@ def moved(run: Run) -> Figure | None:
     return _rates_figure(
         run,
         "moved",
-        "Where the sink went",
-        "Sink rate at every position after each removal. The sink may be gone, weaker, or somewhere else.",
+        "Where the sink moves",
+        "Sink rate at every position under each removal. The sink may be gone, weaker, or at another position.",
         [pair for pair in done if pair[0] in labels_in(MOVED_FIGURE) and pair[1] not in targets(run)],
     )
 
@@ -340,15 +348,15 @@ def dose_response(run: Run) -> list[Figure]:
             rows = dose_curve(run, condition, target)
             if rows:
                 x, y, low, high = ([row[name] for row in rows] for name in ("factor", "rate", "low", "high"))
-                traces.append(line(x, y, _in_words(condition), look, low=low, high=high))
-                listed += [(condition, *values) for values in zip(x, y, low, high, strict=True)]
+                traces.append(line(x, y, in_words(condition), look, low=low, high=high))
+                listed += [(in_words(condition), *values) for values in zip(x, y, low, high, strict=True)]
         if traces:
             figures.append(
                 Figure(
                     f"dose-{target}",
                     f"Dose and response at position {target}",
-                    "Sink rate there by factor: amplified variance, and controls that change as much in other ways, at "
-                    "the largest factor alone.",
+                    "Sink rate at this position by factor, with its variance amplified. Controls change as much in "
+                    "other ways, at the largest factor only.",
                     ("rates",),
                     traces,
                     {
@@ -366,14 +374,10 @@ def dose_response(run: Run) -> list[Figure]:
 
 
 def condition_name(row: dict[str, Any]) -> str:
-    """What was done, where and how strongly: amplify variance @10 x4."""
+    """What was done, where and how strongly, such as: variance amplified @10 x4."""
     target = "" if row["target"] is None else f" @{row['target']}"
     factor = "" if row.get("factor") is None else f" \N{MULTIPLICATION SIGN}{row['factor']:g}"
-    return _in_words(row["condition"]) + target + factor
-
-
-def _in_words(condition: str) -> str:
-    return condition.replace("_", " ").replace("+", " + ")
+    return in_words(row["condition"]) + target + factor
 
 
 def strongest_doses(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

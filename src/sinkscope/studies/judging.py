@@ -1,12 +1,19 @@
 """What a claim is, and how the verdict follows from its numbers by sequence.
 
-A claim has one bar or several, all of which it must clear. A bar is a number computed from means over sequences, with a
-threshold that its interval must clear: `at least` and `above` ask the lower end, `below` the upper end; only `at least`
-is content with the threshold itself. A claim holds when it clears every bar, does not hold when one bar's interval lies
-on the wrong side, and is undecided when an interval contains the threshold. A bar without a number (it rests on a
-condition that did not do what its name says) supports nothing: the others can refute the claim, and without that it is
-not applicable. Intervals are bootstrap intervals over sequences at the level that Holm's procedure over all applicable
-claims gives, so that chance in the choice of sequences makes any verdict wrong in at most about 5 % of studies.
+A claim has one bar or several. A bar is a number computed from means over sequences, with a threshold. It is cleared by
+the lower end of its interval where the rule is `at least` or `above`, by the upper end where it is `below`; only with
+`at least` may that end equal the threshold. A claim
+
+- holds if it clears every bar;
+- does not hold if the interval of one bar lies wholly on the wrong side;
+- is undecided if an interval contains the threshold;
+- is not applicable if it has no number to judge.
+
+A bar has no number if it rests on a condition that failed its manipulation check. Its claim cannot hold; the other bars
+may still refute it, and if they don't, the claim is not applicable.
+
+Intervals are bootstrap intervals over sequences. Their level comes from Holm's procedure over all applicable claims, so
+that in at most about 5 % of studies the choice of sequences makes any verdict wrong.
 """
 
 from __future__ import annotations
@@ -40,20 +47,20 @@ CAUSAL = "causal"
 """The link of claims about cause and effect."""
 
 RISE = 0.05
-"""Five points of the sink rate: what counts as a sink made, and the margin of equivalence for what makes none."""
+"""A sink counts as made if its rate rises by this much, and as not made if the whole interval lies below it."""
 QUARTER = 0.25
 """A sink counts as removed if less than this share of it is left."""
 SPARED = 0.8
 """A matched random set must leave at least this share of the sink."""
 LOCKED = 0.5
-"""Heads lock on to what takes this share of q . k with it."""
+"""Heads find the sink by a direction, or a coordinate, without which this share of q . k is gone."""
 EMPTY_CONTROL = 0.1
-"""A control is empty if it does less than this share of what its counterpart does at the sink."""
+"""A random set is an empty control if it does less at the sink than this share of what it is compared with."""
 ALSO_CONTROL = "its control clears the threshold too"
 
 
 def some_of(neurons: Sequence[Any], most: int = 8) -> str:
-    """The first of some neurons, and how many more there are."""
+    """The first neurons in words, and how many more there are."""
     more = f" and {len(neurons) - most} more" if len(neurons) > most else ""
     return ", ".join(map(str, neurons[:most])) + more
 
@@ -67,27 +74,29 @@ def second_over_first(means: np.ndarray) -> np.ndarray:
 
 
 def least_left(means: np.ndarray) -> np.ndarray:
-    """What is left [..., S, 2] on the side of the norm on the aggregation where it is least."""
+    """The share that is left, of means [..., S, 2], on the side of the norm on the aggregation where it is smallest."""
     return second_over_first(means).min(-1)
 
 
 def most_left(means: np.ndarray) -> np.ndarray:
+    """Likewise on the side where it is largest."""
     return second_over_first(means).max(-1)
 
 
 def most(means: np.ndarray) -> np.ndarray:
-    """[..., S] on the side where it is most."""
+    """The largest number [..., S] of the sides of the norm on the aggregation."""
     return means.max(-1)
 
 
 def gone(means: np.ndarray) -> np.ndarray:
-    """The share of q . k that is gone, mean over heads weighted by its size: a head near 0 has no share of its own."""
+    """The share of q . k that is gone. Means [..., 2 or more, N] hold it as it is and after a removal, for N heads.
+    Heads are weighted by the size of their q . k, because the share of one near 0 is noise."""
     whole, rest = means[..., 0, :], means[..., 1, :]
     return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
 
 
 def side_of(statistic: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> int:
-    """The number of the side that one of these takes of numbers by sequence [B, S, ...]."""
+    """Which side of the norm one of the statistics above takes, of numbers by sequence [B, S, ...]."""
     means = values.mean(0)
     alone = [statistic(means[[side]]) for side in range(len(means))]
     return int(np.equal(alone, statistic(means)).argmax())
@@ -102,8 +111,8 @@ class Bar:
     statistic: Callable[[np.ndarray], np.ndarray] = the_mean
     """From means over sequences [..., what a sequence has] to numbers [...]."""
     centred: bool = False
-    """Whether resampled values are moved so that the estimate is their median: for a statistic that repeating
-    sequences makes smaller in every resample, whatever its truth."""
+    """Whether resampled values are shifted so that their median is the estimate: for a statistic that resampling, which
+    repeats sequences, biases downwards."""
 
     def cleared_by(self, value: float) -> bool:
         return CLEARS[self.rule](value, self.threshold)
@@ -127,23 +136,23 @@ class ClaimNumbers:
     """What a claim is judged on."""
 
     by_bar: Sequence[np.ndarray | Empty]
-    """For each bar [B, ...] numbers by sequence, whose means its statistic takes; NaN is empty, and left out."""
+    """For each bar numbers by sequence [B, ...]; its statistic takes their means. NaN is left out."""
     control: float | None = None
     note: str = ""
 
 
 class Step(Enum):
-    """A causal step, in the order of the page: the first and the last panel of the chain that it spans, and its name.
-    A claim names the step that it tests."""
+    """A causal step that claims test, in the order of the page: the first and the last panel of the chain that it
+    spans, and its heading."""
 
-    ONE_KEY = (1, 5, "An unmixed token becomes a sink")
-    MOMENTS = (1, 5, "Variance or energy makes a sink")
-    LESS_VARIANCE = (1, 5, "Less variance removes it, or its mean is enough")
-    BY_SUPER_NEURONS = (1, 2, "The super neurons carry it")
-    SPARSITY = (3, 5, "The sink needs their sparse output vectors")
+    ONE_KEY = (1, 5, "Attending to a single key makes a sink")
+    MOMENTS = (1, 5, "Higher variance or energy makes a sink")
+    LESS_VARIANCE = (1, 5, "The sink needs its variance, or only its mean value")
+    BY_SUPER_NEURONS = (1, 2, "The super neurons carry the effect")
+    SPARSITY = (3, 5, "The sink needs sparse output vectors")
     DIMENSIONS = (4, 5, "The massive dimensions make a sink")
-    BY_DIMENSIONS = (1, 4, "The massive dimensions carry it")
-    SUPER_NEURONS = (2, 5, "Super neurons make the sink, and it needs them")
+    BY_DIMENSIONS = (1, 4, "The massive dimensions carry the effect")
+    SUPER_NEURONS = (2, 5, "Super neurons make a sink, and the sink needs them")
 
     def __init__(self, first_panel: int, last_panel: int, label: str) -> None:
         self.first_panel, self.last_panel, self.label = first_panel, last_panel, label
@@ -155,24 +164,27 @@ class Claim:
 
     id: str
     link: str
-    """The link of the chain that it is about, or causal."""
+    """The link of the chain that it is about, or CAUSAL."""
     statement: str
     bars: tuple[Bar, ...]
     numbers: Callable[[Any], ClaimNumbers | Empty]
-    """From the data of a study."""
+    """(`StudyData`) -> what its bars are judged on."""
     figures: tuple[str, ...]
-    """Where its evidence is drawn: the first of these that is on the page."""
+    """The figures that show its evidence; the page links to the first of them that it has."""
     control_is: str | None = None
+    """What was done for its control number, in words."""
     step: Step | None = None
+    """The causal step that it tests."""
     needs: str = ""
-    """Of a claim that takes the sink away: what the answer says that the sink needs where it holds."""
+    """What the sink needs if the claim holds, for the answer."""
     interval_note: str = ""
-    """How its interval is to be read, where it is no plain one."""
+    """What must be known to read its interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A claim's verdict, with the estimate, interval and level of its leading bar."""
+    """A claim's verdict, with the estimate and the interval of one bar: the first that was not cleared, or the
+    first."""
 
     claim: Claim
     verdict: Verdict
@@ -192,7 +204,7 @@ class Judgement:
 
 
 Estimate = tuple[float, np.ndarray, float]
-"""(value, resampled values, p-value of its threshold)."""
+"""(value, resampled values, p-value against the threshold)."""
 Estimates = list[Estimate | None]
 """By bar; None where a bar has no number."""
 
@@ -224,7 +236,7 @@ def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: i
         cleared = _cleared(claim, estimates[claim.id])
         leading = cleared.index(False) if False in cleared else 0
         leader = estimates[claim.id][leading]
-        assert leader is not None  # without a number for each bar only one that is not cleared decides
+        assert leader is not None  # where a bar has no number, the claim got here by one that is not cleared
         value, resampled_R, _ = leader
         tail = bootstrap_tail(num_sequences, 1 - level)
         low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
@@ -258,25 +270,25 @@ def _estimate(bar: Bar, values: np.ndarray, weights_RB: np.ndarray) -> Estimate:
         resampled_R = np.asarray(bar.statistic(means), dtype=np.float64)
     if not np.isfinite(value):
         return np.nan, np.full_like(resampled_R, np.nan), 1.0
-    # A resample without a single case (0 / 0) says nothing: it counts for both sides.
+    # A resample that gives 0 / 0 says nothing: at the threshold it counts for both sides.
     resampled_R = np.where(np.isfinite(resampled_R), resampled_R, bar.threshold)
     if bar.centred:
         resampled_R += value - np.median(resampled_R)
     seen_BC = np.where(np.isnan(columns_BC), seen_mean(columns_BC), columns_BC)
-    if np.ptp(seen_BC, axis=0).max() == 0:  # a fact about weights, or the same in every sequence: no sampling error
+    if np.ptp(seen_BC, axis=0).max() == 0:  # the same in every sequence, such as what is read from weights
         return value, np.full_like(resampled_R, value), 0.0
     return value, resampled_R, bootstrap_p_value(resampled_R, bar.threshold, len(columns_BC))
 
 
 def _cleared(claim: Claim, estimates: Estimates) -> list[bool | None]:
-    """None where a bar has no number, which is neither."""
+    """By bar: whether its estimate clears the threshold; None where it has no number."""
     pairs = zip(claim.bars, estimates, strict=True)
     return [None if estimate is None else bar.cleared_by(estimate[0]) for bar, estimate in pairs]
 
 
 def _p_value(claim: Claim, estimates: Estimates) -> float:
-    """All bars are cleared: the weakest decides, and 1 where one has no number. One is not: the clearest failure,
-    corrected for having looked at several."""
+    """The p-value of a claim. If all bars are cleared, it is that of the weakest, or 1 if one has no number. If not, it
+    is that of the clearest failure, times the number of bars because the clearest was picked."""
     cleared = _cleared(claim, estimates)
     failures = [estimate[2] for ok, estimate in zip(cleared, estimates, strict=True) if estimate and not ok]
     if failures:

@@ -1,9 +1,12 @@
-"""The claims about what makes a token a sink: whom it sees, its variance and its energy, each set without the others,
-and its variance amplified.
+"""The claims about what makes a token a sink: which keys it attends to, its variance, or its energy.
 
-A cell of the factorial is named by what a condition at any target has: its mixing, and the mixings at whose level its
-variance and its energy are. In a model with a norm on the aggregation each is set on both sides of the norm, and a
-claim is judged on the side that speaks most for the moment: a moment that does nothing does it on neither side.
+Each is changed without the others, in a factorial of conditions. A cell of it is a dict of the arguments that its
+conditions share at every target: the mixing (`name`), and the mixings whose level `variance` and `energy` are brought
+to.
+
+In a model with a norm on the aggregation, variance and energy are set on both sides of the norm. A claim is judged on
+the side that speaks most for the moment that it is about, so that "variance does not matter" needs both sides to say
+so.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ from sinkscope.studies.study_data import NO_TARGET, StudyData
 def _rise(
     name: str, factor: float | None = None, *, control: tuple, sides: bool = False
 ) -> Callable[[StudyData], ClaimNumbers | Empty]:
-    """The rise under one condition, with that under another as its control. `sides`: both act on the aggregation, and
-    the control's number is that of the side where the condition does most."""
+    """The numbers of a claim about the rise under one condition, with another one as control. `sides`: both act on the
+    aggregation, and the control is read on the side of the norm where the condition does most."""
 
     def numbers(study: StudyData) -> ClaimNumbers | Empty:
         if not study.plan.targets:
@@ -63,7 +66,7 @@ def _rise(
 
 
 def _risen_BS(study: StudyData, cell: dict[str, Any]) -> np.ndarray:
-    """The rise in a cell on each side of the norm on the aggregation."""
+    """[B, S] the rise in a cell, on each side of the norm on the aggregation."""
     return np.stack([study.rise_B(**cell, before_norm=side) for side in study.sides], 1)
 
 
@@ -73,11 +76,11 @@ def _note(text: str, study: StudyData, *by_side: np.ndarray | Empty) -> str:
 
 
 def _dose_response(study: StudyData) -> ClaimNumbers | Empty:
-    """Kendall's tau between factor and rate at the target, mean over targets; 0 where the rate never moves."""
+    """Kendall's tau between factor and sink rate, mean over targets; 0 where the rate never changes."""
     if not study.plan.targets:
         return Empty(NO_TARGET)
     tau_BS = np.stack([_tau_B(study, side) for side in study.sides], 1)
-    note = "Kendall's tau of rate against factor, by sequence and position"
+    note = "Kendall's tau between factor and sink rate, mean over sequences and positions"
     return ClaimNumbers(by_bar=[tau_BS], control=0.0, note=_note(note, study, tau_BS))
 
 
@@ -96,8 +99,9 @@ def _tau_B(study: StudyData, before_norm: bool) -> np.ndarray:
 
 
 def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[StudyData], ClaimNumbers | Empty]:
-    """What cells of the factorial leave of the rise of a token that sees only itself. A control that sets a moment too
-    has the number of the side where the first cell leaves least."""
+    """The numbers of a claim about how much of the rise of a token that attends only to itself is left in some cells of
+    the factorial. A control that sets a moment too is read on the side of the norm where the first cell leaves
+    least."""
     by_sides = len(control) > 1
 
     def numbers(study: StudyData) -> ClaimNumbers | Empty:
@@ -105,7 +109,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[St
             return Empty(NO_TARGET)
         total_B = study.rise_B(SEE_SELF)
         if total_B.mean() < RISE:
-            return Empty("a token that sees only itself makes no sink that could be taken apart")
+            return Empty("attending only to itself makes no sink, so there is nothing to take apart")
 
         def left_BS2(cell: dict[str, Any]) -> np.ndarray:
             risen_BS = _risen_BS(study, cell)
@@ -118,7 +122,7 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[St
         return ClaimNumbers(
             by_bar=by_bar,
             control=control_unless_marked(lambda: float(study.rise_B(**beside).mean() / total_B.mean())),
-            note=_note(f"of a rise of {total_B.mean():.1%}", study, *by_bar),
+            note=_note(f"share of a rise by {100 * total_B.mean():.1f} points", study, *by_bar),
         )
 
     return numbers
@@ -127,13 +131,13 @@ def _share_left(*cells: dict[str, Any], control: dict[str, Any]) -> Callable[[St
 def _single_key(study: StudyData) -> ClaimNumbers | Empty:
     if not study.plan.targets:
         return Empty(NO_TARGET)
-    seen = {"the key before": SEE_PREVIOUS, "a far one": SEE_FAR}
-    risen = {key: unless_marked(partial(study.rise_B, mixing)) for key, mixing in seen.items()}
-    said = (
+    attended = {"the previous key": SEE_PREVIOUS, "a distant key": SEE_FAR}
+    risen = {key: unless_marked(partial(study.rise_B, mixing)) for key, mixing in attended.items()}
+    texts = (
         f"{key} {100 * risen_B.mean():+.1f} points" for key, risen_B in risen.items() if not isinstance(risen_B, Empty)
     )
     control = control_unless_marked(lambda: float(study.rise_B(SEE_TWO).mean()))
-    return ClaimNumbers(by_bar=list(risen.values()), control=control, note=", ".join(said))
+    return ClaimNumbers(by_bar=list(risen.values()), control=control, note=", ".join(texts))
 
 
 def _suffices(
@@ -163,29 +167,29 @@ def _variance_suffices(study: StudyData) -> ClaimNumbers | Empty:
 
 
 def _other_ways(study: StudyData) -> str:
-    """What other ways to raise the variance say for the claim that it suffices, or against it."""
-    said = []
+    """In words: which other ways to raise the variance make a sink, and which do not."""
+    texts = []
     for name in OTHER_WAYS:
         risen = control_unless_marked(lambda name=name: float(study.rise_B(name, DOSE).mean()))
         times = study.times_the_variance(name, DOSE)
         if risen is not None and times > 1:
             points = round(100 * risen) + 0.0  # no -0
             side = "for" if risen >= RISE else "against"
-            said.append(f"{CONDITIONS[name].label} ({times:.2g}x) {points:+.0f} points, {side} it")
-    return f"other ways to more variance: {'; '.join(said) or 'none'}"
+            texts.append(f"{CONDITIONS[name].label} (variance {times:.2g}x) {points:+.0f} points, {side} the claim")
+    return f"other ways to raise the variance: {'; '.join(texts) or 'none'}"
 
 
 def _opening(study: StudyData) -> ClaimNumbers | Empty:
     if study.plan.sink != 0:
-        return Empty("the sink is not at position 0: it sees earlier keys already")
+        return Empty("the sink is not at position 0, so it attends to earlier keys already")
     hidden = study.plan.targets[:1]
     control = study.left_by("mask_but_self", hidden[0]) if hidden else None
     return ClaimNumbers(by_bar=[study.left_B2(Condition("open_to_later", 0))], control=control)
 
 
 OTHER_WAYS = ("scale_norm", "swap_deviation", "random_direction")
-"""Conditions that raise the variance beside amplification, which they do not support: what makes no sink at more
-variance speaks against variance, what makes one for it."""
+"""Conditions that raise the variance without amplifying the token's own deviation. One that makes a sink speaks for
+variance as the cause, one that makes none against it."""
 _UNDER_HALF = Bar("below", 0.5, least_left)
 _VARIANCE_BACK = dict(name=SEE_SELF, variance=BASELINE)
 _VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=BASELINE, energy=SEE_SELF)
@@ -200,102 +204,106 @@ MIXING_CLAIMS = (
     Claim(
         id="unmixing_creates_sink",
         link=CAUSAL,
-        statement="A token that sees only itself up to the birth becomes a sink: rate up by 5 points",
+        statement="Let a token attend only to itself in the early layers: its sink rate rises by at least 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_rise(SEE_SELF, control=("mask_but_self",)),
         figures=("created", "forest"),
         step=Step.ONE_KEY,
-        control_is="rise when it sees all but itself",
+        control_is="rise when it attends to all but itself",
     ),
     Claim(
         id="any_single_key_creates_sink",
         link=CAUSAL,
-        statement="A token that sees exactly one other key becomes a sink, be it the one before or a far one: up by 5 "
-        "points in both cases",
+        statement="Let a token attend only to the previous key, or only to a distant one: each time its sink rate "
+        "rises by at least 5 points",
         bars=(UP, UP),
         numbers=_single_key,
         figures=("factorial", "forest"),
         step=Step.ONE_KEY,
-        control_is="rise when it sees itself and the one before",
+        control_is="rise when it attends to itself and the previous key",
     ),
     Claim(
         id="unmixed_value_matters",
         link=CAUSAL,
-        statement="With the variance and the energy of a mixed token, one that sees only itself keeps half of its rise",
+        statement="With an ordinary token's variance and energy, a token that attends only to itself keeps at least "
+        "half of its rise",
         bars=(Bar("at least", 0.5, least_left),),
         numbers=_share_left(_BOTH_BACK, control=_TWO_KEYS),
         figures=("factorial", "forest"),
         step=Step.ONE_KEY,
-        control_is="share when it sees itself and the one before",
+        control_is="share of the rise when it attends to itself and the previous key",
     ),
     Claim(
         id="variance_is_what_matters",
         link=CAUSAL,
-        statement="With the variance of a mixed token, whether or not its energy follows, one that sees only itself "
-        "keeps under half of its rise",
+        statement="With an ordinary token's variance, energy kept or not, a token that attends only to itself keeps "
+        "less than half of its rise",
         bars=(_UNDER_HALF, _UNDER_HALF),
         numbers=_share_left(_VARIANCE_BACK, _VARIANCE_BACK_ENERGY_KEPT, control=_ENERGY_BACK),
         figures=("factorial", "forest"),
         step=Step.MOMENTS,
-        control_is="share with the energy of a mixed token",
+        control_is="share of the rise with the energy of an ordinary token",
     ),
     Claim(
         id="variance_suffices",
         link=CAUSAL,
-        statement="A mixed token with the variance of one that sees only itself becomes a sink: up by 5 points, and by "
-        "more than with its energy",
+        statement="Give an ordinary token the value variance of one that attends only to itself: its sink rate rises "
+        "by at least 5 points, and by more than when only its energy is raised",
         bars=(UP_ON_A_SIDE, Bar("above", 0.0, most)),
         numbers=_variance_suffices,
         figures=("factorial", "forest"),
         step=Step.MOMENTS,
-        control_is="rise with its energy",
+        control_is="rise when only its energy is raised",
     ),
     Claim(
         id="energy_is_what_matters",
         link=CAUSAL,
-        statement="With the energy of a mixed token and its own variance, one that sees only itself keeps under half "
-        "of its rise",
+        statement="With an ordinary token's energy but its own variance, a token that attends only to itself keeps "
+        "less than half of its rise",
         bars=(_UNDER_HALF,),
         numbers=_share_left(_ENERGY_BACK, control=_VARIANCE_BACK),
         figures=("factorial", "forest"),
         step=Step.MOMENTS,
-        control_is="share with the variance of a mixed token",
+        control_is="share of the rise with the variance of an ordinary token",
     ),
     Claim(
         id="energy_suffices",
         link=CAUSAL,
-        statement="A mixed token with the energy of one that sees only itself becomes a sink: up by 5 points",
+        statement="Give an ordinary token just the energy of one that attends only to itself: its sink rate rises by "
+        "at least 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_suffices(_MORE_ENERGY, control=_MORE_VARIANCE),
         figures=("factorial", "forest"),
         step=Step.MOMENTS,
-        control_is="rise with its variance",
+        control_is="rise when its variance is raised",
     ),
     Claim(
         id="opening_removes_sink",
         link=CAUSAL,
-        statement="With position 0 opened to later keys up to the birth under a quarter of the sink is left",
+        statement="Let position 0 attend to later keys in the early layers: less than a quarter of the sink is left",
         bars=(TAKEN_AWAY,),
         numbers=_opening,
         figures=("remaining", "forest"),
         step=Step.ONE_KEY,
-        needs="to see itself alone",
-        control_is="left when another position is hidden from itself",
+        needs="to attend only to itself",
+        control_is="share left when another position cannot attend to itself",
     ),
     Claim(
         id="amplification_creates_sink",
         link=CAUSAL,
-        statement="Amplifying its variance 8x makes a token a sink: rate up by 5 points",
+        statement=f"Multiply a token's deviation from its mean by {DOSE:g} (its variance by {DOSE**2:g}): its sink "
+        "rate rises by at least 5 points",
         bars=(UP_ON_A_SIDE,),
         numbers=_rise("amplify_variance", DOSE, control=("shift_mean", DOSE), sides=True),
         figures=("dose", "forest"),
         step=Step.MOMENTS,
-        control_is="rise when the mean is shifted as far and the variance stays",
+        control_is="rise when its mean is shifted as far and its variance stays",
     ),
     Claim(
         id="dose_response",
         link=CAUSAL,
-        statement="The more variance, the more of a sink (trend over factors 1 to 8)",
+        statement="The more a token's variance is amplified, the higher is its sink rate (trend over factors 1 to "
+        f"{DOSE:g})",
         bars=(Bar("above", 0.0, most),),
         numbers=_dose_response,
         figures=("dose", "forest"),

@@ -1,4 +1,4 @@
-"""One self-contained HTML file from a run folder: the answer, the verdicts, the chain, the evidence, the method."""
+"""The page of a study, from its run folder: the answer, the verdicts, the chain with its evidence, and the method."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, interval, number
 from sinkscope.results.run import Run
 from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import in_words
 from sinkscope.studies.figures import study_figures
 from sinkscope.studies.judging import Step
 from sinkscope.tracing import page as trace_page
@@ -29,25 +30,31 @@ PANEL_LINKS = (
     ("sink",),
 )
 SECTIONS = {
-    "creation": ("What makes a sink", "Each intervention changes one position of an ordinary sequence."),
-    "necessity": ("What the sink needs", "Each removal takes one thing away and leaves the rest as it was."),
+    "creation": (
+        "What makes a sink",
+        "Each intervention changes a single position, one that is an ordinary token in the baseline (the model as it "
+        "is).",
+    ),
+    "necessity": ("What the sink needs", "Each removal takes one thing away from the sink and leaves everything else."),
     "mediation": (
         "What carries the effect",
-        "If an effect passes through a mediator, it disappears while the mediator is held at its untouched values.",
+        "If an effect passes through neurons or dimensions, it disappears while these are held at their baseline "
+        "values.",
     ),
     "confounds": (
         "What else changes",
-        "What each intervention changes besides the sink: entropy, mixing, norms and loss, after over before.",
+        "What each intervention changes besides the sink: entropy and mixing of attention, norms, and loss.",
     ),
     "histograms": (
-        "Super neurons before and after",
-        "The first neurons and conditions are drawn; the table holds all of them.",
+        "Activations of super neurons",
+        "The first neurons and conditions are shown; the table has all of them.",
     ),
 }
-AS_NAMED = "as named"
+PASSED = "passed"
+"""What the page shows where a condition passed its manipulation check."""
 MOMENTS = {"variance": "variance", "energy": "energy", "squared_mean": "squared mean", "mean_share": "|mu| / |o|"}
-"""Columns of the manipulation check, with their names on the page."""
-REFEREED = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
+"""Columns of the tables `factorial` and `manipulation`, with their names on the page."""
+BESIDE_SINK = ("sink_rate_at_target", "entropy_at_target", "entropy_elsewhere", "mixing_at_target", "mixing_elsewhere")
 
 
 def write_page(run: Run, destination: Path) -> None:
@@ -66,19 +73,19 @@ def write_page(run: Run, destination: Path) -> None:
         drawn,
         run.circumstances,
         claim_groups={
-            "What is seen in the untouched model": [claim for claim in claims if claim["link"] != "causal"],
-            "What causes what": [claim for claim in claims if claim["link"] == "causal"],
+            "About the model as it is": [claim for claim in claims if claim["link"] != "causal"],
+            "About cause and effect, by interventions": [claim for claim in claims if claim["link"] == "causal"],
         },
         notes=_notes(run),
         study_sections=[(name, *SECTIONS[name], own) for name, own in studied.items() if own],
         evidence=_evidence(run, shown["panels"]),
         steps=_steps(run),
-        carriers=carriers(run),
+        writers=writers(run),
         factorial=factorial,
         other_ways=_other_ways(run),
         moments=list(MOMENTS.values()),
-        refereed=_refereed(run),
-        quantities=[quantity.replace("_", " ") for quantity in REFEREED],
+        beside_sink=_beside_sink(run),
+        quantities=[quantity.replace("_", " ") for quantity in BESIDE_SINK],
         **shown,
     )
 
@@ -90,7 +97,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _shown_claim(claim: dict[str, Any], places: Sequence[str]) -> dict[str, Any]:
-    """A claim as a row of the table of verdicts; it leads to the first of `places` that shows its evidence."""
+    """A claim as a row of the table of verdicts, with a link to the first of `places` that shows its evidence."""
     return {
         **claim,
         "leads_to": _evidence_of(claim["id"], places),
@@ -108,12 +115,12 @@ def _rule(claim: dict[str, Any]) -> str:
 
 
 def _evidence_of(claim: str, drawn: Sequence[str]) -> str | None:
-    """The figure that shows a claim's evidence; doses have one for each position."""
-    if claim not in CLAIMS:  # of a study saved before that claim went
+    """A link to the figure that shows a claim's evidence."""
+    if claim not in CLAIMS:  # in a study that was saved when the claim still existed
         return None
     for name in CLAIMS[claim].figures:
         for id in drawn:
-            if id == name or (name == "dose" and id.startswith("dose-")):
+            if id == name or (name == "dose" and id.startswith("dose-")):  # one figure for each position
                 return f"#{id}"
     return None
 
@@ -133,7 +140,7 @@ def _evidence(run: Run, panels: Sequence[Figure]) -> dict[str, dict[str, list]]:
     for panel, links in zip(panels, PANEL_LINKS, strict=True):
         saved = {id: claim for id, claim in run.claims.items() if claim["link"] in links}
         notes = [
-            f"The {id.replace('_', ' ')}: {CLAIMS[id].interval_note}"
+            f"Interval of {id.replace('_', ' ')}: {CLAIMS[id].interval_note}"
             for id, claim in saved.items()
             if claim["low"] is not None and id in CLAIMS and CLAIMS[id].interval_note
         ]
@@ -152,61 +159,73 @@ def _steps(run: Run) -> list[tuple[Step, list[dict[str, Any]]]]:
 
 
 def _factorial(run: Run) -> list[tuple]:
-    """Whom the target sees, times the level of its variance, times that of its energy."""
+    """Which keys the target attends to, by the level of its variance, by the level of its energy."""
     return [
         (
-            row["mixing"],
-            row["variance_of"] or NO_VALUE,
-            row["energy_of"] or NO_VALUE,
+            in_words(row["mixing"]),
+            in_words(row["variance_of"]) if row["variance_of"] else NO_VALUE,
+            in_words(row["energy_of"]) if row["energy_of"] else NO_VALUE,
             row["entering"],
             row["targets"],
             row["rise"],
             interval(row["low"], row["high"]),
             *(row[moment] for moment in MOMENTS),
-            row["missed"] or AS_NAMED,
+            row["missed"] or PASSED,
         )
         for row in run.rows("factorial")
     ]
 
 
 def _other_ways(run: Run) -> list[tuple]:
-    """What every condition outside of the factorial did to the aggregation where it acts, beside its effect."""
+    """What every condition outside of the factorial did to the aggregation at its target, and to the sink rate
+    there."""
     cells = {row["mixing"] for row in run.rows("factorial")}
     effects = run.rows("effects", quantity="sink_rate_at_target")
     changes = {(row["condition"], row["factor"], row["target"]): row["difference"] for row in effects}
-    did = defaultdict(list)
+    by_condition = defaultdict(list)
     for row in run.rows("manipulation"):
         if row["condition"].split("+")[0] not in cells:
-            did[row["condition"], row["factor"], row["target"], row["entering"]].append(row)
+            by_condition[row["condition"], row["factor"], row["target"], row["entering"]].append(row)
     rows = []
-    for (name, factor, target, entering), own in did.items():
-        seen = [[row[moment] for row in own if (row[moment] or 0) > 0] for moment in MOMENTS]
-        means = [exp(fmean(map(log, values))) if values else NO_VALUE for values in seen]
+    for (name, factor, target, entering), layers in by_condition.items():
+        means = []
+        for moment in MOMENTS:
+            ratios = [row[moment] for row in layers if (row[moment] or 0) > 0]
+            means.append(exp(fmean(map(log, ratios))) if ratios else NO_VALUE)
         change = changes.get((name, factor, target), NO_VALUE)
-        rows.append((name, target, factor or NO_VALUE, change, entering, *means, own[0]["missed"] or AS_NAMED))
+        check = layers[0]["missed"] or PASSED
+        rows.append((in_words(name), target, factor or NO_VALUE, change, entering, *means, check))
     return rows
 
 
-def _refereed(run: Run) -> list[tuple]:
-    """What each condition left alone: attention of other tokens, and the sink with all norms held."""
+def _beside_sink(run: Run) -> list[tuple]:
+    """By condition: the change of the sink rate and of the attention, at the target and elsewhere."""
     changes: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in run.rows("effects"):
         change = f"{number(row['difference'])} ({interval(row['low'], row['high'])})"
         changes[row["condition"], row["target"], row["factor"]][row["quantity"]] = change
     return [
-        (condition, target, factor or NO_VALUE, *(found.get(quantity, NO_VALUE) for quantity in REFEREED))
-        for (condition, target, factor), found in changes.items()
+        (
+            in_words(condition),
+            target,
+            factor or NO_VALUE,
+            *(by_quantity.get(quantity, NO_VALUE) for quantity in BESIDE_SINK),
+        )
+        for (condition, target, factor), by_quantity in changes.items()
     ]
 
 
-def carriers(run: Run) -> str:
-    """The minimal set or, where there is none, the writers along the sink's direction."""
-    neurons, writers = run.rows("minimal_set"), run.summary.get("writers")
-    if writers:
-        names = ", ".join(map(neuron_name, writers))
-        return f"The {len(writers)} neurons that write most along the sink's direction, as layer:neuron: {names}."
-    if not neurons:
+def writers(run: Run) -> str:
+    """In words: the minimal set or, where there is none, the neurons that write along the sink's direction."""
+    minimal_set, along_direction = run.rows("minimal_set"), run.summary.get("writers")
+    if along_direction:
+        names = ", ".join(map(neuron_name, along_direction))
+        return (
+            f"The {len(along_direction)} neurons that write most strongly along the sink's direction, as layer:neuron: "
+            f"{names}."
+        )
+    if not minimal_set:
         return ""
-    names = ", ".join(f"{neuron_name(neuron)} ({number(neuron['share'])})" for neuron in neurons)
-    plural = "neuron" if len(neurons) == 1 else "neurons"
-    return f"The minimal set has {len(neurons)} {plural}, as layer:neuron with the write share: {names}."
+    names = ", ".join(f"{neuron_name(neuron)} ({number(neuron['share'])})" for neuron in minimal_set)
+    neurons = "neuron" if len(minimal_set) == 1 else "neurons"
+    return f"The minimal set has {len(minimal_set)} {neurons}, as layer:neuron (share of the layer's write): {names}."

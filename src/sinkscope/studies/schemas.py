@@ -1,7 +1,7 @@
-"""The tables that a study writes beside those of a trace; every column is declared with its meaning.
+"""The tables that a study writes beside those of a trace, every column with its meaning, and the kind of result.
 
-Verdicts: holds, does not hold, not applicable, undecided. A condition is what was done to the model, such as
-`mask_to_self`; `untouched` has neither target nor factor.
+Verdicts are holds, does not hold, not applicable and undecided. A condition is what was done to the model, such as
+`mask_to_self`. The baseline is called `untouched`, which has neither target nor factor.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
 from sinkscope.tracing.schemas import TRACE_TABLES, TRACED, check_heads
 
-_TARGET = Column("target", "int", "Position acted on; null where none is", nullable=True)
-_FACTOR = Column("factor", "float", "Strength of the intervention; null where it has none", nullable=True)
-_CONDITION = Column("condition", "str", "What was done to the model")
+_TARGET = Column("target", "int", "Position that the condition acts on; null for the baseline", nullable=True)
+_FACTOR = Column("factor", "float", "Strength of the intervention, such as 8; null if it has none", nullable=True)
+_CONDITION = Column("condition", "str", "What was done to the model, such as mask_to_self; untouched is the baseline")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _EXPERT = Column("expert", "int", "Expert of the neuron; -1 is the shared expert; null in a dense layer", nullable=True)
-_NEURON = Column("neuron", "int", "Neuron within the layer or expert")
-_ENTERING = Column("entering", "str", "What the aggregation enters there: the output projection, or a norm on it")
-_N = Column("n", "int", "Sequences that the numbers are made of")
+_NEURON = Column("neuron", "int", "Number of the neuron within the layer or expert, counted from 0")
+_ENTERING = Column(
+    "entering", "str", "Where the value aggregation was read: as it enters the output projection, or the norm before it"
+)
+_N = Column("n", "int", "Number of judging sequences behind the row")
 
 CLAIMS = Schema(
     "claims",
     (
-        Column("id", "str", "Name of the claim"),
+        Column("id", "str", "Name of the claim, such as variance_suffices"),
         Column("statement", "str", "The claim in words"),
         Column(
             "link",
@@ -31,17 +33,17 @@ CLAIMS = Schema(
             "directional_collapse, sink, or causal",
         ),
         Column("verdict", "str", "holds, does not hold, not applicable, or undecided"),
-        Column("effect", "float", "The claim's statistic", nullable=True),
+        Column("effect", "float", "The number that was judged", nullable=True),
         Column("low", "float", "Lower end of its interval", nullable=True),
         Column("high", "float", "Upper end of its interval", nullable=True),
-        Column("confidence", "float", "Confidence of the interval, such as 0.95", nullable=True),
-        Column("threshold", "float", "What the rule compares with", nullable=True),
+        Column("confidence", "float", "Confidence level of the interval, such as 0.95", nullable=True),
+        Column("threshold", "float", "What the end of the interval is compared with", nullable=True),
         Column("rule", "str", "When the claim holds, such as 'low >= threshold'"),
-        Column("control", "float", "The same statistic under the control", nullable=True),
-        Column("control_name", "str", "What the control is", nullable=True),
+        Column("control", "float", "The same number under the control", nullable=True),
+        Column("control_name", "str", "What was done for the control", nullable=True),
         _N,
-        Column("p_value", "float", "p-value before Holm's correction", nullable=True),
-        Column("note", "str", "What else must be known to read the verdict; may be empty"),
+        Column("p_value", "float", "p-value, before Holm's correction for the number of claims", nullable=True),
+        Column("note", "str", "What else must be known to read the verdict; often empty"),
     ),
     is_listed=True,
 )
@@ -55,25 +57,49 @@ RATES = Schema(
         Column("rate", "float", "Sink rate at the position"),
         Column("low", "float", "Lower end of its interval"),
         Column("high", "float", "Upper end of its interval"),
-        Column("later_rate", "float", "The same by later queries alone, which interventions are judged on"),
+        Column(
+            "later_rate",
+            "float",
+            "Sink rate counted over later queries only, without the position's own; interventions are judged on it",
+        ),
     ),
 )
 FACTORIAL = Schema(
     "factorial",
     (
-        Column("mixing", "str", "Whom the target sees: untouched, see_self, see_previous, ... up to the birth"),
-        Column("variance_of", "str", "The mixing at whose level the batch variance is; null where it follows", True),
-        Column("energy_of", "str", "The mixing at whose level the energy is; null where it follows", True),
+        Column(
+            "mixing",
+            "str",
+            "Which keys the target attends to in the early layers: untouched (all earlier ones), see_self, "
+            "see_previous, ...",
+        ),
+        Column(
+            "variance_of", "str", "The mixing to whose level the variance was brought; null if it was left alone", True
+        ),
+        Column("energy_of", "str", "The mixing to whose level the energy was brought; null if it was left alone", True),
         _ENTERING,
-        Column("targets", "str", "Positions that the numbers are means over"),
-        Column("rise", "float", "Change of the sink rate at the target, by later queries"),
+        Column("targets", "str", "Positions acted on, one at a time; the numbers are means over them"),
+        Column("rise", "float", "Change of the sink rate at the target, counted over later queries"),
         Column("low", "float", "Lower end of its interval"),
         Column("high", "float", "Upper end of its interval"),
-        Column("variance", "float", "Batch variance over the untouched one, geometric mean over layers", True),
-        Column("energy", "float", "Energy over the untouched one, geometric mean over layers", True),
-        Column("squared_mean", "float", "Squared mean over the untouched one, geometric mean over layers", True),
-        Column("mean_share", "float", "|mu| / |o| over the untouched one, geometric mean over layers", True),
-        Column("missed", "str", "What the manipulation check found missing; empty where nothing"),
+        Column(
+            "variance", "float", "Variance across sequences over that of the baseline, geometric mean over layers", True
+        ),
+        Column("energy", "float", "Energy (mean square) over that of the baseline, geometric mean over layers", True),
+        Column(
+            "squared_mean",
+            "float",
+            "Squared mean over sequences, over that of the baseline, geometric mean over layers",
+            True,
+        ),
+        Column(
+            "mean_share",
+            "float",
+            "|mu| / |o|, norm of the mean over that of the aggregation; over the baseline's, geometric mean over "
+            "layers",
+            True,
+        ),
+        Column("missed", "str", "How the condition failed its manipulation check; empty if it passed"),
         _N,
     ),
 )
@@ -85,11 +111,18 @@ MANIPULATION = Schema(
         _FACTOR,
         _ENTERING,
         _LAYER,
-        Column("variance", "float", "Batch variance of the aggregation at the target, over the untouched one", True),
-        Column("energy", "float", "Its energy, over the untouched one", True),
-        Column("squared_mean", "float", "Its squared mean, over the untouched one", True),
-        Column("mean_share", "float", "Its |mu| / |o|, the root of their ratio: likewise over the untouched one", True),
-        Column("missed", "str", "What the condition did not do at its targets, though its name says so; may be empty"),
+        Column(
+            "variance",
+            "float",
+            "Variance across sequences of the value aggregation at the target, over that of the baseline",
+            True,
+        ),
+        Column("energy", "float", "Its energy (mean square), over that of the baseline", True),
+        Column("squared_mean", "float", "Its squared mean over sequences, over that of the baseline", True),
+        Column(
+            "mean_share", "float", "|mu| / |o|, norm of its mean over its own norm; over that of the baseline", True
+        ),
+        Column("missed", "str", "How the condition failed its manipulation check; empty if it passed"),
     ),
 )
 EFFECTS = Schema(
@@ -99,7 +132,7 @@ EFFECTS = Schema(
         _TARGET,
         _FACTOR,
         Column("quantity", "str", "What was measured, such as sink_rate_at_target or loss"),
-        Column("before", "float", "Its mean in the untouched model; null where every state there is zero", True),
+        Column("before", "float", "Its mean in the baseline; null if every state there is zero", True),
         Column("after", "float", "Its mean under the condition", True),
         Column("difference", "float", "after - before, paired by sequence", True),
         Column("low", "float", "Lower end of the difference's interval", True),
@@ -109,7 +142,7 @@ EFFECTS = Schema(
     is_listed=True,
 )
 _BEFORE_AND_AFTER = (
-    Column("before", "float", "Its mean in the untouched model"),
+    Column("before", "float", "Its mean in the baseline"),
     Column("after", "float", "Its mean under the condition"),
     Column("low", "float", "Lower end of the interval of after - before, paired by sequence"),
     Column("high", "float", "Upper end of that interval"),
@@ -120,7 +153,7 @@ ATTENTION_ROWS = Schema(
         _CONDITION,
         _TARGET,
         _FACTOR,
-        Column("quantity", "str", "entropy, or mixing (sum a^2), of a position's attention, mean over layers"),
+        Column("quantity", "str", "entropy or mixing (sum a^2) of the attention of one query, mean over layers"),
         Column("position", "int", "Query position, counted from 0"),
         *_BEFORE_AND_AFTER,
     ),
@@ -132,18 +165,22 @@ NORMS = Schema(
         _TARGET,
         _FACTOR,
         _LAYER,
-        Column("place", "str", "Where the norm of the residual was read: target, sink, or elsewhere (their mean)"),
+        Column(
+            "place",
+            "str",
+            "Where the norm of the residual was read: target, sink, or elsewhere (mean of the other positions)",
+        ),
         *_BEFORE_AND_AFTER,
     ),
 )
 MEDIATION = Schema(
     "mediation",
     (
-        Column("intervention", "str", "mask_to_self or amplify_variance"),
-        Column("mediator", "str", "What was held at its untouched values: super_neurons or massive_dimensions"),
+        Column("intervention", "str", "The intervention whose effect is taken apart: mask_to_self or amplify_variance"),
+        Column("mediator", "str", "What was held at its baseline values: super_neurons or massive_dimensions"),
         Column("total", "float", "Rise of the sink rate at the target"),
-        Column("random", "float", "Rise that remains while as many matched random ones are held"),
-        Column("direct", "float", "Rise that remains while the mediator is held"),
+        Column("random", "float", "Rise while as many matched random neurons or dimensions are held"),
+        Column("direct", "float", "Rise while the mediator is held"),
         Column("indirect", "float", "random - direct"),
         Column("share", "float", "indirect / total; null where there is no total effect", nullable=True),
         Column("low", "float", "Lower end of the share's interval", nullable=True),
@@ -156,10 +193,14 @@ RANDOM_SETS = Schema(
     "random_sets",
     (
         Column("set", "int", "Number of the matched random set, counted from 0"),
-        Column("num_units", "int", "Neurons in it"),
-        Column("write", "float", "What they write at the sink, over what those removed do; empty under 0.1"),
+        Column("num_units", "int", "Number of neurons in it"),
+        Column(
+            "write",
+            "float",
+            "What they write at the sink, over what the minimal set or the writers do; below 0.1 the control is empty",
+        ),
         Column("rate", "float", "Sink rate at the sink without these neurons"),
-        Column("remaining", "float", "That rate over the untouched one"),
+        Column("remaining", "float", "That rate over the rate in the baseline"),
     ),
     is_listed=True,
 )
@@ -169,7 +210,9 @@ MINIMAL_SET = Schema(
         _LAYER,
         _EXPERT,
         _NEURON,
-        Column("share", "float", "Share of the layer's squared write into the massive dimensions at the sink"),
+        Column(
+            "share", "float", "The neuron's share of the layer's squared write into the massive dimensions at the sink"
+        ),
     ),
     is_listed=True,
 )
@@ -193,8 +236,8 @@ OUTPUT_ENERGY = Schema(
         _LAYER,
         _EXPERT,
         _NEURON,
-        Column("kind", "str", "super: a super neuron; median: the layer's neuron of median sparsity"),
-        Column("rank", "int", "Place of the dimension among those of the output vector by energy, counted from 0"),
+        Column("kind", "str", "super: a super neuron; median: the layer's neuron of median sparsity, for comparison"),
+        Column("rank", "int", "Rank of the dimension among those of the output vector, by energy, counted from 0"),
         Column("dimension", "int", "Output dimension"),
         Column("energy_share", "float", "Share of the vector's energy in this dimension"),
         Column("value", "float", "Entry of the vector"),

@@ -57,7 +57,7 @@ from sinkscope.tracing.trace import Trace, trace
 
 NUM_CHOOSING = 32
 NO_SINK = "there is no sink to explain"
-UNPLANNED = "the sequences that plan interventions show no sink"
+UNPLANNED = "the choosing sequences, on which interventions are planned, show no sink"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -151,10 +151,10 @@ class Study(Result):
         sink = self.judgements[0]
         position, rate = self.plan.sink, sink.effect or 0.0  # of that position, as it was judged
         if sink.verdict != "holds":
-            needs = f"the {percent(MIN_SINK_RATE)} that a sink needs"
-            beside = f"and the interval contains {needs}" if sink.verdict == "undecided" else f"below {needs}"
-            strongest = f"position {position} was the strongest in the choosing sequences"
-            text = f"No sink to explain: {strongest} and is a sink for {rate:.1%} of heads, {beside}."
+            needed = f"the {percent(MIN_SINK_RATE)} that a sink needs"
+            compared = f"the interval contains {needed}" if sink.verdict == "undecided" else f"less than {needed}"
+            strongest = f"position {position}, the strongest in the choosing sequences"
+            text = f"There is no sink to explain: {strongest}, is a sink for {rate:.1%} of heads ({compared})."
         else:
             text = answer(self.judgements, self.data, self.went)
         return text + self.trace.beginnings

@@ -1,4 +1,7 @@
-"""The data of a study: everything that its claims and tables use."""
+"""The data of a study: the baseline and the result of every condition, from which claims and tables are made.
+
+Axes: B sequences, L layers, S sides of a norm on the aggregation, T positions, K targets, F neurons.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
     from sinkscope.studies.link_values import LinkValues
     from sinkscope.tracing.replay import ConditionReading
 
-NO_VARIANCE = "the position has no variance across sequences: every sequence has the same token there"
-NO_TARGET = "no position is free of a sink and has enough later queries"
-NO_NEURONS = f"no neuron writes a massive dimension at the sink at {LEVEL_ELSEWHERE:g}x its level elsewhere"
+NO_VARIANCE = "every sequence has the same token at the sink, so nothing varies there"
+NO_TARGET = "there is no position to act on: each one is a sink or has too few later queries"
+NO_NEURONS = f"no neuron writes a massive dimension {LEVEL_ELSEWHERE:g}x as strongly at the sink as elsewhere"
 
 
 @dataclass(frozen=True, kw_only=True)
