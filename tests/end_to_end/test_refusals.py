@@ -119,7 +119,7 @@ WITHOUT_TORCH = {
     ("pretrain", "--data", "nowhere.txt", "--out", "run"): "nowhere.txt",
     ("pretrain", "--data", "text.txt", "--out", "run", "--steps", "0"): "--steps must be at least 1, not 0",
     ("pretrain", "--data", "text.txt", "--out", "run", "--steps", MANY): "steps",
-    ("pretrain", "--data", "text.txt", "--out", "run", "--optimiser", "sgd"): "adamw, muon",
+    ("pretrain", "--data", "text.txt", "--out", "run", "--optimiser", "sgd"): "--optimiser must be 'adamw' or 'muon'",
     ("pretrain", "--data", "text.txt", "--out", "run", "--device", "gpu"): "cuda:N",
     ("pretrain", "--data", "text.txt", "--out", "run", "--keep", DIGITS): "--keep 0,100,1000",
     ("pretrain", "--data", "text.txt", "--out", "taken"): "remove it yourself",
@@ -244,6 +244,18 @@ def test_help_has_an_example_and_loads_nothing_heavy(tmp_path):
         "jinja2",
     }
     assert "typer" in loaded, "control: what is loaded is seen"
+
+
+def test_the_first_help_does_not_wait_for_pydantic(tmp_path):
+    """Control: the help of a command does, since typer does."""
+    code = """
+import sys
+from sinkscope.cli import command_line
+command_line().main(sys.argv[1:], standalone_mode=False)
+sys.exit("pydantic" in sys.modules)
+"""
+    for asked, is_loaded in ((["--help"], 0), (["trace", "--help"], 1)):
+        assert subprocess.run([sys.executable, "-c", code, *asked], cwd=tmp_path).returncode == is_loaded
 
 
 @pytest.mark.parametrize("command", [("--help",), ("models", "--json")])

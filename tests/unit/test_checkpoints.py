@@ -396,7 +396,7 @@ def test_another_configuration_is_refused_and_named(train, whole, tmp_path):
     [
         (lambda text: text + "foo: 1\n", "it has an unknown key 'foo'"),
         (lambda text: text.replace("vocab_size: 280\n", ""), "it has no key 'vocab_size'"),
-        (lambda text: "", "it is None, not an object"),
+        (lambda text: "", "it must be an object with names, not None"),
         (lambda text: "][", "did not find expected"),
         (lambda text: None, "there is no such file"),
     ],

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -87,12 +87,11 @@ class PretrainOptions:
 
 def _training_options() -> list[tuple[str, Any, None]]:
     """Every field of TrainingConfig as an option that may be left out."""
-    hints = get_type_hints(TrainingConfig, include_extras=True)
-    options = []
-    for name, hint in hints.items():
+    described, options = get_type_hints(TrainingConfig, include_extras=True), []
+    for name, kind in get_type_hints(TrainingConfig).items():
         if name != "snapshots":  # PretrainOptions has it, as text
-            kind, help_text = get_args(hint)
-            options.append((name, Annotated[kind | None, help_text], None))
+            kind = str if get_origin(kind) is Literal else kind  # a wrong one is refused in our own words
+            options.append((name, Annotated[kind | None, get_args(described[name])[-1]], None))
     return options
 
 

@@ -7,92 +7,75 @@ command line makes its options from the fields.
 from __future__ import annotations
 
 import json
-import reprlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
+
+from annotated_types import Interval
 
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import LATER_QUERIES
-from sinkscope.results.validated import LARGEST_FLOAT, UnusableFileError, read_yaml
+from sinkscope.pretrain.text_sources import LARGEST_VOCABULARY
+from sinkscope.results.validated import LARGEST_FLOAT, Name, UnusableFileError, read_yaml, strictly
 
 LARGEST_COUNT = 1 << 31
-OPTIMISERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "constant")
 WHERE_TO_CORRECT = "Correct it in `config`, or where it was given."
+
+Count = Annotated[int, Interval(ge=1, le=LARGEST_COUNT)]
+CountOr0 = Annotated[int, Interval(ge=0, le=LARGEST_COUNT)]
+Above0 = Annotated[float, Interval(gt=0, le=LARGEST_FLOAT)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Decay = Annotated[float, Interval(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a decoder is trained: each field with its help. Counts of steps are counts of updates."""
+    """How a decoder is trained: each field with its range and its help. Counts of steps are counts of updates.
 
-    steps: Annotated[int, "Updates in all"]
-    batch_size: Annotated[int, "Sequences in an update, over all processes"]
+    pydantic checks types and ranges in `changed` and `read_config`; __post_init__, what two fields say together.
+    """
+
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
+
+    steps: Annotated[Count, "Updates in all"]
+    batch_size: Annotated[Count, "Sequences in an update, over all processes"]
     micro_batch_size: Annotated[
-        int | None, "Sequences in one forward pass of one process; by default its whole share of the batch"
+        Count | None, "Sequences in one forward pass of one process; by default its whole share of the batch"
     ] = None
-    sequence_length: Annotated[int, "Tokens in a sequence"]
+    sequence_length: Annotated[Count, "Tokens in a sequence"]
     skipped_targets: Annotated[
-        int, "First targets of each window that the loss leaves out; with 1, position 0 predicts nothing"
+        CountOr0, "First targets of each window that the loss leaves out; with 1, position 0 predicts nothing"
     ] = 0
-    seed: Annotated[int, "Seed of the initial weights and of the order of the data"] = 0
+    seed: Annotated[int, Interval(ge=0, lt=2**63), "Seed of the initial weights and of the order of the data"] = 0
 
-    learning_rate: Annotated[float, "Peak learning rate"]
-    schedule: Annotated[str, "cosine or constant"] = "cosine"
-    warmup_steps: Annotated[int, "Steps of linear warm-up"]
-    decay_share: Annotated[float, "Share of the steps, at the end, in which the constant schedule falls"] = 0.2
-    final_learning_rate_share: Annotated[float, "Learning rate at the end, as a share of the peak"] = 0.1
-    optimiser: Annotated[str, "adamw or muon"] = "adamw"
-    weight_decay: Annotated[float, "Weight decay of matrices"] = 0.1
-    beta1: Annotated[float, "Decay of the optimiser's mean of gradients"] = 0.9
-    beta2: Annotated[float, "Decay of the optimiser's mean of squared gradients"] = 0.95
-    epsilon: Annotated[float, "Added to the optimiser's divisor"] = 1e-8
-    clip: Annotated[float, "Largest norm of the gradient of all parameters together"] = 1.0
+    learning_rate: Annotated[Above0, "Peak learning rate"]
+    schedule: Annotated[Literal["cosine", "constant"], "cosine or constant"] = "cosine"
+    warmup_steps: Annotated[CountOr0, "Steps of linear warm-up"]
+    decay_share: Annotated[Share, "Share of the steps, at the end, in which the constant schedule falls"] = 0.2
+    final_learning_rate_share: Annotated[Share, "Learning rate at the end, as a share of the peak"] = 0.1
+    optimiser: Annotated[Literal["adamw", "muon"], "adamw or muon"] = "adamw"
+    weight_decay: Annotated[float, Interval(ge=0, le=LARGEST_FLOAT), "Weight decay of matrices"] = 0.1
+    beta1: Annotated[Decay, "Decay of the optimiser's mean of gradients"] = 0.9
+    beta2: Annotated[Decay, "Decay of the optimiser's mean of squared gradients"] = 0.95
+    epsilon: Annotated[Above0, "Added to the optimiser's divisor"] = 1e-8
+    clip: Annotated[Above0, "Largest norm of the gradient of all parameters together"] = 1.0
     deterministic: Annotated[
         bool, "On a GPU, add up gradients in one order, so that a run comes out the same to the bit; slower"
     ] = False
 
-    evaluate_every: Annotated[int, "Steps between held-out losses"]
-    evaluation_sequences: Annotated[int, "Sequences in a held-out loss"] = 64
-    probe_every: Annotated[int, "Steps between probes of the chain; 0 for none"]
-    probe_length: Annotated[int, "Tokens in a probed sequence"] = 64
-    probe_sequences: Annotated[int, "Sequences in a probe"] = 32
-    checkpoint_every: Annotated[int, "Steps between checkpoints"]
-    keep_checkpoints: Annotated[int, "Newest checkpoints to keep; two, in case one is damaged"] = 2
+    evaluate_every: Annotated[Count, "Steps between held-out losses"]
+    evaluation_sequences: Annotated[Count, "Sequences in a held-out loss"] = 64
+    probe_every: Annotated[CountOr0, "Steps between probes of the chain; 0 for none"]
+    probe_length: Annotated[Count, "Tokens in a probed sequence"] = 64
+    probe_sequences: Annotated[Count, "Sequences in a probe"] = 32
+    checkpoint_every: Annotated[Count, "Steps between checkpoints"]
+    keep_checkpoints: Annotated[Count, "Newest checkpoints to keep; two, in case one is damaged"] = 2
     snapshots: Annotated[tuple[int, ...], "Steps whose weights are kept for good, as models that can be loaded"] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "snapshots", tuple(sorted(set(self.snapshots))))
-        for name in ("steps", "batch_size", "sequence_length", "evaluation_sequences", "keep_checkpoints"):
-            _check_count(self, name, 1)
-        for name in ("evaluate_every", "checkpoint_every", "probe_length", "probe_sequences"):
-            _check_count(self, name, 1)
-        for name in ("warmup_steps", "probe_every", "skipped_targets"):
-            _check_count(self, name, 0)
-        for name in ("seed", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise _wrong(name, "at least 0", getattr(self, name))
         if self.skipped_targets >= self.sequence_length:
             raise _wrong("skipped_targets", f"below `sequence_length={self.sequence_length}`", self.skipped_targets)
-        if self.seed >= 2**63:
-            raise _wrong("seed", "below 2^63", self.seed)
-        for name, value in asdict(self).items():
-            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-                raise _wrong(name, "a finite number", value)
-        for name in ("learning_rate", "clip", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise _wrong(name, "above 0", getattr(self, name))
-        for name in ("decay_share", "final_learning_rate_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise _wrong(name, "between 0 and 1", getattr(self, name))
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise _wrong(name, "from 0 to below 1", getattr(self, name))
-        for name, choices in (("optimiser", OPTIMISERS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in choices:
-                raise _wrong(name, f"one of {', '.join(choices)}", repr(getattr(self, name)))
-        if self.micro_batch_size is not None:
-            _check_count(self, "micro_batch_size", 1)
         if self.probe_every:
             length = min(self.probe_length, self.sequence_length)
             check_probe_length(length, "Raise `probe_length` and `sequence_length`, or give `probe_every=0`.")
@@ -125,11 +108,11 @@ class TrainingOptions(TypedDict, total=False):
     skipped_targets: int
     seed: int
     learning_rate: float
-    schedule: str
+    schedule: Literal["cosine", "constant"]
     warmup_steps: int
     decay_share: float
     final_learning_rate_share: float
-    optimiser: str
+    optimiser: Literal["adamw", "muon"]
     weight_decay: float
     beta1: float
     beta2: float
@@ -150,11 +133,13 @@ class TrainingOptions(TypedDict, total=False):
 class PretrainConfig:
     """What one training run was asked to do; written to config.yaml."""
 
-    data: list[str]
-    validation: list[str]
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    data: list[Name]
+    validation: list[Name]
     model: dict[str, Any]
     """Fields of the decoder's configuration; `vocab_size` only where it was asked for, else the data decides."""
-    vocab_size: int
+    vocab_size: Annotated[int, Interval(ge=1, le=LARGEST_VOCABULARY)]
     """Vocabulary of the BPE, which is trained if the data are texts."""
     training: TrainingConfig
 
@@ -166,36 +151,32 @@ class PretrainConfig:
 KEYS_OF_A_RUN = {field.name for field in fields(PretrainConfig)}
 
 
+def read_config(run: Path) -> PretrainConfig:
+    """What the training run in a folder was asked to do; what an older version did not write gets its default."""
+    return strictly(PretrainConfig, read_yaml(run / "config.yaml", PretrainConfig))
+
+
 def is_begun(run: Path, *, overwrite: bool) -> bool:
     """Whether the folder holds a training run that can go on, by its config.yaml.
 
     One with checkpoints and another config.yaml is refused, unless it is to be overwritten: the file can be put back.
     """
     try:
-        found = read_yaml(run / "config.yaml", {"model": {}, "training": {}})
-        wrong = [f"it has an unknown key {reprlib.repr(key)}" for key in found if key not in KEYS_OF_A_RUN]
-        wrong += [f"it has no key {key!r}" for key in sorted(KEYS_OF_A_RUN - found.keys())]
+        read_config(run)
     except UnusableFileError as error:
-        wrong = [error.reason]
-    if wrong and not overwrite and any((run / "checkpoints").glob("step-*")):
-        raise InputError(
-            f"The checkpoints in {run} are whole, but its config.yaml is not the one that the run began with: "
-            f"{wrong[0]}. Put it back."
-        )
-    return not wrong
+        if not overwrite and any((run / "checkpoints").glob("step-*")):
+            raise InputError(
+                f"The checkpoints in {run} are whole, but its config.yaml is not the one that the run began with: "
+                f"{error.reason}. Put it back."
+            ) from error
+        return False
+    return True
 
 
 def check_probe_length(length: int, advice: str) -> None:
     """Refuses sequences in which no key has the later queries that it takes to be judged."""
     if length <= LATER_QUERIES:
         raise InputError(f"A probe needs more than {LATER_QUERIES} tokens in a sequence, not {length}. {advice}")
-
-
-def _check_count(config: TrainingConfig, name: str, least: int) -> None:
-    if getattr(config, name) < least:
-        raise _wrong(name, f"at least {least}", getattr(config, name))
-    if getattr(config, name) > LARGEST_COUNT:
-        raise _wrong(name, f"at most {LARGEST_COUNT}", reprlib.repr(getattr(config, name)))
 
 
 def _wrong(name: str, allowed: str, value: object) -> InputError:

@@ -18,8 +18,8 @@ SIZES = (
 
 
 LARGEST_SIZE = 1 << 24
-MOST_LAYERS = 1 << 12
-"""Bounds on what a config.json may ask for, far above any model: modules are built before their memory is known."""
+MOST_PARTS = 1 << 12
+"""Of layers, and of heads. Far above any model: modules are built before the memory they need is known."""
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -78,7 +78,7 @@ class DecoderConfig(PreTrainedConfig):
             value = getattr(self, name)
             if name == "head_dim" and value is None:
                 continue
-            largest = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+            largest = MOST_PARTS if name in ("num_hidden_layers", "num_attention_heads") else LARGEST_SIZE
             if type(value) is not int or not 1 <= value <= largest:
                 raise _refused(name, f"a whole number from 1 to {largest}", value)
         if type(self.seed) is not int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkscope.attention.head_norm import HeadRMSNorm
-from sinkscope.pretrain.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from sinkscope.pretrain.config import TrainingConfig
 
 
 def build_optimisers(

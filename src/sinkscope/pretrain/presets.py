@@ -14,25 +14,41 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from annotated_types import Interval
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import KEYS_OF_A_RUN, WHERE_TO_CORRECT, PretrainConfig, TrainingConfig
-from sinkscope.results.validated import NAME, Int, Maybe, UnusableFileError, read_yaml, refused, shortened
+from sinkscope.results.validated import (
+    Name,
+    UnusableFileError,
+    WrongValueError,
+    checked,
+    read_yaml,
+    refused,
+    shortened,
+    strictly,
+)
 from sinkscope.user_paths import check_path, user_path
 
 if TYPE_CHECKING:
     from sinkscope.pretrain.decoder_config import DecoderConfig
 
-RECIPE = {
-    "preset": Maybe(NAME),
-    # Bounded here, because these modules are built one by one before the memory they need is known.
-    "model": Maybe({name: Maybe(Int(1, 4096)) for name in ("num_hidden_layers", "num_attention_heads")}),
-    "training": Maybe({}),
-    "vocab_size": Maybe(Int(1, 1 << 26)),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a YAML file says. The last three stand in the config.yaml of a run alone."""
+
+    preset: Name | None = None
+    model: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    vocab_size: Annotated[int, Interval(ge=1, le=1 << 26)] | None = None
+    data: Any = None
+    validation: Any = None
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": dict(
@@ -169,19 +185,15 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def changed(base: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
-    """The training with some entries changed; an unknown key or a value of another type is refused."""
-    known = {field.name: getattr(base, field.name) for field in fields(base)}
-    # YAML reads 1e-3, without a point, as text.
-    changes = {key: _as_float(value) if isinstance(known.get(key), float) else value for key, value in changes.items()}
-    optional = {field.name for field in fields(base) if "None" in str(field.type)}
-    for key, value in changes.items():
-        if key not in known:
-            raise _unknown(key, known, "The training configuration")
-        if not _same_kind(known[key], value) and not (value is None and key in optional):
-            raise InputError(
-                f"`{key}` must be a value like {known[key]!r}, not {reprlib.repr(value)}. {WHERE_TO_CORRECT}"
-            )
-    return replace(base, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()})
+    """The training with some entries changed; an unknown key, another type or a value out of range is refused."""
+    kinds = get_type_hints(TrainingConfig)
+    if unknown := [key for key in changes if key not in kinds]:
+        raise _unknown(unknown[0], kinds, "The training configuration")
+    values = {key: _as_float(value) if kinds[key] is float else value for key, value in changes.items()}
+    try:
+        return strictly(TrainingConfig, asdict(base) | values)
+    except WrongValueError as error:
+        raise InputError(f"`{error.where}` {error.wrong}. {WHERE_TO_CORRECT}") from error
 
 
 def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +205,7 @@ def with_defaults(training: Mapping[str, Any]) -> dict[str, Any]:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The entries of a configuration file, or of the config.yaml of a run; anything else is refused."""
     try:
-        entries = read_yaml(path, Maybe(RECIPE)) or {}
+        entries = checked(read_yaml(path) or {}, Recipe, path)
     except UnusableFileError as error:
         raise refused(path, error.reason, "Correct it, or give another `config`.") from error
     value = {name: entry for name, entry in entries.items() if entry is not None}
@@ -234,21 +246,8 @@ def _unknown(key: str, known: Iterable[str], owner: str) -> InputError:
 
 
 def _as_float(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
+    """YAML reads 1e-3, without a point, as text."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         return value
-
-
-def _same_kind(example: Any, value: Any) -> bool:
-    if isinstance(example, bool) or isinstance(value, bool):  # an int to Python
-        return type(example) is type(value)
-    if example is None:
-        return isinstance(value, int)
-    if isinstance(example, tuple):
-        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
-    if isinstance(example, int):
-        return isinstance(value, int)
-    return isinstance(value, type(example))

@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import KEYS_OF_A_RUN, PretrainConfig
+from sinkscope.pretrain.config import PretrainConfig, read_config
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.metrics import read_rows
-from sinkscope.pretrain.presets import DEFAULT_PRESET, TRAINING_PRESETS, changed, decoder_config, with_defaults
+from sinkscope.pretrain.presets import decoder_config, with_defaults
 from sinkscope.pretrain.tokenize import load_tokenizer
 from sinkscope.pretrain.tokens import TokenShards, is_shards, open_shards
 from sinkscope.results.run_folder import is_training_run
@@ -27,7 +27,7 @@ from sinkscope.results.validated import (
     Each,
     Int,
     Maybe,
-    checked,
+    UnusableFileError,
     read_json,
     read_yaml,
     refused,
@@ -255,34 +255,24 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
 
     The size of the vocabulary comes from an exported model in the run folder or, if there is none, from the data.
     """
-    saved = saved_configuration(run)
-    if not saved:
-        raise InputError(f"{_why_no_run(run)}. Give a folder that sinkscope pretrain wrote.")
+    if not is_training_run(run):
+        wrong = f"{run} has no config.yaml of a training run" if run.is_dir() else f"There is no folder {run}"
+        raise InputError(f"{wrong}. Give a folder that sinkscope pretrain wrote.")
+    try:
+        config = read_config(run)
+    except UnusableFileError as error:
+        raise InputError(
+            f"Another version of sinkscope wrote the training run in {run}: {error.reason}. "
+            "Give a folder that sinkscope pretrain wrote."
+        ) from error
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
         if (file := folder / "config.json").is_file():
             token = Maybe(Int())
             shape = {"vocab_size": Int(1), "bos_token_id": token, "eos_token_id": token}
             vocabulary = {name: value for name, value in read_json(file, shape).items() if name in shape}
-            return decoder_config(saved["model"] | vocabulary), folder
-    checked(saved, {"data": [NAME], "validation": [NAME], "vocab_size": Int(1)}, run / "config.yaml")
-    saved["training"] = changed(TRAINING_PRESETS[DEFAULT_PRESET], saved["training"])
-    config = PretrainConfig(**saved)
+            return decoder_config(config.model | vocabulary), folder
     shards = shards_of_run(config, run)
     return decoder_config_of_run(config, shards), shards.path
-
-
-def saved_configuration(run: Path) -> dict[str, Any]:
-    """The content of a training run's config.yaml; empty if it is missing or from another command or version."""
-    if not is_training_run(run):
-        return {}
-    saved = read_yaml(run / "config.yaml")
-    return saved | {"training": with_defaults(saved["training"])} if saved.keys() == KEYS_OF_A_RUN else {}
-
-
-def _why_no_run(folder: Path) -> str:
-    if is_training_run(folder):
-        return f"Another version of sinkscope wrote the training run in {folder}"
-    return f"{folder} has no config.yaml of a training run" if folder.is_dir() else f"There is no folder {folder}"
 
 
 def shards_of_run(config: PretrainConfig, run: Path) -> TokenShards:

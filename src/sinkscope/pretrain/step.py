@@ -19,16 +19,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sinkscope.pretrain.config import TrainingConfig
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate, set_learning_rate
 from sinkscope.pretrain.parallel import Processes, gradient_sync, local, spread, whole
-from sinkscope.pretrain.tokens import TokenStream
+
+if TYPE_CHECKING:
+    from sinkscope.pretrain.config import TrainingConfig
+    from sinkscope.pretrain.tokens import TokenStream
 
 WARM_UP_UPDATES = 3
 """Updates before the CUDA graph is recorded. They compile, tune kernels and create the optimisers' state; none of this

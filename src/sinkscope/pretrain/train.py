@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from sinkscope.atomic import CANNOT_GROW, explained, locked
 from sinkscope.attention.variants import VARIANTS
 from sinkscope.errors import InputError
-from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, is_begun
+from sinkscope.pretrain.config import PretrainConfig, TrainingOptions, is_begun, read_config
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.metrics import (
     check_tracker,
@@ -26,7 +26,7 @@ from sinkscope.pretrain.metrics import (
 )
 from sinkscope.pretrain.parallel import Processes, processes
 from sinkscope.pretrain.presets import resolve
-from sinkscope.pretrain.runs import THEN, decoder_config_of_run, saved_configuration, shards_of_run
+from sinkscope.pretrain.runs import THEN, decoder_config_of_run, shards_of_run
 from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
 from sinkscope.pretrain.training_run import TrainingRun
@@ -140,7 +140,7 @@ def _open_run(config: PretrainConfig, out: Path, overwrite: bool, group: Process
     Texts are tokenized into it once. The folder appears only if the run can be trained.
     """
     if is_begun(out, overwrite=overwrite) and not overwrite:
-        if differences := _differences(saved_configuration(out), config.plain()):
+        if differences := _differences(read_config(out).plain(), config.plain()):
             raise InputError(
                 f"The run in {out} was started with another configuration: {'; '.join(differences[:3])}. "
                 "Choose another `out`, or replace the run with `overwrite=True`."

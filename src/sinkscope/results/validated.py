@@ -12,13 +12,21 @@ then. Everything else is an UnusableFileError that names the file and what is wr
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from annotated_types import MaxLen
 
 from sinkscope.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+T = TypeVar("T")
 
 MOST_JSON = 1 << 24
 MOST_YAML = 1 << 18
@@ -39,6 +47,38 @@ class UnusableFileError(InputError):
 
     reason = ""
     """What is wrong in the file, without its path: for a caller that knows better what to do."""
+
+
+class WrongValueError(ValueError):
+    """A value of another type than its declaration has, or out of its range."""
+
+    def __init__(self, where: str, wrong: str) -> None:
+        super().__init__(f"{where or 'it'} {wrong}")
+        self.where = where
+        """The value's place, such as training.steps; empty for the whole."""
+        self.wrong = wrong
+        """What follows the place in a sentence."""
+
+
+MUST_BE = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "an object with names",
+    "model_type": "an object with names",
+    "dataclass_type": "an object with names",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_long": "text of at most {max_length} characters",
+    "literal_error": "{expected}",
+}
+"""What a value must be, by pydantic's name of the error."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +130,7 @@ class AnyOf:
     words: str = "a number, a text, true or false"
 
 
+Name = Annotated[str, MaxLen(4096)]
 NAME = Text(4096)
 """The name of a model, a path or a variant."""
 SCALAR = Maybe(AnyOf((bool, Int(-LARGEST_INT, LARGEST_INT), Real(), Text())))
@@ -158,10 +199,38 @@ def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None 
     """The value itself, if it is within bounds and has the shape."""
     try:
         _check_bounds(value, where)
-        _check_shape(value, shape, where, sizes or {})
-    except ValueError as error:
+        if isinstance(shape, type) and is_dataclass(shape):
+            strictly(shape, value)
+        else:
+            _check_shape(value, shape, where, sizes or {})
+    except (ValueError, InputError) as error:
         raise refused(path, str(error)) from error
     return value
+
+
+def strictly(kind: type[T], value: Any) -> T:
+    """The dataclass `kind` with these values, which must have its types and be in its ranges."""
+    from pydantic import TypeAdapter, ValidationError  # here: the command line starts without it
+
+    # As JSON, where a list may be a tuple, and true is no number.
+    text = json.dumps(value, default=repr)
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise first_error(error) from None
+
+
+def first_error(error: ValidationError) -> WrongValueError:
+    """The first error of pydantic in plain words."""
+    first = error.errors(include_url=False)[0]
+    *outer, name = first["loc"] or ("",)
+    if first["type"] == "missing":
+        return WrongValueError(_place(outer), f"has no key {name!r}")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return WrongValueError(_place(outer), f"has an unknown key {reprlib.repr(name)}")
+    limits = {key: f"{x:g}" if isinstance(x, float) else x for key, x in first.get("ctx", {}).items()}
+    allowed = MUST_BE.get(first["type"], "of another kind").format_map(limits)
+    return WrongValueError(_place(first["loc"]), f"must be {allowed}, not {_described(first['input'])}")
 
 
 def refused(
@@ -260,9 +329,18 @@ def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
 
 
 def _wrong(where: str, expected: str, value: Any) -> ValueError:
+    return ValueError(f"{shortened(where, 80) if where else 'it'} is {_described(value)}, not {expected}")
+
+
+def _place(names: Iterable[str | int]) -> str:
+    """Where a value stands, such as shards[0].file."""
+    place = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
+    return shortened(place.removeprefix("."), 80)
+
+
+def _described(value: Any) -> str:
     # Never the repr of what may be a whole document.
-    described = f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value)
-    return ValueError(f"{shortened(where, 80) if where else 'it'} is {shortened(described, 40)}, not {expected}")
+    return shortened(f"a {type(value).__name__} of {len(value)}" if isinstance(value, dict | list) else repr(value), 40)
 
 
 def _reason(error: Exception) -> str:
