@@ -193,6 +193,14 @@ def check_keys(keys: Sequence[int] | None, length: int) -> None:
         )
 
 
+def check_context(length: int, context: int | None) -> None:
+    """Refuses sequences that are longer than the model's context; None if the model states none."""
+    if context is not None and length > context:
+        raise InputError(
+            f"`length={length}` exceeds the model's context of {context} tokens. Give `length={context}` or less."
+        )
+
+
 def neuron_of_text(text: str) -> tuple[int, int | None, int]:
     """(layer, expert, neuron) of 5:148, or 5:2:148 with an expert; ValueError where it is neither."""
     layer, *expert, neuron = (int(part) for part in text.split(":"))

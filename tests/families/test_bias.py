@@ -249,5 +249,5 @@ def test_control_a_part_that_stays_silent_is_an_error():
     # The second layer's attention is carried out by a module that the family's row does not name.
     layer.self_attn.o_proj.forward, real = None, layer.self_attn.o_proj.forward
     layer.self_attn.o_proj.__class__ = type("Silent", (torch.nn.Linear,), {"__call__": lambda self, x: real(x)})
-    with pytest.raises(RuntimeError, match="the row of family llama"):
+    with pytest.raises(RuntimeError, match="Check the entry llama"):
         read_bias(loaded, tokens(loaded))

@@ -254,6 +254,6 @@ def test_experts_in_float64(family):
 
 def test_a_recording_that_fills_no_table_is_not_saved(tmp_path):
     found = sinkscope.trace(tiny_model("llama"), torch.arange(3, 23)[None], observables=["received"])
-    with pytest.raises(sinkscope.InputError, match="no table to save: received fill none"):
+    with pytest.raises(sinkscope.InputError, match="no table to save: none has a column for received"):
         found.save(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from sinkscope.arguments import check_batch
+from sinkscope.arguments import check_batch, check_context
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import CHUNK, each_weight
 from sinkscope.models.loaded import ModelLike
@@ -120,7 +120,7 @@ def batch_with_others(
     check_torch_defaults()
     kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences + others, seed=seed)
     loaded = load(model)
-    _check_length(loaded.model, length)
+    check_context(length, context_length(loaded.model))
     leading = leading_ids(loaded, kind == "text" and None if bos is None else bos)
     _check_vocabulary(torch.tensor(leading, dtype=torch.int64), num_embeddings(loaded.model))
     if (window := length - len(leading)) < 1:
@@ -245,15 +245,7 @@ def context_length(model: Any) -> int | None:
 def check_ids(model: Any, ids: Tensor) -> None:
     """Refuses ids that a model has no embedding for, and more of them in a sequence than its context."""
     _check_vocabulary(ids, num_embeddings(model))
-    _check_length(model, ids.shape[-1])
-
-
-def _check_length(model: Any, length: int) -> None:
-    context = context_length(model)
-    if context is not None and length > context:
-        raise InputError(
-            f"`length={length}` exceeds the model's context of {context} tokens. Give `length={context}` or less."
-        )
+    check_context(ids.shape[-1], context_length(model))
 
 
 def _check_vocabulary(ids: Tensor, num_embeddings: int) -> None:

@@ -1,8 +1,8 @@
-"""What a trace shows: sinks, where disparity appears and disappears, the massive dimensions, and the neurons that write
-or erase them.
+"""What a trace shows: sinks, the layers where disparity appears and disappears, the massive dimensions, and the neurons
+that write or erase them.
 
-No position, layer, dimension or count is assumed; every threshold is in `sinkscope.measures` or here, with its
-reason.
+No position, layer, dimension or count is assumed. Every threshold is in `sinkscope.measures` or here, with its reason.
+Axes: L layers, T positions, S recorded keys, H heads, P positions of interest, E width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sinkscope.statistics import bootstrap_mean_interval
 from sinkscope.tracing.layer_call import rank_index
 from sinkscope.tracing.lock import read_lock
 from sinkscope.tracing.recorder import Recording
-from sinkscope.tracing.super_neurons import SuperNeuron, neurons_that_move, rest_of
+from sinkscope.tracing.super_neurons import MassiveAtPosition, SuperNeuron, neurons_that_move, rest_of
 
 NEEDED = frozenset(
     {
@@ -41,43 +41,53 @@ NEEDED = frozenset(
 )
 """The observables that findings need."""
 UNKNOWN = -1
-"""Stands for the massive dimension of a position that was not kept in full."""
+"""Stands for the massive dimension of a position that was not recorded in full."""
 HYSTERESIS = 0.5
-"""Disparity has disappeared only when it falls below this fraction of the bounds at which it appears, so that noise at
-the threshold does not make it appear twice."""
+"""Disparity disappears only below this fraction of the thresholds at which it appears. Otherwise noise around a
+threshold would make it appear twice."""
 
 
 @dataclass(frozen=True)
 class Sink:
+    """A position that is a sink, on average over sequences."""
+
     position: int
     rate: float
+    """Sink rate: share of sequences, layers and heads that count the position as a sink."""
     low: float
     high: float
-    """Bootstrap interval of the rate over sequences, at 95 %."""
+    """Ends of the rate's 95 % bootstrap interval over sequences."""
     layers: list[int]
-    """Layers in which at least 5 % of heads and sequences count the position."""
+    """Layers in which at least 5 % of heads and sequences count the position as a sink."""
     mean_attention: float
+    """Attention received, mean over sequences, layers and heads."""
 
 
 @dataclass(frozen=True)
 class MassiveDimension:
+    """A dimension that is massive at one position of the residual stream after one layer."""
+
     layer: int
     """-1 is the residual stream that enters layer 0."""
     position: int
     dimension: int
     value: float
+    """Mean over sequences."""
     magnitude: float
+    """Mean of the absolute value over sequences."""
     ratio: float
+    """Magnitude over the mean magnitude of all dimensions at the position."""
     contrast: float
+    """Magnitude over that of the same dimension at the other positions."""
 
 
 @dataclass(frozen=True, repr=False)
 class Findings:
-    """Everything found in one trace, computed when it is first asked for."""
+    """Everything that one trace shows. Each finding is computed when it is first asked for."""
 
     recording: Recording
     fallbacks: dict[int, str] = field(default_factory=dict)
-    """What had to be computed in another way than usual, by layer."""
+    """By layer, which computation fell back on a slower way, and why."""
 
     def __repr__(self) -> str:
         name = self.recording.model_name
@@ -95,17 +105,18 @@ class Findings:
     def sinks(self) -> list[Sink]:
         """Every sink, strongest first."""
         recording = self.recording
-        rates = recording.sequence_sink_rate.double()
-        found = are_sinks(rates.mean(0), recording.batch.length, recording.keys).nonzero().flatten()
-        low, high = bootstrap_mean_interval(rates[:, found].numpy()) if len(found) else ([], [])
-        rate_LN = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, found].mean(0))
-        received_LN = recording.reduced("received", lambda received_HS: received_HS[:, found].mean(0))
+        rates_BS = recording.sequence_sink_rate.double()
+        # [N] where in the recorded keys the sinks are.
+        sinks_N = are_sinks(rates_BS.mean(0), recording.batch.length, recording.keys).nonzero().flatten()
+        low, high = bootstrap_mean_interval(rates_BS[:, sinks_N].numpy()) if len(sinks_N) else ([], [])
+        rate_LN = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, sinks_N].mean(0))
+        received_LN = recording.reduced("received", lambda received_HS: received_HS[:, sinks_N].mean(0))
         sinks = []
-        for number, index in enumerate(found.tolist()):
+        for number, index in enumerate(sinks_N.tolist()):
             sinks.append(
                 Sink(
                     position=int(recording.keys[index]),
-                    rate=float(rates[:, index].mean()),
+                    rate=float(rates_BS[:, index].mean()),
                     low=float(low[number]),
                     high=float(high[number]),
                     layers=(rate_LN[:, number] >= MIN_SINK_RATE).nonzero().flatten().tolist(),
@@ -116,12 +127,13 @@ class Findings:
 
     @cached_property
     def strongest(self) -> tuple[int, float]:
-        """(position, sink rate) of the key with the largest rate among those with enough later queries, sink or not."""
+        """(position, sink rate) of the key with the largest sink rate, sink or not, among those with enough later
+        queries; the rate is NaN if no key has enough."""
         return self._foremost(self.recording.sink_rate)
 
     @cached_property
     def most_attended(self) -> tuple[int, float]:
-        """(position, sink rate) of the key among them that receives most attention, over all layers and heads."""
+        """(position, sink rate) of the key among them that receives the most attention over all layers and heads."""
         return self._foremost(self.recording["received"].mean((0, 1)))
 
     def _foremost(self, weight_S: Tensor) -> tuple[int, float]:
@@ -136,13 +148,13 @@ class Findings:
         """Every massive dimension at every position that was recorded in full, layer by layer."""
         massive, ratio, contrast = self._disparity
         value, magnitude = self.recording.rows("dimension"), self.recording.rows("dimension_abs")
-        found = []
+        dimensions = []
         for row, slot, dimension in massive.nonzero().tolist():
             positions = self._positions[row]
-            if positions.index(positions[slot]) < slot:  # several signals may have pointed at one position
+            if positions.index(positions[slot]) < slot:  # a position may be of interest twice: listed already
                 continue
             at = row, slot, dimension
-            found.append(
+            dimensions.append(
                 MassiveDimension(
                     layer=row - 1,
                     position=positions[slot],
@@ -153,40 +165,42 @@ class Findings:
                     contrast=float(contrast[at]),
                 )
             )
-        return found
+        return dimensions
 
     @cached_property
     def focus(self) -> list[int]:
-        """The positions that the findings on layers, dimensions and neurons are about, foremost first.
-
-        The sinks, or where there are none the positions with disparity.
-        """
+        """The positions that the findings on layers, dimensions and neurons are about, foremost first: the sinks or, if
+        there is none, the positions with massive dimensions."""
         if self.sinks:
             return [sink.position for sink in self.sinks]
-        largest: dict[int, float] = {}
+        largest_ratio: dict[int, float] = {}
         for entry in self.massive:
-            largest[entry.position] = max(largest.get(entry.position, 0.0), entry.ratio)
-        return sorted(largest, key=lambda position: -largest[position])
+            largest_ratio[entry.position] = max(largest_ratio.get(entry.position, 0.0), entry.ratio)
+        return sorted(largest_ratio, key=lambda position: -largest_ratio[position])
 
     @cached_property
     def disparity_layers(self) -> dict[int, tuple[list[int], list[int]]]:
-        """By focus position: layers in which disparity appears, and in which it disappears; -1 is the stream entering
-        layer 0."""
+        """By focus position: the layers in which disparity appears, and those in which it disappears; -1 stands for the
+        stream that enters layer 0.
+
+        Walks through the layers with the dimensions that are massive so far. A dimension joins when it is massive, and
+        stays while it is above HYSTERESIS times the thresholds. Disparity appears when the set becomes non-empty.
+        """
         result = {}
         for position in self.focus:
             appears_in: list[int] = []
             disappears_in: list[int] = []
-            members: set[int] = set()
+            current: set[int] = set()
             for row in range(len(self._positions)):
-                massive, still = self._disparity_at(row, position)
-                # Between rows that were kept in full and rows that were not, dimensions cannot be matched.
-                matched = still if UNKNOWN in members | still else members & still
-                alive = massive | (matched if members else set())
-                if alive and not members:
+                massive, still_large = self._disparity_at(row, position)
+                # In a row that was not recorded in full the dimensions are not known, so they can't be compared.
+                staying = still_large if UNKNOWN in current | still_large else current & still_large
+                after = massive | (staying if current else set())
+                if after and not current:
                     appears_in.append(row - 1)
-                elif members and not alive:
+                elif current and not after:
                     disappears_in.append(row - 1)
-                members = alive
+                current = after
             result[position] = (appears_in, disappears_in)
         return result
 
@@ -202,7 +216,7 @@ class Findings:
 
     @property
     def massive_dimensions(self) -> list[int]:
-        """Dimensions massive at the foremost position in focus in any layer, largest first."""
+        """Dimensions that are massive in any layer at the foremost position in focus, largest first."""
         return self.massive_dimensions_at(self.focus[0]) if self.focus else []
 
     def massive_dimensions_at(self, position: int) -> list[int]:
@@ -215,27 +229,24 @@ class Findings:
 
     @cached_property
     def moving_neurons(self) -> list[SuperNeuron]:
-        """The neurons that move dimensions which are massive in some layer at a focus position, strongest first."""
-        return neurons_that_move(
-            self.recording,
-            {
-                position: (
-                    [self.slot(row - 1, position) for row in range(len(self._positions))],
-                    {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position},
-                )
-                for position in self.focus
-            },
-        )
+        """The neurons that write or erase dimensions which are massive in some layer at a focus position, strongest
+        first."""
+        at_positions: dict[int, MassiveAtPosition] = {}
+        for position in self.focus:
+            slots = [self.slot(row - 1, position) for row in range(len(self._positions))]
+            massive = {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position}
+            at_positions[position] = slots, massive
+        return neurons_that_move(self.recording, at_positions)
 
     @property
     def super_neurons(self) -> list[SuperNeuron]:
-        """Those in layers before or after which the dimension is massive."""
+        """Those of them in whose layer the dimension is massive, before or after."""
         return [neuron for neuron in self.moving_neurons if neuron.stands]
 
     @cached_property
     def variance_ratio(self) -> Tensor | None:
-        """[L] position 0 over the later half; None where position 0 has no variance across sequences to speak of, or
-        none was recorded."""
+        """[L] value variance at position 0 over that at the later half of the positions. None if position 0 has none,
+        because all sequences begin with the same token, or if it was not recorded."""
         batch = self.recording.batch
         if batch.num_sequences < 2 or batch.shared_first_token or "value_variance" not in self.recording:
             return None
@@ -243,7 +254,7 @@ class Findings:
 
     @cached_property
     def before_norm(self) -> tuple[Tensor | None, Tensor | None]:
-        """`variance_ratio` and `averaging_law_r_squared` before the norm on the aggregation; None also without one."""
+        """`variance_ratio` and `averaging_law_r_squared` before the norm on the aggregation; None without it."""
         if self.variance_ratio is None or "value_variance_before_norm" not in self.recording:
             return None, None
         variance_LT = self.recording["value_variance_before_norm"]
@@ -255,15 +266,15 @@ class Findings:
 
     @cached_property
     def averaging_law_r_squared(self) -> Tensor | None:
-        """[L] how much of log variance by position the averaging law explains; None as for `variance_ratio`."""
+        """[L] R^2 of the averaging law: its share of the log variance over positions; None as for `variance_ratio`."""
         if self.variance_ratio is None or "averaging_law" not in self.recording:
             return None
         return log_r_squared(self.recording["value_variance"], self.recording["averaging_law"])
 
     @cached_property
     def effective_ranks(self) -> tuple[list[float] | None, list[float] | None]:
-        """([L] effective rank, [L] without the tokens at sinks); None where it was not asked for, or there is no
-        sink."""
+        """([L] effective rank, [L] the same without the tokens at sinks). None if it was not recorded; the second also
+        without a sink."""
         if "rank_tokens" not in self.recording:
             return None, None
         sinks = [sink.position for sink in self.sinks]
@@ -271,7 +282,7 @@ class Findings:
         return ranks, without if sinks else None
 
     def effective_ranks_apart_from(self, positions: Sequence[int]) -> tuple[list[float], list[float]]:
-        """([L] effective rank of each layer's tokens, [L] without those at some positions)."""
+        """([L] effective rank of each layer's tokens, [L] the same without the tokens at some positions)."""
         batch = self.recording.batch
         positions_N = rank_index(batch.num_sequences, batch.length, torch.device("cpu")) % batch.length
         apart_N = torch.isin(positions_N, torch.tensor(list(positions)))
@@ -289,7 +300,7 @@ class Findings:
 
     @cached_property
     def output_channel_norms(self) -> Tensor:
-        """[L, C] norm of the vector that each channel of the aggregation is projected on."""
+        """[L, C] norms of the columns of the output projection, one for each channel of the aggregation."""
         return torch.stack([layer.aggregation_channel_norms().cpu() for layer in self.recording.anatomy.layers])
 
     @cached_property
@@ -299,7 +310,7 @@ class Findings:
 
     @cached_property
     def lock_positions(self) -> Tensor:
-        """[L, Q] positions that the lock was measured at."""
+        """[L, Q] the positions at which the lock was measured."""
         return torch.stack([rows.positions_Q.cpu() for rows in self.recording.at_layers("lock").values()])
 
     def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:
@@ -311,7 +322,7 @@ class Findings:
 
     @cached_property
     def median_magnitudes(self) -> Tensor:
-        """[L] median magnitude of each layer's tokens; NaN where they were not recorded."""
+        """[L] median |h| over each layer's tokens; NaN if they were not recorded."""
         if "rank_tokens" not in self.recording:
             return torch.full((self.recording.num_layers,), float("nan"))
         by_layer = self.recording.at_layers("rank_tokens")
@@ -320,46 +331,46 @@ class Findings:
 
     @cached_property
     def massive_activations(self) -> Tensor:
-        """[L, P] massive activations at the positions recorded in full, from mean magnitudes over sequences."""
+        """[L, P] number of massive activations at the positions of interest, by mean magnitudes over sequences."""
         return num_massive_activations(self.recording["dimension_abs"], self.median_magnitudes[:, None, None])
 
     def activation(self, position: int, neuron: Neuron) -> float | None:
-        """Of any neuron, mean over sequences; None where the position was not recorded in full."""
+        """Activation of any neuron, mean over sequences; None if the position was not recorded in full."""
         if (slot := self.slot(neuron.layer, position)) is None:
             return None
         index = self.recording.anatomy.layers[neuron.layer].neuron_index(neuron.expert, neuron.neuron)
         return float(self.recording.at_layers("neuron_activation")[neuron.layer][slot, index])
 
     def dimension(self, position: int, layer: int, dimension: int) -> tuple[float, float] | None:
-        """(value, ratio to the mean) of any dimension after a layer; None where the position was not recorded in
-        full."""
+        """(value, ratio to the mean) of any dimension after a layer; None if the position was not recorded in full."""
         if (slot := self.slot(layer, position)) is None:
             return None
         at = layer + 1, slot, dimension
         return float(self.recording.rows("dimension")[at]), float(self._disparity[1][at])
 
     def slot(self, layer: int, position: int) -> int | None:
-        """The index of a position among those that a layer recorded in full; None if it was not."""
+        """The index of a position among a layer's positions of interest; None if it is not among them."""
         positions = self._positions[layer + 1]
         return positions.index(position) if position in positions else None
 
     @cached_property
     def _positions(self) -> list[list[int]]:
-        """Those positions, by row of the residual stream: the first enters layer 0."""
+        """The positions of interest by row of the residual stream, whose first row enters layer 0."""
         return self.recording.rows("positions_of_interest")[:, 0].tolist()
 
     @cached_property
     def _disparity(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(massive or not, ratio, contrast) of every row, position and dimension recorded in full."""
+        """(massive or not, ratio, contrast), each [L + 1, P, E], at the positions of interest."""
         batch = self.recording.batch
         here = self.recording.rows("dimension_abs")
         total = self.recording.rows("dimension_total")[:, None] / batch.num_sequences
         return massive_dimensions(here, rest_of(total, here) / (batch.length - 1))
 
     def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
-        """(massive dimensions, dimensions large enough to count as still there) of a position after a layer.
+        """(massive dimensions, dimensions still large enough to stay) of a position in a row of the residual stream.
 
-        Where the position was not kept in full, its DomRatio stands for an unknown dimension, by the same bounds.
+        If the position was not recorded in full there, its DomRatio is judged by the same thresholds, as that of one
+        unknown dimension.
         """
         slot = self.slot(row - 1, position)
         if slot is not None:
@@ -369,15 +380,20 @@ class Findings:
             ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.nanmedian())[None]
             massive = (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST)
         still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
-        found = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
-        return tuple(found) if slot is not None else tuple({UNKNOWN} if dimensions else set() for dimensions in found)  # type: ignore[return-value]
+        massive_set, still_set = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
+        if slot is None:
+            return {UNKNOWN} if massive_set else set(), {UNKNOWN} if still_set else set()
+        return massive_set, still_set
 
 
 def _side_by_side(
     of_layer: Callable[[int, Tensor], tuple[float, float]], by_layer: Sequence[tuple[int, Tensor]]
 ) -> list[tuple[float, float]]:
-    """What each layer gives, in order. An eigenvalue problem shares its work badly, so on a CPU each of torch's threads
-    takes a layer; a GPU has nothing to gain."""
+    """The result of every layer, in order.
+
+    An eigenvalue problem makes poor use of several threads, so on a CPU each of torch's threads takes a layer. On a GPU
+    nothing is gained.
+    """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or any(tokens_NE.is_cuda for _, tokens_NE in by_layer):
         return [of_layer(*layer) for layer in by_layer]

@@ -1,6 +1,8 @@
-"""The hooks of a forward pass: they show each layer, while it runs, to a function, and drop its activations afterwards.
+"""The hooks of a forward pass. They show each running layer to a function, at the hook points of observables.py, and
+drop its activations afterwards.
 
-A LayerCall is one layer during one pass. It holds an activation until the last hook point that may read it has passed.
+A LayerCall is one layer during one pass. An activation is dropped as soon as no later hook point may read it, so that
+recording keeps no more than one layer's activations alive.
 Axes: B sequences, T positions, Q lock positions, E width.
 """
 
@@ -26,6 +28,7 @@ from sinkscope.tracing.overflow import check_finite
 from sinkscope.tracing.single_reader import in_this_thread
 
 NO_KEYS = torch.empty(0, dtype=torch.long)
+"""Asked of layers whose attention nobody records: only its output is computed."""
 
 
 @contextlib.contextmanager
@@ -37,10 +40,9 @@ def open_hooks(
     *,
     follow_positions: bool,
 ) -> Iterator[None]:
-    """While open, `on_hook` is called at every hook point that `points` names for a layer.
+    """While open, calls `on_hook(hook_point, call)` at the hook points that `points` returns for a layer's index.
 
-    `follow_positions`: whether positions of interest are chosen in each layer. A pass whose numbers left the range
-    of their type is refused.
+    `follow_positions`: whether positions of interest are chosen in each layer. A pass with NaN or infinity is refused.
     """
     with contextlib.ExitStack() as stack:
         _LayerHooks(passing, points, on_hook, follow_positions).open(layers, stack)
@@ -56,12 +58,15 @@ class _LayerHooks:
     def __init__(self, passing: Passing, points, on_hook, follow_positions: bool) -> None:
         self.passing, self.points, self.on_hook, self.follow_positions = passing, points, on_hook, follow_positions
         self.calls: dict[int, LayerCall] = {}
+        """The layer that runs now, by its index."""
         self.attended: set[int] = set()
+        """Layers whose attention has run."""
 
     def open(self, layers: Sequence[Layer], stack: contextlib.ExitStack) -> None:
+        """Registers only those hooks that the layers' hook points need."""
         points_of = {layer.index: set(self.points(layer.index)) for layer in layers}
         all_points = set().union(*points_of.values())
-        if layers[0].index == 0:
+        if layers[0].index == 0:  # a pass may begin at a later layer
             enter = in_this_thread(self._enter_first)
             stack.callback(layers[0].block.register_forward_pre_hook(enter, with_kwargs=True).remove)
         for layer in layers:
@@ -79,9 +84,11 @@ class _LayerHooks:
                 stack.callback(handle.remove)
             if HookPoint.RESIDUAL_MID in points:
                 between_parts(layer, stack, self._between_parts(layer.index))
-            neurons = LayerNeurons(layer) if HookPoint.NEURONS in points else None
-            for handle in neurons.hooks() if neurons else ():
-                stack.callback(handle.remove)
+            neurons = None
+            if HookPoint.NEURONS in points:
+                neurons = LayerNeurons(layer)
+                for handle in neurons.hooks():
+                    stack.callback(handle.remove)
             leave = in_this_thread(self._leave_block(layer.index, neurons))
             stack.callback(layer.block.register_forward_hook(leave).remove)
         if HookPoint.ATTENTION in all_points:
@@ -100,6 +107,7 @@ class _LayerHooks:
         call.residual = residual_BTE
         if HookPoint.RESIDUAL_OUT in self.points(call.index):
             self.on_hook(HookPoint.RESIDUAL_OUT, call)
+        # Looked at when the pass has ended: reading it here would make a GPU wait in every layer.
         passing.largest[call.index] = call.largest
         if self.follow_positions:
             passing.positions_of_interest[call.index] = call.positions_of_interest
@@ -123,8 +131,10 @@ class _LayerHooks:
             passing, points = self.passing, points_of.get(layer, set())
             request = passing.request if HookPoint.ATTENTION in points else ReadingRequest(keys=NO_KEYS)
             if HookPoint.ATTENTION in points and layer not in self.calls:
+                # The attention function was called, but the hook on the attention's module was not.
                 stray = min(points_of.keys() - self.attended, default=layer)
-                raise RuntimeError(f"layer {stray} attends outside the module named for it: {blame(passing.anatomy)}")
+                outside = f"Layer {stray} ran attention outside `{passing.anatomy.family.attention}`."
+                raise RuntimeError(f"{outside} {blame(passing.anatomy)}")
             self.attended.add(layer)
             if passing.weigh_mixing and HookPoint.ATTENTION in points:
                 survey = passing.survey
@@ -180,7 +190,7 @@ class _LayerHooks:
             if neurons is not None:
                 if not neurons.complete:
                     raise RuntimeError(
-                        f"layer {layer} passed no neurons to its down projection: {blame(self.passing.anatomy)}"
+                        f"The down projection of layer {layer} got no neurons. {blame(self.passing.anatomy)}"
                     )
                 call.neurons = neurons
                 self.on_hook(HookPoint.NEURONS, call)
@@ -206,15 +216,15 @@ def between_parts(layer: Layer, stack: contextlib.ExitStack, on_residual: Callab
 
 
 def entering(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states of a block's or attention's call, which come first or by name."""
+    """The hidden states that a block or an attention is called with: its first argument, or one by name."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def besides(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The other arguments of such a call."""
+    """The other arguments of the same call."""
     return args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def leaving(output: Any) -> Tensor:
-    """The hidden states that a block gives back, alone or first of several."""
+    """The hidden states that a block returns, alone or as the first of several."""
     return output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,5 @@
-"""One layer while it runs: what its call holds at each hook point, and what several observables share, worked out once.
+"""One layer while it runs. LayerCall holds its activations at each hook point (see HookPoint), and computes once what
+several observables share. Passing holds what later layers need from earlier ones.
 
 Axes: B sequences, T positions, N = B * T tokens, S recorded keys, H heads, K key-value heads, D head size, E width, C
 channels of the value aggregation, U neurons, P positions of interest, Q lock positions.
@@ -24,13 +25,13 @@ from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS, LockInput
 from sinkscope.tracing.observables import RANK_TOKENS
 
 NUM_TOP_POSITIONS = 8
-"""Positions that DomRatio picks in each layer, and as many that attention received picks, to be recorded in full."""
+"""How many positions of interest DomRatio picks in each layer; attention received picks as many."""
 NUM_FIRST = 4
-"""First positions, recorded in full in every layer whatever they show."""
+"""The first positions are of interest in every layer."""
 
 
 class SurveyResult(NamedTuple):
-    """What the survey says of all sequences, for passes that see only some of them."""
+    """What the survey found out about all sequences, for passes that see only some of them."""
 
     value_variance_LKS: Sequence[Tensor]
     """By layer; empty for a batch of one sequence."""
@@ -47,17 +48,18 @@ class Passing:
     """(sequences, positions)."""
     request: ReadingRequest
     weigh_mixing: bool = False
-    """Whether the averaging law is asked for, of several sequences in all: squared attention is weighed by the variance
-    of each key's value."""
+    """Whether squared attention is weighed by the variance of each key's value, for the averaging law. That takes
+    several sequences."""
     survey: SurveyResult | None = None
     attention_path: str = ""
     received_T: Tensor | None = None
-    """Attention received so far, as a mean over queries, summed over layers, heads and sequences."""
+    """[T] attention received in the layers so far: mean over queries, summed over layers, heads and sequences."""
     positions_of_interest: dict[int, Tensor] = field(default_factory=dict)
+    """[P] by layer that the residual stream leaves; -1 is what enters layer 0."""
     lock_residual: dict[int, Tensor] = field(default_factory=dict)
-    """[B, Q, E] by layer that they leave."""
+    """[B, Q, E] the residual stream at the lock positions, by the layer that it leaves."""
     largest: dict[int, Tensor] = field(default_factory=dict)
-    """[T] by layer: the largest magnitude that leaves it, of any sequence."""
+    """[T] by layer: the largest magnitude of the residual stream that leaves it, over sequences and dimensions."""
 
     @property
     def length(self) -> int:
@@ -92,7 +94,7 @@ class LayerCall:
     def __init__(self, index: int, passing: Passing) -> None:
         self.index, self.passing = index, passing
         self.arguments: tuple[tuple, dict[str, Any]] = ((), {})
-        """Of the attention's call, without the state."""
+        """The arguments of the attention's call but for the state; the lock calls it again."""
 
     @property
     def layer(self) -> Layer:
@@ -100,17 +102,17 @@ class LayerCall:
 
     @cached_property
     def direction(self) -> Tensor:
-        """[B, T, E] the state over its norm."""
+        """[B, T, E] the state divided by its norm."""
         return nn.functional.normalize(wide(self.state), dim=-1)
 
     @cached_property
     def state_dom_ratio(self) -> Tensor:
-        """[B, T]."""
+        """[B, T] DomRatio of the state."""
         return token_dom_ratio(self.state.flatten(0, 1)).view(self.passing.shape)
 
     @property
     def sides(self) -> list[Tensor]:
-        """The aggregation in float32 as it enters the output projection and, where a norm comes before that, as it
+        """The aggregation in float32: as it enters the output projection and, in models with a norm before that, as it
         enters the norm."""
         return [side.float() for side in (self.aggregation, self.before_norm) if side is not None]
 
@@ -127,7 +129,7 @@ class LayerCall:
 
     @property
     def is_sink_later(self) -> Tensor:
-        """[B, H, S] the same, by later queries alone; where `own weights` were asked for."""
+        """[B, H, S] the same by later queries alone. An observable that uses it asks for `own weights`."""
         assert self.attention.own is not None
         return mean_received_later(self.attention.received, self.attention.own) > RECEIVED_THRESHOLD
 
@@ -138,16 +140,17 @@ class LayerCall:
 
     @property
     def second_moment(self) -> Tensor:
-        """[B, T] mean over channels of the squared value aggregation, by one read of it."""
+        """[B, T] mean over channels of the squared value aggregation."""
+        # A norm reads the tensor once and stores no square of its size.
         dtype = torch.promote_types(self.aggregation.dtype, torch.float32)
         squares_BT = torch.linalg.vector_norm(self.aggregation, dim=-1, dtype=dtype).square()
         return squares_BT / self.aggregation.shape[-1]
 
     @cached_property
     def lock_rows(self) -> LockInput:
-        """What the lock of this layer needs, at the positions of interest before the layer."""
+        """The rows that the lock of this layer is computed from, at the positions of interest before the layer."""
         if self.index - 1 not in self.passing.positions_of_interest:
-            raise RuntimeError(f"the block of layer {self.index - 1} was silent: {blame(self.passing.anatomy)}")
+            raise RuntimeError(f"The block of layer {self.index - 1} did not run. {blame(self.passing.anatomy)}")
         positions_Q = self.passing.positions_of_interest[self.index - 1][:NUM_LOCK_POSITIONS].to(self.state.device)
         queries_n = sampled_queries(self.passing.length, self.state.device)
         few = slice(LOCK_SEQUENCES)
@@ -164,7 +167,7 @@ class LayerCall:
 
     @cached_property
     def tokens(self) -> TokenStatistics:
-        """Statistics of the residual's tokens, [B, T] each but for [E] of its channels."""
+        """Statistics of the residual stream: [B, T] of each token, and [E] of each dimension (the last field)."""
         statistics = token_statistics(self.residual.flatten(0, 1))
         of_tokens = {name: getattr(statistics, name).view(self.passing.shape) for name in statistics._fields[:-1]}
         return statistics._replace(**of_tokens)
@@ -172,13 +175,13 @@ class LayerCall:
     @property
     def largest(self) -> Tensor:
         """[T] largest magnitude of the residual in any sequence."""
-        # Where nothing has computed the statistics, the largest magnitude alone is cheaper.
+        # If no observable has needed the statistics, the largest magnitude alone is cheaper.
         has_statistics = "tokens" in self.__dict__
         return self.tokens.largest.amax(0) if has_statistics else self.residual.abs().amax((0, 2))
 
     @cached_property
     def dom_ratio(self) -> Tensor:
-        """[B, T]."""
+        """[B, T] DomRatio of the residual: max |h| / mean |h| of each token."""
         return self.tokens.largest / self.tokens.mean_abs
 
     @cached_property
@@ -204,12 +207,13 @@ class LayerCall:
     @property
     def dom_ratio_turned(self) -> Tensor:
         """[B, T] the DomRatio there in another basis; NaN elsewhere."""
+        # A position may be of interest twice. Both of its rows are the same, so it does not matter which copy stays.
         ratio_BT = self.rows_of_interest.new_full(self.passing.shape, float("nan"))
         return ratio_BT.index_copy(1, self.positions_of_interest, dom_ratio_turned(self.rows_of_interest))
 
     @cached_property
     def rank_tokens(self) -> Tensor:
-        """[N, E] tokens that the effective rank is taken over."""
+        """[N, E] the states that the effective rank is computed from."""
         return self.residual.flatten(0, 1)[rank_index(*self.passing.shape, self.residual.device)]
 
     @cached_property
@@ -220,7 +224,7 @@ class LayerCall:
 
     @cached_property
     def tokens_of_interest(self) -> Tensor:
-        """[B * P] their numbers among all tokens."""
+        """[B * P] the positions of interest of each sequence, as indices into the N tokens of the batch."""
         num_sequences, length = self.passing.shape
         first_B = every_position(num_sequences * length, self.positions_of_interest.device)[::length]
         if num_sequences == 1:
@@ -229,13 +233,13 @@ class LayerCall:
 
     @cached_property
     def activations_of_interest(self) -> Tensor:
-        """[B, P, U] every neuron's activation there."""
+        """[B, P, U] activation of every neuron at the positions of interest."""
         rows = self.neurons.at(self.tokens_of_interest)
         return wide(rows.unflatten(0, (self.passing.shape[0], -1)))
 
     @cached_property
     def writes_of_interest(self) -> Tensor:
-        """[B, P, U] the same as the residual stream gets it: after a post-norm, scaled by it."""
+        """[B, P, U] what the residual stream gets of it: scaled by the post-norm where there is one."""
         scale_N = self.neurons.write_scale_N
         if scale_N is None:
             return self.activations_of_interest
@@ -243,20 +247,20 @@ class LayerCall:
         return self.activations_of_interest * scale_N[self.tokens_of_interest].view(num_sequences, num_positions, 1)
 
     def let_go(self, *names: str) -> None:
-        """Drops activations that no later hook needs."""
+        """Drops activations that no later hook point may read."""
         for name in names:
             self.__dict__.pop(name, None)
 
 
 def pick_positions(dom_ratio_T: Tensor, received_T: Tensor) -> Tensor:
-    """[2, Q] the positions of the largest values of each."""
+    """[2, Q] the positions with the largest DomRatio, and those with the most attention received."""
     num_top = min(NUM_TOP_POSITIONS, len(dom_ratio_T))
     return torch.stack([dom_ratio_T, received_T.to(dom_ratio_T)]).topk(num_top, dim=1).indices
 
 
 def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | None, length: int) -> Tensor:
-    """[T] the attention received up to a layer: what was received before, and what keys with enough later queries
-    receive there, summed over heads and sequences. `keys_S`: which keys were recorded, if not all."""
+    """[T] attention received up to a layer: `before_T`, plus what keys receive in this layer, summed over heads and
+    sequences. Keys with too few later queries count as 0. `keys_S`: which keys were recorded, if not all."""
     device = alpha_BHS.device
     received_S = alpha_BHS.sum((0, 1))
     if keys_S is not None:
@@ -267,14 +271,14 @@ def with_received(before_T: Tensor | None, alpha_BHS: Tensor, keys_S: Tensor | N
 
 @lru_cache(maxsize=64)
 def every_position(length: int, device: torch.device) -> Tensor:
-    """[T] the positions, kept per device: all layers need them."""
+    """[T] all positions. Kept per device, since every layer needs them."""
     return torch.arange(length, device=device)
 
 
 @lru_cache(maxsize=64)
 def rank_index(num_sequences: int, length: int, device: torch.device) -> Tensor:
-    """[N] the first tokens of a batch, or evenly spaced ones of its first sequence where that is longer than all of
-    them.
+    """[N] indices of the tokens that the effective rank is computed from: the first tokens of the batch, or evenly
+    spaced ones of its first sequence if that alone has more.
 
     Kept per device: a copy from the host would make every layer wait for the one before.
     """
@@ -286,14 +290,15 @@ def rank_index(num_sequences: int, length: int, device: torch.device) -> Tensor:
 def value_variance(value_BKSD: Tensor) -> Tensor:
     """[K, S] variance across sequences of each key's value, mean over channels."""
     value_BKSD = wide(value_BKSD)
-    squares_KSD = (value_BKSD - value_BKSD.mean(0)).square_().sum(0)  # on a CPU faster than var along the first axis
+    squares_KSD = (value_BKSD - value_BKSD.mean(0)).square_().sum(0)  # on a CPU, torch.var is slow along the first axis
     return squares_KSD.mean(-1) / (len(value_BKSD) - 1)
 
 
 def blame(anatomy: Anatomy) -> str:
-    return f"the row of family {anatomy.family.name} in the family table is wrong"
+    """Where to look if a module does not run as its family should."""
+    return f"Check the entry {anatomy.family.name} in sinkscope/models/families.py."
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32, or float64 where it comes so."""
+    """The values in float32; float64 stays as it is."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

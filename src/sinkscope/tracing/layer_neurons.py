@@ -1,8 +1,9 @@
-"""The feed-forward neurons of one layer as they enter the down projection, dense and mixture of experts alike.
+"""The feed-forward neurons of one layer as they enter the down projection, for dense layers and mixtures of experts.
 
-Dense neurons are held by reference until the layer ends. Of experts only input and routing are held, and their neurons
-are computed again: token by token if few are needed, expert by expert for a reduction over all tokens.
-A routed neuron counts with its routing weight, since that is what it writes.
+The activations of a dense layer are kept by reference until the layer ends. Experts compute theirs inside one function,
+where no hook sees them. So their input and routing are kept, and neurons are computed again when they are needed: for
+a few tokens, or one expert after the other.
+The activation of a routed neuron includes its routing weight, since that is what it writes.
 Axes: N tokens (sequence by sequence), U neurons of the layer (experts in order, the shared one last), F neurons of one
 expert, E width.
 """
@@ -21,18 +22,18 @@ from sinkscope.tracing.single_reader import in_this_thread
 
 
 class NeuronWrites(NamedTuple):
-    """One reduction over all tokens and neurons of a layer."""
+    """What the neurons of a layer write, reduced over neurons or over tokens."""
 
     largest: Tensor
     """[N] largest |n_j| ||W_down[:, j]|| of any neuron."""
     largest_at: Tensor
-    """[N] that neuron's number."""
+    """[N] the index of that neuron in the layer."""
     energy: Tensor
-    """[U] sum over tokens of n_j^2, as written (after a post-norm: scaled by it)."""
+    """[U] sum over tokens of n_j^2, scaled by the post-norm where there is one."""
 
 
 class LayerNeurons:
-    """Collects one layer's neurons during its feed-forward; reduced at the layer's end, then dropped."""
+    """Collects one layer's neurons while its feed-forward runs. They are read when the layer ends, then dropped."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -42,12 +43,14 @@ class LayerNeurons:
         """Drops the layer's activations."""
         self.dense_NF: Tensor | None = None
         self.shared_NF: Tensor | None = None
+        """Of the shared expert."""
         self.routed: tuple[Tensor, Tensor, Tensor] | None = None
+        """The experts' input [N, E], and of each token the chosen experts [N, k] and their routing weights [N, k]."""
         self.write_scale_N: Tensor | None = None
-        """What a post-norm multiplies each token's write by, beside its gain."""
+        """1 / rms, by which a post-norm multiplies each token's write, beside its gain."""
 
     def hooks(self) -> list:
-        """Registers the hooks that fill this object; each is removed through its handle."""
+        """Registers the hooks that fill this object, and returns their handles."""
         layer, handles = self.layer, []
         if layer.down_projection is not None:
             handles.append(layer.down_projection.register_forward_pre_hook(in_this_thread(self._keep_dense)))
@@ -66,17 +69,19 @@ class LayerNeurons:
         self.shared_NF = args[0].flatten(0, -2)
 
     def keep_routed(self, module, args, kwargs) -> None:
+        # Experts are called with (hidden states, chosen experts, routing weights), by position or by name.
         self.routed = tuple([*args, *kwargs.values()][:3])  # type: ignore[assignment]
 
     def _keep_write_scale(self, module, args, output) -> None:
-        # The norm gives gain * x / rms(x); projecting its output on gain * x gives 1 / rms(x) without knowing its
-        # epsilon. Where the feed-forward gives nothing but zeros there is nothing to scale.
+        # The norm returns gain * x / rms(x). Projecting its output on gain * x gives 1 / rms(x) without knowing its
+        # epsilon. If the feed-forward's output x is zero there is nothing to scale.
         scaled = args[0].float() * self.layer.write_gain()
         energy = scaled.square().sum(-1)
         self.write_scale_N = ((output.float() * scaled).sum(-1) / energy).masked_fill(energy == 0, 0).flatten()
 
     @property
     def complete(self) -> bool:
+        """Whether the feed-forward has run."""
         return (self.dense_NF is not None) or (self.routed is not None)
 
     def writes(self) -> NeuronWrites:
@@ -106,7 +111,7 @@ class LayerNeurons:
         return NeuronWrites(largest, largest_at, torch.cat(energies))
 
     def at(self, tokens_n: Tensor) -> Tensor:
-        """[n, U] every neuron's activation at the chosen tokens."""
+        """[n, U] activations of all neurons at some tokens."""
         if self.dense_NF is not None:
             return self.dense_NF.index_select(0, tokens_n)
         assert self.routed is not None
@@ -122,31 +127,29 @@ class LayerNeurons:
         return torch.cat(groups, dim=-1)
 
     def _written(self, neurons_NF: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """Neurons as they count for the residual stream: scaled by the post-norm where there is one."""
-        return (
-            neurons_NF
-            if self.write_scale_N is None
-            else neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
-        )
+        """The activations scaled by the post-norm, where there is one."""
+        if self.write_scale_N is None:
+            return neurons_NF
+        return neurons_NF * self.write_scale_N[tokens, None].to(neurons_NF.dtype)
 
     def output_norms(self) -> Tensor:
-        """[U] norm of every neuron's output vector, after a post-norm with its gain."""
+        """[U] norm of every neuron's output vector, times the gain of a post-norm where there is one."""
         return torch.cat([self._output_norms(weight) for _, weight in self.layer.down_weights()])
 
     def _output_norms(self, weight_EF: Tensor) -> Tensor:
-        """[F] float32 norms of the output vectors, after a post-norm with its gain."""
+        """[F] the same for one group of neurons, in float32."""
         if self.layer.post_norm is not None:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
-        # On a CPU several times faster than a norm along the first axis.
+        # On a CPU this is several times faster than torch.linalg.vector_norm along the first axis.
         return weight_EF.square().sum(0, dtype=torch.promote_types(weight_EF.dtype, torch.float32)).sqrt()
 
     def values(self, expert: int | None, neurons: Tensor) -> Tensor:
         """[N, n] float32 activations of some neurons of one group at every token."""
-        whole = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
-        if expert in whole:
-            chosen_NF = whole[expert]
-            assert chosen_NF is not None
-            return chosen_NF[:, neurons].float()
+        kept = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
+        if expert in kept:
+            neurons_NF = kept[expert]
+            assert neurons_NF is not None
+            return neurons_NF[:, neurons].float()
         assert self.routed is not None
         values = torch.zeros(self.routed[0].shape[0], len(neurons), device=self.routed[0].device)
         hit = self._uses(expert).nonzero().squeeze(-1)
@@ -154,19 +157,20 @@ class LayerNeurons:
         return values
 
     def _uses(self, expert: int | None) -> Tensor:
-        """[N] tokens at which an expert's neurons may be other than 0: those routed to it, or all of them where an
-        intervention changes it."""
+        """[N] whether an expert's neurons may be other than 0 at a token: at those routed to it, or at all tokens if an
+        intervention changes the expert."""
         assert self.routed is not None
         is_changed = any(change.expert == expert for change in expert_changes(self.layer.experts))
         routed_N = (self.routed[1] == expert).any(-1)
         return torch.ones_like(routed_N) if is_changed else routed_N
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
-        """[n, F] neurons of one expert, as an intervention leaves them."""
+        """[n, F] activations of one expert's neurons, with the changes of interventions."""
         assert self.routed is not None
         changes = [change for change in expert_changes(self.layer.experts) if change.expert == expert]
         if not changes:
             return self._routed_neurons(expert, tokens_n)
+        # An intervention may look at all tokens, such as the one whose values it transplants.
         neurons_NF = self._routed_neurons(expert, torch.arange(self.routed[0].shape[0], device=tokens_n.device))
         for change in changes:
             chosen = torch.tensor(change.neurons, device=tokens_n.device)
@@ -174,7 +178,7 @@ class LayerNeurons:
         return neurons_NF[tokens_n]
 
     def _routed_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
-        """[n, F] neurons of one expert, times their routing weight: 0 at tokens not routed to it."""
+        """[n, F] activations of one expert's neurons times its routing weight: 0 at tokens not routed to it."""
         assert self.routed is not None
         assert expert is not None
         hidden_NE, index_Nk, weight_Nk = self.routed

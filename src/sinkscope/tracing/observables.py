@@ -1,11 +1,12 @@
-"""An observable is one record: where it listens, what it keeps of a layer's call, how values join, what it means.
+"""What a trace records. An Observable says at which hook point of a layer it listens, which value it takes there, how
+the values of several sequences are reduced to one, and what the result means.
 
-CHAIN holds every observable of the sink chain. The columns of a trace's tables are these records, so a new one is a new
-record and nothing else; a user's own are given to `trace(..., observables=[*CHAIN, mine])`.
+CHAIN holds every observable of the sink chain. To add a number to a trace, add a record here: tables, pages and
+torchrun need no more. Users give their own to `trace(..., observables=[*CHAIN, mine])`.
 
 Axes, the layers first: L layers, B sequences, T positions, S recorded keys, H heads, R distances, E width, C channels,
 U neurons, P positions of interest (`LayerCall.positions_of_interest`), N tokens of the effective rank.
-This file imports no torch: reports read the meaning of columns from it.
+This file must not import torch: commands that only read saved runs take the meaning of columns from it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from sinkscope.errors import InputError
 from sinkscope.tracing.reducers import Cosine, Largest, Mean, Moments, Reducer, Rows, SelfJoining, TopDirection, Total
 
 RANK_TOKENS = 1024
-"""Tokens that the effective rank of a layer is taken over."""
+"""Most tokens of a layer that its effective rank is computed from."""
 DIRECTION_SEQUENCES = 16
-"""Sequences that the top direction of a position's states is sought across. They and the few positions of interest
-bound what chunks must keep until they meet: at most 16 x 28 states a layer, however long the text and the batch."""
-
+"""Most sequences that `direction_share` is computed across. Their states at the positions of interest are kept until
+all chunks have run: at most 16 x 28 states in each layer, however long the text and the batch."""
 
 TABLE_OF_AXES = {"LT": "positions", "LH": "heads", "L": "layers"}
-"""Which table an observable fills: by layer and position, by layer and head, or by layer."""
+"""By the axes of an observable, the table that it is a column of."""
 
 
 class HookPoint(Enum):
-    """Where in a layer an observable listens. The comments say what a LayerCall holds by then."""
+    """Where in a layer an observable listens, in the order in which a layer runs. The comments name the attributes of
+    LayerCall that an observable may read there."""
 
     ATTENTION_IN = "attention_in"  # state
-    ATTENTION = "attention"  # query, key, value, rule, attention
-    BEFORE_NORM = "before_norm"  # before_norm; only where a norm on the aggregation is
+    ATTENTION = "attention"  # state, query, key, value, rule, attention
+    BEFORE_NORM = "before_norm"  # before_norm; only in models with a norm on the aggregation
     AGGREGATION = "aggregation"  # aggregation, before_norm
-    PROJECTED = "projected"  # projected
+    PROJECTED = "projected"  # aggregation, before_norm, projected
     RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
     RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
-    NEURONS = "neurons"  # neurons; when the layer ends, after RESIDUAL_OUT
+    NEURONS = "neurons"  # residual, neurons; at the end of the layer, after RESIDUAL_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +51,27 @@ class Observable:
     """Its name in a recording and, unless `column` says another, in a table."""
     hook_point: HookPoint
     value: Callable[[Any], Any]
-    """Takes a layer's call (`LayerCall`) and gives what to record of it, sequences first, as `reducer` takes it; None
-    for nothing."""
+    """Takes a LayerCall and returns what to record of it, in the form that `reducer` takes, sequences first; None to
+    record nothing."""
     reducer: Reducer
     """How the values of several sequences become one."""
     axes: str = ""
-    """Axes of the result; those of TABLE_OF_AXES fill a table."""
+    """Axes of the result. An observable whose axes are in TABLE_OF_AXES is a column of that table."""
     meaning: str = ""
-    """The sentence that documents the column; a column must have one."""
+    """A sentence that documents the column. Every column needs one."""
     column: str = ""
+    """The name of the column, if it differs from `name`."""
     nullable: bool = False
-    """Whether a table may hold no value: with one sequence, with chosen keys, or for a state of zeros."""
+    """Whether the column may be null: with one sequence, with chosen keys, or for a state of zeros."""
     asks: Literal["", "distances", "averaging law", "own weights", "positions of interest"] = ""
-    """Extra data that it needs from the pass. Empty: only attention received."""
+    """Extra data that this observable needs from the pass. Empty: only attention received."""
     layers: Collection[int] | None = None
-    """Where it listens; every layer if not given."""
+    """The layers it listens in; all if None."""
 
 
 def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observable]:
-    """A number of each query's row of attention, by position and by head."""
+    """Two observables of a number that each query's row of attention has: its mean over heads, a column of `positions`,
+    and its mean over queries, a column of `heads`."""
 
     def over(axis: int) -> Callable[[Any], Any]:
         def mean_over(call: Any) -> Any:
@@ -98,7 +101,8 @@ def _heads_and_positions(name: str, meaning: str) -> tuple[Observable, Observabl
 
 
 def averaging_law(call: Any) -> Any:
-    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads; None if only some keys are recorded."""
+    """[B, T] sum_j a_tj^2 Var(v_j), mean over heads: the variance of the aggregation if values of different keys were
+    independent. None if only some keys are recorded."""
     weighted_BHT = call.attention.weighted_mixing
     return None if weighted_BHT is None else weighted_BHT.mean(1)
 
@@ -126,7 +130,7 @@ DOM_RATIO = Observable(
     reducer=Mean(of_ratios=True),
     axes="LT",
     meaning="max |h| / mean |h| of the residual that leaves the layer, mean over sequences; null, like every ratio, "
-    "where all their states are zeros",
+    "where all states are zero",
     nullable=True,
 )
 EFFECTIVE_RANK = Observable(
@@ -135,7 +139,7 @@ EFFECTIVE_RANK = Observable(
     value=lambda call: call.rank_tokens,
     reducer=Rows(RANK_TOKENS),
     axes="LNE",
-    meaning="The tokens of the residual that the effective rank is taken over",
+    meaning="The states that the effective rank is computed from",
 )
 SINK_HEADS = Observable(
     name="sink_heads",
@@ -158,10 +162,10 @@ LOCK = Observable(
     hook_point=HookPoint.ATTENTION,
     value=lambda call: call.lock_rows,
     reducer=SelfJoining(),
-    meaning="The rows that the lock is worked out from",
+    meaning="The queries, keys and states that the lock is computed from",
 )
 SURVEY = (RECEIVED, VALUE_VARIANCE_BY_KEY, DOM_RATIO)
-"""Observables of all sequences that others need before they can be recorded chunk by chunk."""
+"""What must be known of all sequences before a batch can be recorded in chunks: see `record`."""
 
 CHAIN: tuple[Observable, ...] = (
     RECEIVED,
@@ -193,7 +197,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.before_norm,
         reducer=Moments(),
         axes="LT",
-        meaning="The same before the norm on the aggregation; null where there is none",
+        meaning="The same before the norm on the aggregation; null in models without one",
         nullable=True,
     ),
     Observable(
@@ -202,7 +206,7 @@ CHAIN: tuple[Observable, ...] = (
         value=averaging_law,
         reducer=Mean(),
         axes="LT",
-        meaning="sum_j E[a_tj^2] Var(v_j), mean over heads",
+        meaning="Variance that averaging independent values would give: sum_j E[a_tj^2] Var(v_j), mean over heads",
         nullable=True,
         asks="averaging law",
     ),
@@ -239,8 +243,8 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: (call.rows_of_interest, call.positions_of_interest, call.passing.length),
         reducer=TopDirection(DIRECTION_SEQUENCES),
         axes="LT",
-        meaning="Energy share of the top direction of the residual across the first 16 sequences, in any basis; at "
-        "positions of interest, null elsewhere and with one sequence",
+        meaning="Energy share of the top direction of the residual across the first 16 sequences, whatever the basis; "
+        "only at positions of interest, null elsewhere and with one sequence",
         nullable=True,
         asks="positions of interest",
     ),
@@ -250,7 +254,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.dom_ratio_turned,
         reducer=Mean(of_ratios=True),
         axes="LT",
-        meaning="DomRatio in a fixed random basis, mean over sequences; at the same positions",
+        meaning="DomRatio in a fixed random basis, mean over sequences; only at positions of interest",
         nullable=True,
         asks="positions of interest",
     ),
@@ -312,7 +316,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.attention.by_distance,
         reducer=Mean(),
         axes="LHR",
-        meaning="Mean attention on the key so far back, over at most 256 queries that have one",
+        meaning="Mean attention on the key that lies this far back, over at most 256 queries",
         asks="distances",
     ),
     Observable(
@@ -361,7 +365,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.writes_of_interest,
         reducer=Mean(),
         axes="LPU",
-        meaning="The same as the residual stream gets it: after a post-norm, scaled by it",
+        meaning="What the residual stream gets of it: the same, scaled by the post-norm where there is one",
     ),
     Observable(
         name="neuron_square",
@@ -369,7 +373,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.writes_of_interest.square(),
         reducer=Mean(),
         axes="LPU",
-        meaning="Its square, mean over sequences",
+        meaning="The square of what is written, mean over sequences",
     ),
     Observable(
         name="neuron_energy",
@@ -377,7 +381,7 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.writes.energy,
         reducer=Total(),
         axes="LU",
-        meaning="Its square, summed over tokens",
+        meaning="The square of what is written, summed over tokens",
     ),
     LOCK,
     EFFECTIVE_RANK,
@@ -385,23 +389,23 @@ CHAIN: tuple[Observable, ...] = (
 
 
 def resolved(observables: Iterable[Observable | str] | None) -> tuple[Observable, ...]:
-    """The observables that a user asks for, by name or as records; all of the chain where nothing is asked for."""
+    """The observables that a user names or gives as records; all of the chain for None."""
     if observables is None:
         return CHAIN
-    known = {observable.name: observable for observable in CHAIN}
-    chosen: dict[str, Observable] = {}
+    by_name = {observable.name: observable for observable in CHAIN}
+    selected: dict[str, Observable] = {}
     for observable in observables:
-        if isinstance(observable, str) and observable not in known:
+        if isinstance(observable, str) and observable not in by_name:
             raise InputError(
-                f"There is no observable called {observable}. Choose `observables` among {', '.join(known)}, or write "
-                "an Observable of your own."
+                f"There is no observable called {observable}. Choose `observables` among {', '.join(by_name)}, or "
+                "write an Observable of your own."
             )
-        record = known[observable] if isinstance(observable, str) else observable
-        if chosen.setdefault(record.name, record) != record:
+        record = by_name[observable] if isinstance(observable, str) else observable
+        if selected.setdefault(record.name, record) != record:
             raise InputError(f"There are two observables named {record.name}. Give yours another name.")
         if record.axes in TABLE_OF_AXES and not record.meaning:
             raise InputError(
                 f"{record.name} becomes a column of the table {TABLE_OF_AXES[record.axes]} but has no `meaning`. Write "
                 "what it is, in a sentence."
             )
-    return tuple(chosen.values())
+    return tuple(selected.values())

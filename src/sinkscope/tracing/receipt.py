@@ -1,8 +1,8 @@
-"""The receipt of a reading: that what was read is what ran.
+"""The receipt of a reading: evidence that what was read is what the model computes.
 
-Reading runs a model through doors of our own: the decoder is called directly, attention goes through our functions,
-and weights are taken from modules. For each model object a short plain pass, as its owner calls it, is compared with
-the pass that reading makes. A model whose passes differ is refused: its numbers would be of another model.
+Reading does not call a model as its owner does: it calls the decoder directly, sends attention through our functions,
+and takes weights from modules. So for each model object a short pass as its owner calls it is compared with a pass as
+we read it. A model whose passes differ is refused, because the numbers would describe another model.
 Axes: B sequences, T positions, E width, F neurons, M sampled rows of a weight.
 """
 
@@ -54,50 +54,54 @@ class Receipt:
     interventions: tuple[dict[str, Any], ...]
     """Those that were on: name, the layers in which they acted, and what their means are from."""
     difference: float | None
-    """Largest difference of a final state between the owner's plain pass and the pass that reads, over its norm; None
-    where the owner's own pass was read, or where that pass overflowed and left nothing to compare."""
+    """Largest difference between the final states of the owner's pass and of the pass that we read, over their norm.
+    None if the owner's pass itself was read, or if it overflowed and left nothing to compare."""
     tolerance: float | None
     compared_tokens: int
     seconds: float
-    """What the comparison took; it is made once for each model object, and again when the model changes."""
+    """How long the comparison took. It is made once for each model object, and again when the model changes."""
     states: tuple[str, ...]
-    """What is not plain about the model: compiled, offloaded, adapted, autocast."""
+    """What is special about how the model runs: compiled, offloaded, adapted (PEFT), autocast."""
     missing_bos: int | None = None
-    """The BOS token that the model names, where it reads text and none begins with it."""
+    """The model's BOS token, if it has one but no text begins with it."""
     doubled_bos: int = 0
     """How many texts have two BOS tokens in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Comparison:
+class PassComparison:
+    """How the owner's pass and the pass that we read differ, on a few tokens."""
+
     difference: float | None
     tolerance: float
     dtype: torch.dtype
     seconds: float
 
 
-_compared: WeakKeyDictionary[nn.Module, tuple[str, _Comparison]] = WeakKeyDictionary()
-"""By model: how it was when its passes were compared, and how they differ."""
+_compared: WeakKeyDictionary[nn.Module, tuple[str, PassComparison]] = WeakKeyDictionary()
+"""By model: the state in which its passes were compared (`_state_of_model`), and the comparison."""
 
 
 def described(*receipts: Receipt | None) -> dict[str, Any]:
     """The entry `receipt` of a summary: of one model, or of each of several."""
-    entries = [asdict(each) for each in receipts if each is not None]
+    entries = [asdict(receipt) for receipt in receipts if receipt is not None]
     if not entries:
         return {}
     return {"receipt": entries[0] if len(receipts) == 1 else entries}
 
 
-def take_receipt(loaded: LoadedModel, batch: TokenBatch | None = None) -> Receipt:
-    """The receipt of a reading of a batch; the model's two passes are compared, unless they have been."""
+def take_receipt(
+    loaded: LoadedModel, batch: TokenBatch | None = None, comparison: PassComparison | None = None
+) -> Receipt:
+    """The receipt of a reading of a batch. `comparison`: what `check_reading` returned before that reading, if it is at
+    hand; hashing the model's state a second time takes a while."""
     anatomy = anatomy_of(loaded.model)
-    comparison = check_reading(loaded.model, anatomy)
-    acting = open_interventions(anatomy.decoder)
+    comparison = comparison or check_reading(loaded.model, anatomy)
     return Receipt(
         weights=loaded.weight_hash,
         dtype=str(comparison.dtype).removeprefix("torch."),
         leading_ids=() if batch is None else batch.leading_ids,
-        interventions=tuple(_told(each) for each in acting),
+        interventions=tuple(_intervention_entry(acting) for acting in open_interventions(anatomy.decoder)),
         difference=comparison.difference,
         tolerance=comparison.tolerance,
         compared_tokens=math.prod(PROBED),
@@ -117,7 +121,7 @@ def _beginnings(loaded: LoadedModel, batch: TokenBatch) -> dict[str, Any]:
 
 
 def beginnings_in_words(receipt: Receipt | None, *, lacks_sink: bool) -> str:
-    """A sentence where the texts begin so that a result may be another than their tokenizer would give; else empty."""
+    """A sentence if the way the texts begin may change the result: a missing or a doubled BOS token; else empty."""
     if receipt is None:
         return ""
     if receipt.doubled_bos:
@@ -130,7 +134,7 @@ def beginnings_in_words(receipt: Receipt | None, *, lacks_sink: bool) -> str:
     )
 
 
-def _told(acting: OpenIntervention) -> dict[str, Any]:
+def _intervention_entry(acting: OpenIntervention) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": acting.name, "layers": sorted(acting.acted_in)}
     calibrated_on = acting.intervention.calibrated_on
     return entry if calibrated_on is None else entry | {"calibrated_on": calibrated_on}
@@ -151,39 +155,42 @@ def receipt_of_own_pass(loaded: LoadedModel) -> Receipt:
     )
 
 
-def check_reading(model: nn.Module, anatomy: Anatomy) -> _Comparison:
-    """Refuses a model whose own forward pass is not the one that reading makes. Compared once for each model object,
-    and again when its hooks, weights, type or attention have changed."""
-    key = _state_of_model(model, anatomy)
-    known = _compared.get(model)
-    if known is None or known[0] != key:
-        known = key, _compare(model, anatomy)
-        _compared[model] = known
-    return known[1]
+def check_reading(model: nn.Module, anatomy: Anatomy) -> PassComparison:
+    """How the owner's pass and the pass that we read differ; refuses a model in which they differ too much.
+
+    They are compared once for each model object, and again when its hooks, weights, type or attention have changed.
+    """
+    state = _state_of_model(model, anatomy)
+    compared_state, comparison = _compared.get(model, (None, None))
+    if comparison is None or compared_state != state:
+        comparison = _compare(model, anatomy)
+        _compared[model] = state, comparison
+    return comparison
 
 
 def states(model: nn.Module) -> tuple[str, ...]:
-    """What a reader should know of how the model runs."""
+    """What is special about how a model runs, for the receipt: see `Receipt.states`."""
     device_type = next(model.parameters()).device.type
     # torch has no public way to ask whether a module was compiled in place.
-    found = {
+    applies = {
         "compiled": any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
         or hasattr(model, "_orig_mod"),
         "offloaded": any(parameter.is_meta for parameter in model.parameters()),
         "adapted": bool(getattr(model, "peft_config", None)),
         "autocast": torch.is_autocast_enabled("cpu" if device_type == "meta" else device_type),
     }
-    return tuple(name for name, is_so in found.items() if is_so)
+    return tuple(name for name, is_so in applies.items() if is_so)
 
 
 def _state_of_model(model: nn.Module, anatomy: Anatomy) -> str:
-    """What decides whether a comparison still holds. Hooks of our own interventions come and go and don't count."""
-    hooks = [
-        (name, [id(hook) for hook in kept.values() if not isinstance(hook, OwnHook | SilentHook)])
-        for name, module in model.named_modules()
-        for kept in (module._forward_pre_hooks, module._forward_hooks)
-        if kept
-    ]
+    """A hash of all that a comparison of the passes depends on. While it stays the same, the comparison holds."""
+    hooks = []
+    for name, module in model.named_modules():
+        for registered in (module._forward_pre_hooks, module._forward_hooks):
+            # Hooks of our own interventions come and go, and are suspended while passes are compared.
+            others = [id(hook) for hook in registered.values() if not isinstance(hook, OwnHook | SilentHook)]
+            if registered:
+                hooks.append((name, others))
     forwards = [(id(type(module)), id(vars(module).get("forward"))) for module in model.modules()]
     config = getattr(anatomy.decoder, "config", None)
     attention = None if config is None or open_interventions(anatomy.decoder) else config._attn_implementation
@@ -192,44 +199,46 @@ def _state_of_model(model: nn.Module, anatomy: Anatomy) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compare(model: nn.Module, anatomy: Anatomy) -> _Comparison:
+def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
+    """Runs both passes on a few tokens and compares their final states; refuses a model in which they differ."""
     started_at = time.perf_counter()
     ids_BT = _probe_ids(model, anatomy)
     dtypes: list[torch.dtype] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         dtypes.append(query.dtype)
-        return read_attention(query, key, value, rule, ReadingRequest(keys=query.new_zeros(0).long()))[0].output
+        nothing_read = ReadingRequest(keys=query.new_zeros(0).long())  # an empty list of keys: only the output counts
+        return read_attention(query, key, value, rule, nothing_read)[0].output
 
     with suspend(), torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(devices=[]):
-        with _final_state(anatomy) as plain:
+        with _final_state(anatomy) as owners_states:
             model(ids_BT)
-        with _final_state(anatomy) as read, _calls(anatomy), attention_hook(anatomy, attend):
+        with _final_state(anatomy) as read_states, _checked_calls(anatomy), attention_hook(anatomy, attend):
             anatomy.decoder(input_ids=ids_BT, use_cache=False)
-    if not plain:
+    if not owners_states:
         raise InputError(
             f"The forward pass of {type(model).__name__} does not call its decoder, {type(anatomy.decoder).__name__}. "
-            "Readings would be of another pass than yours: call the decoder as a module, or give the model the "
+            "So the pass that is read would not be yours. Call the decoder as a module, or give the model the "
             "attribute `sinkscope_anatomy`."
         )
-    # Under autocast some steps are computed in the lower type and others not.
+    # Under autocast some steps run in the lower type and others don't, so the lower type's tolerance applies.
     device_type = ids_BT.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtypes[0]
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
-    difference = _difference(plain[-1], read[-1])
+    difference = _difference(owners_states[-1], read_states[-1])
     if difference is not None and not difference <= tolerance:
         raise InputError(
-            f"This model's own forward pass and the one that is read end in different states ({difference:.2g} of "
-            "their norm on a few tokens), so numbers would be of another model. Something in its forward pass differs "
-            "from its family's: is_causal on an attention, position ids, an overridden forward. Undo it first."
+            f"This model's own forward pass and the pass that is read end in different states ({difference:.2g} of "
+            "their norm on a few tokens), so the numbers would describe another model. Something in its forward pass "
+            "differs from its family: is_causal on an attention, position ids, an overridden forward. Undo it first."
         )
-    return _Comparison(
+    return PassComparison(
         difference=difference, tolerance=tolerance, dtype=dtype, seconds=time.perf_counter() - started_at
     )
 
 
 def _probe_ids(model: nn.Module, anatomy: Anatomy) -> Tensor:
-    """[B, T] ids spread over the vocabulary, without padding, which a model may treat in its own way."""
+    """[B, T] ids spread over the vocabulary. Padding is left out: some models treat its embedding specially."""
     num_sequences, length = PROBED
     length = min(length, anatomy.context or length)
     num_ids = anatomy.decoder.get_input_embeddings().weight.shape[0]
@@ -242,12 +251,12 @@ def _probe_ids(model: nn.Module, anatomy: Anatomy) -> Tensor:
 
 @contextlib.contextmanager
 def _final_state(anatomy: Anatomy):
-    """While open, collects what the decoder gives back."""
+    """While open, collects the final state [B, T, E] of each pass of the decoder."""
     states: list[Tensor] = []
 
     def keep(module, args, output) -> None:
         state = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-        states.append(getattr(state, "logits", state))
+        states.append(getattr(state, "logits", state))  # a decoder of its own kind may give logits alone
 
     handle = anatomy.decoder.register_forward_hook(in_this_thread(keep))
     try:
@@ -257,8 +266,8 @@ def _final_state(anatomy: Anatomy):
 
 
 @contextlib.contextmanager
-def _calls(anatomy: Anatomy):
-    """While open, sees that each block runs once and in order, and that projections multiply by their weights."""
+def _checked_calls(anatomy: Anatomy):
+    """While open, checks that each block runs once and in order, and that projections multiply by their weights."""
     blocks: list[int] = []
     with contextlib.ExitStack() as stack:
         for layer in anatomy.layers:
@@ -271,19 +280,21 @@ def _calls(anatomy: Anatomy):
         yield
     if blocks != list(range(len(anatomy.layers))):
         raise InputError(
-            f"A forward pass runs the blocks in the order {str(blocks)[:80]}, but each must run once, first to last. A "
-            "model that uses a block twice cannot be read layer by layer."
+            f"A forward pass of this model runs its blocks in the order {str(blocks)[:80]}. Each must run once, first "
+            "to last: a model that uses a block twice cannot be read layer by layer."
         )
 
 
 def _product_check(layer: int, projection: Any):
+    """A hook that refuses a projection whose output is not its input times its weight, in a few rows of the weight."""
+
     def check(module, args, output) -> None:
         weight_EF = projection_weight(projection)
         rows_M = torch.linspace(0, len(weight_EF) - 1, min(ROWS, len(weight_EF))).long().to(weight_EF.device)
         bias_E = getattr(projection, "bias", None)
         dtype = torch.promote_types(output.dtype, torch.float32)
         if not output.isfinite().all():
-            return  # the reading says where it overflowed
+            return  # the reading itself refuses this, and says where
         expected = args[0].to(dtype) @ weight_EF[rows_M].to(args[0].device, dtype).T
         if isinstance(bias_E, Tensor) and not bias_E.is_meta:
             expected = expected + bias_E[rows_M.to(bias_E.device)].to(expected)
@@ -298,13 +309,13 @@ def _product_check(layer: int, projection: Any):
     return check
 
 
-def _difference(plain_BTE: Tensor, read_BTE: Tensor) -> float | None:
-    """Largest difference of a token's state, over the norm of the plain one; None where every plain one overflowed."""
-    if plain_BTE.shape != read_BTE.shape:
+def _difference(owners_BTE: Tensor, read_BTE: Tensor) -> float | None:
+    """Largest difference of a token's state, over the norm of the owner's; None if all of the owner's overflowed."""
+    if owners_BTE.shape != read_BTE.shape:
         return math.inf
-    finite_BT = plain_BTE.isfinite().all(-1)
+    finite_BT = owners_BTE.isfinite().all(-1)
     if not finite_BT.any():
         return None
-    plain_NE, read_NE = plain_BTE[finite_BT].double(), read_BTE[finite_BT.to(read_BTE.device)]
-    apart_N = torch.linalg.vector_norm(read_NE.to(plain_NE) - plain_NE, dim=-1)
-    return float((apart_N / torch.linalg.vector_norm(plain_NE, dim=-1).clamp(min=1e-30)).max())
+    owners_NE, read_NE = owners_BTE[finite_BT].double(), read_BTE[finite_BT.to(read_BTE.device)]
+    apart_N = torch.linalg.vector_norm(read_NE.to(owners_NE) - owners_NE, dim=-1)
+    return float((apart_N / torch.linalg.vector_norm(owners_NE, dim=-1).clamp(min=1e-30)).max())

@@ -1,8 +1,8 @@
-"""record(model, batch, observables): every observable from one forward pass, reduced while the model runs.
+"""record(model, batch, observables): records observables in one forward pass, reducing them while the model runs.
 
-A batch of more tokens than a chunk holds is run in chunks, and under torchrun each process runs its share of the
-sequences. Each observable says how its values join (`reducers`). Some observables must know something of all sequences
-beforehand (the variance of the values, the positions to record in full): a first pass, the survey, finds it.
+A large batch is run in chunks, and under torchrun each process runs its share of the sequences; the reducer of each
+observable joins the parts. Two things must be known of all sequences beforehand: the variance of the values, for the
+averaging law, and the positions of interest. If the batch runs in parts, a first pass, the survey, finds them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope import processes
-from sinkscope.arguments import check_count, check_keys
+from sinkscope.arguments import check_context, check_count, check_keys
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loading import LoadedModel
@@ -29,12 +29,12 @@ from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import LayerCall, Passing, SurveyResult, blame, pick_positions, with_received
 from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, check_chunks
-from sinkscope.tracing.receipt import check_reading
+from sinkscope.tracing.receipt import PassComparison, check_reading
 from sinkscope.tracing.reducers import Cosine, Moments
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
 CHUNK_TOKENS = 1 << 17
-"""Tokens in one forward pass: as many as one long context, so memory is what the longest text would need."""
+"""Most tokens in one forward pass: as many as a long context has, so a batch needs no more memory than one text."""
 
 
 class Recorder:
@@ -50,17 +50,19 @@ class Recorder:
         several: bool = True,
         joinable: bool = False,
     ) -> None:
-        """`several`: whether the batch has several sequences in all; `joinable`: whether passes are to be joined."""
+        """`keys`: record attention on these keys alone. `several`: whether the whole batch has several sequences, which
+        variances and cosines need. `joinable`: whether several passes will be joined, so that reducers keep what
+        joining needs."""
         self.anatomy, self.keys, self.survey, self.several, self.joinable = anatomy, keys, survey, several, joinable
         self.observables = [o for o in observables if several or not _needs_several(o)]
         self.joined: dict[str, dict[int, Any]] = defaultdict(dict)
-        """By observable and layer."""
+        """By observable and layer, the reducer's state over the passes so far."""
         self.attention_path = ""
 
     @contextlib.contextmanager
     def listening(self, shape: tuple[int, int], layers: Sequence[Layer] | None = None) -> Iterator[None]:
-        """While open, one pass of sequences of this shape is recorded, through all layers or those in a row that it
-        runs."""
+        """While open, records one pass of sequences of this shape. `layers`: the consecutive layers that the pass runs,
+        if not all."""
         extra_data = {observable.asks for observable in self.observables}
         passing = Passing(
             anatomy=self.anatomy,
@@ -73,23 +75,23 @@ class Recorder:
             weigh_mixing=self.several and "averaging law" in extra_data,
             survey=self.survey,
         )
-        left: dict[str, dict[int, Any]] = defaultdict(dict)
+        of_pass: dict[str, dict[int, Any]] = defaultdict(dict)
 
         def on_hook(hook_point: HookPoint, call: LayerCall) -> None:
             for observable in self._at(hook_point, call.index):
                 if (values := observable.value(call)) is not None:
-                    left[observable.name][call.index] = observable.reducer.of(values, self.joinable)
+                    of_pass[observable.name][call.index] = observable.reducer.of(values, self.joinable)
 
         layers = layers or self.anatomy.layers
         follow = any(map(_needs_positions, self.observables))
         with open_hooks(passing, layers, self._hook_points, on_hook, follow_positions=follow):
             yield
         self.attention_path = passing.attention_path
-        self._check_complete(left, layers)
-        self.add(left)
+        self._check_complete(of_pass, layers)
+        self.add(of_pass)
 
     def read(self, model: nn.Module, ids_BT: Tensor) -> dict[str, dict[int, Any]]:
-        """The results of one pass of some sequences, as far as the last layer that is listened at."""
+        """The results of one pass of some sequences. It ends after the last layer with an observable."""
         last = max(layer.index for layer in self.anatomy.layers if self._hook_points(layer.index))
         layers, shape = self.anatomy.layers[: last + 1], (ids_BT.shape[0], ids_BT.shape[1])
         with (
@@ -101,31 +103,32 @@ class Recorder:
             self.anatomy.decoder(input_ids=ids_BT.to(input_device(self.anatomy)), use_cache=False)
         return self.results()
 
-    def add(self, left: dict[str, dict[int, Any]]) -> None:
-        """Joins what another pass kept."""
+    def add(self, of_pass: dict[str, dict[int, Any]]) -> None:
+        """Joins what another pass recorded."""
         reducers = {observable.name: observable.reducer for observable in self.observables}
-        for name, by_layer in left.items():
+        for name, by_layer in of_pass.items():
             for layer, values in by_layer.items():
                 before = self.joined[name].get(layer)
                 self.joined[name][layer] = values if before is None else reducers[name].join(before, values)
 
     def join_processes(self) -> None:
-        """Joins what the other processes recorded of their sequences, in the order of the processes."""
+        """Joins what all processes recorded of their sequences, in the order of the processes."""
         if processes.count() > 1:
             shares = processes.gathered((dict(self.joined), self.attention_path))
             self.joined.clear()
-            for left, path in shares:
-                self.add(left)
+            for of_process, path in shares:
+                self.add(of_process)
                 self.attention_path = self.attention_path or path
 
     def results(self) -> dict[str, dict[int, Any]]:
-        """By name and layer, the values over all passes; an observable may have more than one name."""
-        values_of: dict[str, dict[int, Any]] = defaultdict(dict)
+        """By name and layer, the values over all passes. A reducer may give several, with a suffix to the name:
+        `value_variance` and `value_variance_by_channel`."""
+        results: dict[str, dict[int, Any]] = defaultdict(dict)
         for observable in self.observables:
             for layer, joined in sorted(self.joined.get(observable.name, {}).items()):
                 for suffix, values in observable.reducer.result(joined).items():
-                    values_of[observable.name + suffix][layer] = values
-        return dict(values_of)
+                    results[observable.name + suffix][layer] = values
+        return dict(results)
 
     def _at(self, hook_point: HookPoint, layer: int) -> list[Observable]:
         return [o for o in self.observables if o.hook_point is hook_point and (o.layers is None or layer in o.layers)]
@@ -133,18 +136,17 @@ class Recorder:
     def _hook_points(self, layer: int) -> set[HookPoint]:
         return {o.hook_point for o in self.observables if o.layers is None or layer in o.layers}
 
-    def _check_complete(self, left: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
-        """Raises if a layer reported nothing."""
+    def _check_complete(self, of_pass: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
+        """Raises if a layer recorded nothing: then a module is not where the family table says."""
+        # At these, all layers may have nothing: numbers of whole rows if only some keys are recorded, and no norm.
+        may_be_empty = (HookPoint.ATTENTION, HookPoint.BEFORE_NORM)
         for observable in self.observables:
             expected = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
-            if left.get(observable.name) and (silent := sorted(expected - left[observable.name].keys())):
-                raise RuntimeError(f"layer {silent[0]} reported no {observable.name}: {blame(self.anatomy)}")
-            if (
-                observable.name not in left
-                and expected
-                and observable.hook_point not in (HookPoint.ATTENTION, HookPoint.BEFORE_NORM)
-            ):
-                raise RuntimeError(f"no layer reported {observable.name}: {blame(self.anatomy)}")
+            recorded = of_pass.get(observable.name, {}).keys()
+            if recorded and (missing := sorted(expected - recorded)):
+                raise RuntimeError(f"Layer {missing[0]} recorded no {observable.name}. {blame(self.anatomy)}")
+            if expected and not recorded and observable.hook_point not in may_be_empty:
+                raise RuntimeError(f"No layer recorded {observable.name}. {blame(self.anatomy)}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -162,6 +164,8 @@ class Recording:
     by_layer: dict[str, dict[int, Any]]
     """By name and layer; -1 is the residual stream that enters layer 0."""
     elapsed_s: float
+    comparison: PassComparison
+    """How the model's own pass and the pass that was read differ."""
     _stacked: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -169,12 +173,12 @@ class Recording:
         return self._stack(name, least=0)
 
     def rows(self, name: str) -> Tensor:
-        """The same of the residual stream with one row more, the first, for the stream that enters layer 0."""
+        """The same for an observable of the residual stream, with one more row in front: what enters layer 0."""
         return self._stack(name, least=-1)
 
     def reduced(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """[L, ...] what `reduce` leaves of each layer's values, on their own device: all of a long text's are slow to
-        move."""
+        """[L, ...] each layer's values after `reduce`, which runs on their device: moving all values of a long text to
+        the CPU would be slow."""
         return _on_cpu([reduce(values) for _, values in sorted(self.at_layers(name).items())])
 
     def _stack(self, name: str, least: int) -> Tensor:
@@ -187,7 +191,7 @@ class Recording:
         return name in self.by_layer
 
     def at_layers(self, name: str) -> dict[int, Any]:
-        """By layer, where it was recorded."""
+        """The values of an observable by layer, on the device where each was recorded."""
         if name not in self.by_layer:
             raise InputError(
                 f"{name} was not recorded, only {', '.join(self.by_layer)}. Leave `observables` out, or name it there."
@@ -199,7 +203,7 @@ class Recording:
 
     @property
     def by_position(self) -> dict[str, Tensor]:
-        """[L, T] every observable that has a value in each layer at each position."""
+        """By name [L, T], the observables that have a value in each layer at each position."""
         everywhere = (o.name for o in self.observables if o.axes == "LT" and o.asks != "positions of interest")
         return {name: self[name] for name in everywhere if name in self}
 
@@ -229,13 +233,13 @@ def record(
 ) -> Recording:
     """The observables of a causal language model on a batch of tokens; `keys` restricts attention to chosen keys."""
     anatomy = anatomy_of(loaded.model)
-    check_reading(loaded.model, anatomy)
+    comparison = check_reading(loaded.model, anatomy)
     keys_S = _checked_keys(keys, batch.length, anatomy.context)
     started_at = time.perf_counter()
     ids_BT = processes.share(batch.ids)
-    chunks = ids_BT.split(max(1, chunk_tokens // batch.length)) if len(ids_BT) else ()
+    chunks = ids_BT.split(max(1, chunk_tokens // batch.length)) if len(ids_BT) else ()  # a process may have no share
     whole = processes.count() == 1 and len(chunks) == 1
-    check_chunks(1 if whole else max(2, len(chunks)))
+    check_chunks(1 if whole else max(2, len(chunks)))  # another process has sequences too, so they are at least 2
     done, several = 0, batch.num_sequences > 1
     num_passes = len(chunks) * (1 if whole else 2)
 
@@ -252,6 +256,7 @@ def record(
         recorder.join_processes()
         return recorder
 
+    # A pass that sees the whole batch finds both itself, before it needs them.
     needs_survey = any(_needs_positions(o) or o.asks == "averaging law" for o in observables)
     survey = None
     if needs_survey and not whole:
@@ -267,26 +272,29 @@ def record(
         observables=tuple(observables),
         by_layer=recorder.results(),
         elapsed_s=time.perf_counter() - started_at,
+        comparison=comparison,
     )
 
 
 def _on_cpu(rows: list[Tensor]) -> Tensor:
-    """In one tensor, by one transfer for all layers, unless a model is spread over several devices."""
+    """The rows in one tensor on the CPU, by one transfer unless the model is spread over several devices."""
     alike = len({row.device for row in rows}) == 1
     return torch.stack(rows if alike else [row.cpu() for row in rows]).cpu()
 
 
 def _needs_several(observable: Observable) -> bool:
-    """Whether it compares sequences, so that a single one has no value."""
+    """Whether an observable compares sequences, so that a single sequence has no value."""
     return isinstance(observable.reducer, Moments | Cosine) or observable.asks == "positions of interest"
 
 
 def _needs_positions(observable: Observable) -> bool:
+    """Whether an observable is recorded at the positions of interest."""
     return "P" in observable.axes or observable.asks == "positions of interest"
 
 
 def _survey_result(survey: Recorder, keys_S: Tensor | None, length: int) -> SurveyResult:
-    """What the survey says of all sequences: the positions that one pass over the whole batch would pick."""
+    """What the survey found out about all sequences: the variance of their values, and the positions of interest that
+    one pass over the whole batch would pick."""
     results = survey.results()
     received_T: Tensor | None = None
     top_positions = []
@@ -299,30 +307,30 @@ def _survey_result(survey: Recorder, keys_S: Tensor | None, length: int) -> Surv
 
 
 def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) -> Tensor | None:
+    """[S] the chosen keys, sorted; None for all. Refuses keys and lengths that cannot be."""
     check_count("length", length, 2)
-    if context is not None and length > context:
-        raise InputError(
-            f"`length={length}` exceeds the model's context of {context} tokens. Give `length={context}` or less."
-        )
+    check_context(length, context)
     check_keys(keys, length)
     return None if keys is None else torch.tensor(sorted(set(map(int, keys))), dtype=torch.long)
 
 
 def without_autograd(loaded: LoadedModel) -> contextlib.AbstractContextManager:
-    """Inference mode, which costs each operation less than no_grad: a sixth of what the host adds on a short text. But
-    tensors that a model keeps from such a pass (some rotary embeddings do) cannot be trained through later, so a model
-    that its owner may train gets no_grad."""
+    """Inference mode, or no_grad for a model that its owner may train.
+
+    Inference mode costs less for each operation: on a short text it saves a sixth of our overhead. But tensors that a
+    model caches in such a pass (some rotary embeddings are) cannot take part in training later.
+    """
     may_be_trained = loaded.source == "given" and any(p.requires_grad for p in loaded.model.parameters())
     return torch.no_grad() if may_be_trained else torch.inference_mode()
 
 
 class _PassEndedError(Exception):
-    """Ends a pass whose later modules are not needed."""
+    """Raised by a hook to end a pass whose later modules are not needed."""
 
 
 @contextlib.contextmanager
 def ending_after(module: nn.Module) -> Iterator[None]:
-    """A pass inside of it ends, without a result, when the module has run."""
+    """A pass inside ends when the module has run, and gives no result."""
 
     def end(module, args, output) -> None:
         raise _PassEndedError

@@ -1,9 +1,12 @@
 """Reducers: how the values of an observable on several sequences become one, over chunks and over processes alike.
 
-A reducer makes a state of what one layer's call gave on some sequences (`of`), joins two such states (`join`), and
-gives the value of all (`result`). A state is a tensor, or a tuple of tensors and counts. `joinable` says whether the
-state will be joined to others; where it will not, what only joining needs is left out.
-Axes: B sequences, C channels, T positions.
+    of(values, joinable)  the state of one pass: a tensor, or a tuple of tensors and counts. Unless it is `joinable`,
+                          what only joining needs is left out: it can be as large as an activation
+    join(mine, theirs)    the state of both passes
+    result(joined)        by suffix of the observable's name, the value over all passes
+
+Like observables.py, this file imports torch only where it computes.
+Axes: B sequences, C channels, E width, P positions of interest, T positions.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ class Mean:
     """The mean over sequences of [B, ...]."""
 
     of_ratios: bool = False
-    """Whether NaN means an empty ratio, 0 / 0, which is left out."""
+    """Whether NaN stands for 0 / 0, which is left out of the mean."""
 
     def of(self, values: Tensor, joinable: bool) -> Any:
-        if len(values) == 1 and not joinable:  # its own mean: on a GPU each launch saved counts, in every layer
+        if len(values) == 1 and not joinable:  # its own mean; saves two launches a layer on a GPU
             return values[0], 1
         if not self.of_ratios:
             return values.sum(0), len(values)
@@ -39,7 +42,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Total:
-    """The sum over all calls."""
+    """The sum over passes, for what is already summed over the sequences of each."""
 
     def of(self, values: Tensor, joinable: bool) -> Any:
         return values
@@ -53,9 +56,10 @@ class Total:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest over sequences of ([B, ...] values, [B, ...] places), and its place, under a name of its own."""
+    """The largest over sequences of ([B, ...] values, [B, ...] places), and as `_PLACE` where that one lies."""
 
     place: str
+    """What the places count, such as dimension or neuron."""
 
     def of(self, values: tuple[Tensor, Tensor], joinable: bool) -> Any:
         if len(values[0]) == 1:
@@ -72,8 +76,8 @@ class Largest:
 
 @dataclass(frozen=True)
 class Moments:
-    """The unbiased variance over sequences of [B, ..., C], by Chan's formula: averaged over channels and, as
-    `_by_channel`, over all else. NaN for a single sequence."""
+    """The unbiased variance over sequences of [B, ..., C], its mean over channels and, as `_by_channel`, over all else.
+    NaN for a single sequence. Passes are joined by Chan's formula, which cancels less than sums of squares."""
 
     def of(self, values: Tensor, joinable: bool) -> Any:
         import torch
@@ -81,7 +85,7 @@ class Moments:
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         mean = values.mean(0)
         squares = (values - mean).square_().sum(0)
-        # The mean is as large as one sequence's value, and only needed to join others to it.
+        # The mean is as large as one sequence's values, and only joining needs it.
         return len(values), mean if joinable else None, squares.sum(-1), squares.flatten(0, -2).sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -111,7 +115,7 @@ class Cosine:
 
         total = values.sum(0)
         has_direction = torch.linalg.vector_norm(values, dim=-1) > 0
-        # The sum is as large as what one sequence leaves, and only needed to join other sequences' to it.
+        # The sum is as large as one sequence's values, and only joining needs it.
         return total if joinable else None, total.square().sum(-1), has_direction.sum(0)
 
     def join(self, mine: Any, theirs: Any) -> Any:
@@ -127,7 +131,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Rows:
-    """Every sequence's own row of [B, ...], in order; the first `most` of them where only so many are wanted."""
+    """The row of each sequence, of [B, ...], in order; only the first `most` of them if that is given."""
 
     most: int | None = None
 
@@ -145,7 +149,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SelfJoining:
-    """Values that join by their own method, `mine.joined(theirs)`."""
+    """Values that know how to join: `mine.joined(theirs)`."""
 
     def of(self, values: Any, joinable: bool) -> Any:
         return values
@@ -159,11 +163,11 @@ class SelfJoining:
 
 @dataclass(frozen=True)
 class TopDirection:
-    """The energy share of the top direction across the first `most` sequences, by position [T], of rows [B, P, E] at
-    positions [P] of a text of some length; NaN at other positions.
+    """[T] the energy share of the top direction across the first `most` sequences; NaN at positions without rows.
 
-    Rows of different sequences must meet, so what joins are the rows themselves, never more than `most` of them; where
-    nothing is to be joined their Gram matrix is kept, and no row.
+    Takes rows [B, P, E], their positions [P], and the length of the text. The direction is sought across the rows of
+    all sequences, so joinable states hold the rows themselves, at most `most` of them. Otherwise the Gram matrix
+    [P, B, B] is enough, which is smaller.
     """
 
     most: int

@@ -1,4 +1,7 @@
-"""The feed-forward neurons that move the massive dimensions of a position, and how sparse their output vectors are."""
+"""The neurons that write or erase the massive dimensions of a position, and how sparse their output vectors are.
+
+Axes: L layers, M massive dimensions, U neurons of a layer, E width, F neurons of one expert.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,46 @@ from sinkscope.models.anatomy import Layer
 from sinkscope.tracing.recorder import Recording
 
 SIGNIFICANT_WRITE = 0.1
-"""A layer's neurons are listed if together they move a dimension that is massive before or after the layer by at least
-this fraction of its largest value so far. So what starts it counts, however large it grows later."""
+"""A layer's neurons are listed if together they change a massive dimension by at least this fraction of its largest
+value so far. So what starts it counts, however large it grows later."""
 LISTED_SHARE = 0.01
-"""Neurons below this share of the squared write are not listed."""
+"""Neurons with less than this share of their layer's squared write are not listed."""
 
 
 @dataclass(frozen=True)
 class SuperNeuron:
+    """A neuron that writes or erases a massive dimension at a position."""
+
     position: int
     layer: int
     expert: int | None
     neuron: int
     dimension: int
+    """The massive dimension that it writes into most."""
     activation: float
+    """Mean over sequences at the position, times the routing weight."""
     write: float
     """Mean write into the dimension at the position."""
     write_share: float
+    """Share of the layer's squared write into the massive dimensions there."""
     contrast: float
     """Root mean square write at the position over that at all others; saturates at about 1,000 sqrt(T)."""
     role: str
+    """`writes` if its write has the sign of the dimension's value, else `erases`."""
     stands: bool
-    """Whether the dimension that its layer moves is massive before or after it."""
+    """Whether a dimension that its layer changes is massive right before or after the layer."""
     sparsity: ChannelSparsity
     layer_top_share: float
     """Median over the layer's neurons of the energy share of the top dimension."""
 
 
 MassiveAtPosition = tuple[Sequence[int | None], Collection[tuple[int, int]]]
-"""Of a position: where it stands among those recorded in full, by row of the residual stream (the first enters layer
-0), and the (layer, dimension) in which it is massive."""
+"""Of one position: its slot among the positions of interest, by row of the residual stream (the first row enters layer
+0; None if it is not among them), and the (layer, dimension) pairs in which it is massive."""
 
 
 def neurons_that_move(recording: Recording, positions: Mapping[int, MassiveAtPosition]) -> list[SuperNeuron]:
-    """The neurons that move the massive dimensions of some positions, strongest write first."""
+    """The neurons that write or erase the massive dimensions of some positions, strongest write first."""
     top_share = cache(lambda layer: _median_top_share(recording.anatomy.layers[layer]))
     neurons: list[SuperNeuron] = []
     for position, (slots, massive) in positions.items():
@@ -68,9 +77,11 @@ def _at_position(
     rows = recording.rows("dimension")
     values = [nothing if slot is None else rows[row, slot] for row, slot in enumerate(slots)]
     peak_LM = torch.stack([value_E[dimensions_M].abs() for value_E in values]).cummax(0).values
-    massive_LM = torch.tensor(
-        [[(row - 1, dimension) in massive for dimension in dimensions_M.tolist()] for row in range(len(values))]
-    )
+    # A row is the residual stream that leaves layer row - 1.
+    massive_LM = torch.zeros(len(values), len(dimensions_M), dtype=torch.bool)
+    for row in range(len(values)):
+        for column, dimension in enumerate(dimensions_M.tolist()):
+            massive_LM[row, column] = (row - 1, dimension) in massive
     neurons = []
     for layer in recording.anatomy.layers:
         if (slot := slots[layer.index + 1]) is None:
@@ -100,8 +111,7 @@ def _at_position(
             strongest = int(write_MU[:, index].abs().argmax())
             dimension, write = int(dimensions_M[strongest]), float(write_MU[strongest, index])
             sides = [float(v[dimension]) for v in (before, after) if v is not None]
-            # A neuron writes if it pushes the way the larger of the values before and after the layer points, else
-            # it erases.
+            # It writes if its sign is that of the larger of the values before and after the layer, else it erases.
             writes = write * max(sides, key=abs) > 0
             neurons.append(
                 SuperNeuron(
@@ -131,10 +141,12 @@ def _median_top_share(layer: Layer) -> float:
 
 
 def rest_of(total: Tensor, here: Tensor) -> Tensor:
-    """total - here, but at least what float32 can resolve, so that a ratio to it saturates and never jumps."""
+    """total - here, but at least what float32 can resolve of the total, so that a ratio to it saturates and does not
+    jump with rounding."""
     return torch.maximum(total - here, 2.0**-20 * total)
 
 
 def _top_shares(output_EF: Tensor) -> Tensor:
+    """[F] energy share of the top dimension of each output vector; NaN for a vector of zeros."""
     energy = output_EF.float().square()
     return (energy.amax(0) / energy.sum(0)).cpu()

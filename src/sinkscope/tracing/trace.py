@@ -1,4 +1,4 @@
-"""trace(model, batch): the whole sink chain of a causal language model in one pass, and what was found in it."""
+"""trace(model, batch): records the whole sink chain of a causal language model in one pass, and says what it shows."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Trace(Result):
-    """A recording, what was found in it, and both as tables."""
+    """A recording, the findings in it, and both as tables."""
 
     kind = "trace"
     recording: Recording
     sequences: Sequences | None = None
-    """What each key of each sequence receives; None where the observables were not recorded."""
+    """What each key of each sequence receives; None if the observables for it were not recorded."""
     tokenizer: PreTrainedTokenizerBase | None = None
     receipt: Receipt | None = None
 
@@ -52,42 +52,45 @@ class Trace(Result):
     @cached_property
     def tables(self) -> Mapping[str, Mapping]:
         """Columns by table: sinks, positions, neurons, dimensions, heads, layers, distances, tokens, sequence_sinks. If
-        the findings lack an observable, only the tables that the observables fill."""
-        found = trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
-        return found if self.sequences is None else {**found, **sequence_tables(self.sequences, self.token_text)}
+        the findings lack an observable, only the tables that the recorded observables fill."""
+        tables = trace_tables(self.findings) if self.has_findings else recorded_tables(self.recording)
+        return tables if self.sequences is None else {**tables, **sequence_tables(self.sequences, self.token_text)}
 
     def token_text(self, token: int) -> str:
-        """A token as the tokenizer writes it; its id where there is no tokenizer."""
+        """A token as the tokenizer writes it; its id without a tokenizer."""
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @cached_property
     def token_sinks(self) -> list[TokenSink]:
-        """Of text, the tokens that are sinks within sequences at positions that are none on average."""
+        """The tokens of a text that are sinks in some sequences, at positions that are no sink on average; empty for
+        random tokens."""
         if self.sequences is None or self.recording.batch.kind not in ("text", "given"):
             return []
         return self.sequences.by_token([sink.position for sink in self.findings.sinks])
 
     @property
     def has_findings(self) -> bool:
-        """Whether all that the findings need was recorded."""
+        """Whether all observables that the findings need were recorded."""
         return self.recording.by_layer.keys() >= NEEDED
 
     @property
     def lacking(self) -> list[str]:
-        """Observables that the page of a trace draws and that were not recorded."""
+        """Observables that the page of a trace needs and that were not recorded."""
         recorded = {observable.name for observable in self.recording.observables}
-        drawn = [o.name for o in CHAIN if o.name in NEEDED or o.axes in TABLE_OF_AXES or o.asks == "distances"]
-        return [name for name in drawn if name not in recorded]
+        on_page = [o.name for o in CHAIN if o.name in NEEDED or o.axes in TABLE_OF_AXES or o.asks == "distances"]
+        return [name for name in on_page if name not in recorded]
 
     @cached_property
     def summary(self) -> dict:
-        """The object written as summary.json. Unknown or not applicable is null."""
-        hidden = [{**asdict(sink), "text": self.token_text(sink.id)} for sink in self.token_sinks]
-        found = {**trace_summary(self.findings), **({"token_sinks": hidden} if hidden else {}), "story": self.story}
-        return {**found, **described(self.receipt)}
+        """The object written as summary.json. What is unknown or does not apply is null."""
+        summary = trace_summary(self.findings)
+        if hidden := [{**asdict(sink), "text": self.token_text(sink.id)} for sink in self.token_sinks]:
+            summary["token_sinks"] = hidden
+        return {**summary, "story": self.story, **described(self.receipt)}
 
     @cached_property
     def story(self) -> str:
+        """What the trace shows, in a few sentences."""
         if self.has_findings:
             hidden = hidden_sinks(self.token_sinks, self.token_text)
             return story(self.findings) + hidden + self.beginnings
@@ -95,28 +98,28 @@ class Trace(Result):
 
     @property
     def beginnings(self) -> str:
-        """What must be known of how the texts begin; mostly nothing."""
-        # Of a short text nothing is said of sinks: its rate is NaN.
+        """A warning about BOS tokens, if one is due; mostly empty."""
+        # A short text has no rate (NaN, which compares as False), so nothing is said about a lack of sinks.
         return beginnings_in_words(self.receipt, lacks_sink=self.findings.strongest[1] < MIN_SINK_RATE)
 
     @cached_property
     def schemas(self) -> tuple[Schema, ...]:
-        """Of the tables, with the columns that this trace has."""
-        found = []
+        """The schemas of the tables, with the columns that this trace has."""
+        schemas = []
         for schema in TRACE_TABLES:
             if schema.name in self.tables:
                 declared = schema_with(schema, self.recording.observables)
-                kept = [column for column in declared.columns if column.name in self.tables[schema.name]]
-                found.append(replace(declared, columns=tuple(kept)))
-        return tuple(found)
+                columns = [column for column in declared.columns if column.name in self.tables[schema.name]]
+                schemas.append(replace(declared, columns=tuple(columns)))
+        return tuple(schemas)
 
     def write(self, folder: RunFolder) -> None:
         if self.has_findings:
             super().write(folder)
         elif not self.tables:
             raise InputError(
-                f"There is no table to save: {', '.join(self.recording.by_layer)} fill none. Take these from "
-                "`recording`, or leave `observables` out."
+                f"There is no table to save: none has a column for {', '.join(self.recording.by_layer)}. Read that "
+                "from `recording`, or leave `observables` out."
             )
         else:
             self.write_tables(folder)
@@ -132,37 +135,39 @@ def trace(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Trace:
-    """The sink chain of a model on what it reads: a batch of tokens, a text, a chat, a list of them, or ids;
-    without one on random tokens, as `token_batch` draws them.
+    """The sink chain of a model on a batch of tokens, a text, a chat, a list of these, or ids. Without a batch, random
+    tokens are read, as `token_batch` draws them.
 
-        found = sinkscope.trace(model, "The cat sat on the mat.")
-        found.story, found.findings.sinks, found.table("heads")
+        result = sinkscope.trace(model, "The cat sat on the mat.")
+        result.story, result.findings.sinks, result.table("heads")
 
-    `observables` says what to record, by name or as records of your own; by default all of CHAIN. `keys` restricts
-    attention to chosen key positions. `effective_rank=False` leaves out the only number that needs a decomposition.
-    Batches of more than `chunk_tokens` tokens are run in chunks, whose statistics join exactly.
+    `observables`: what to record, by name or as records of your own; all of CHAIN by default. `keys`: record attention
+    on these key positions alone. `effective_rank=False` leaves out the one number that needs a decomposition. Batches
+    of more than `chunk_tokens` tokens are run in chunks, and joining them is exact.
     """
     check_is_object(model)
     loaded = load(model)
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
-    wanted = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
+    selected = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
     check_one_pass(len({len(ids) for ids in batch.whole}))
-    recording = record(loaded, batch, wanted, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
+    recording = record(loaded, batch, selected, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
     sequences = read_sequences(loaded, recording, chunk_tokens)
-    result = Trace(recording, sequences, loaded.tokenizer, take_receipt(loaded, batch))
+    receipt = take_receipt(loaded, batch, recording.comparison)
+    result = Trace(recording, sequences, loaded.tokenizer, receipt)
     if result.has_findings:
-        # What still needs the model's weights is found now, so that later changes to the model don't change the trace.
+        # Findings are computed when first asked for. Those that read the model's weights are computed now, so that the
+        # trace stays the same if the model is changed afterwards.
         with evaluation_mode(loaded.model):
             _ = result.findings.lock, result.findings.moving_neurons, result.findings.output_channel_norms
     return result
 
 
 NUM_NAMED = 3
-"""Tokens that a sentence names."""
+"""How many tokens the sentence on hidden sinks names."""
 
 
 def trace_summary(findings: Findings) -> dict:
-    """What was found, for summary.json."""
+    """The findings as they stand in summary.json. Keys stay as they are: saved runs have them."""
     recording = findings.recording
     position, rate = findings.strongest
     at_sink, elsewhere = findings.dom_ratio_at(position)
@@ -217,7 +222,7 @@ def trace_summary(findings: Findings) -> dict:
 
 
 def story(findings: Findings) -> str:
-    """One sentence that says what was found."""
+    """What was found, in one sentence."""
     sinks = findings.sinks
     position, rate = findings.strongest
     among = ""
@@ -253,7 +258,7 @@ def story(findings: Findings) -> str:
     writers = [
         neuron for neuron in findings.super_neurons if neuron.role == "writes" and neuron.position == findings.focus[0]
     ]
-    # A later layer may write more, and the sink not need it: the neuron that first wrote the disparity is named.
+    # A later layer may write more without the sink needing it, so the neuron that first wrote the disparity is named.
     first = [neuron for layer in findings.appears_in for neuron in writers if neuron.layer == layer]
     if writers:
         neuron = (first or writers)[0]
@@ -265,7 +270,7 @@ def story(findings: Findings) -> str:
 
 
 def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> str:
-    """The sentence that warns of sinks within texts that a mean by position does not show; empty without any."""
+    """A sentence on tokens that are sinks within some texts but not on average by position; empty without any."""
     if not sinks:
         return ""
     named = []
@@ -279,7 +284,7 @@ def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> s
 
 
 def _too_short(findings: Findings, among: str) -> str:
-    """For sequences in which no key has the later queries that a sink needs."""
+    """The story of sequences so short that no key has the later queries that a sink needs."""
     recording = findings.recording
     received_S = recording["received"].mean((0, 1))
     is_last_S = recording.keys == recording.batch.length - 1  # it has no query but its own
@@ -293,7 +298,7 @@ def _too_short(findings: Findings, among: str) -> str:
 
 
 def _cut(findings: Findings) -> str:
-    """Says that by position only the beginnings of texts of unequal length are read."""
+    """A sentence saying that only the beginnings of texts of unequal length are read by position; else empty."""
     batch = findings.recording.batch
     if not batch.whole:
         return ""
