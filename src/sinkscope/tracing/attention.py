@@ -1,11 +1,11 @@
-"""Computes a layer's attention and what is recorded of it, by the best path there is, and names that path.
+"""Computes a layer's attention and what is recorded of it, by the fastest path that can, and names that path.
 
-On CUDA the fused attention of torch gives the aggregation and the log-sum-exp, and a Triton kernel finds the rest in
-one more pass over q k^T. Everywhere else, and for scores that the fused attention cannot make (soft-capping), tiles
-of matrix products do both at once.
-Where an intervention lets some queries see other keys than the causal mask does, the attention runs as usual, and those
-few rows are computed again, with and without the change. The results are corrected by the difference. So such a change
-costs a row, on every path.
+On CUDA, torch's fused attention gives the aggregation and the log-sum-exp, and a Triton kernel finds the rest in one
+more pass over q k^T. On other devices, and for scores that the fused attention cannot compute (soft-capping), tiles of
+matrix products do both at once (tiles.py).
+If an intervention lets some queries see other keys than the causal mask does, attention runs as usual first. Then the
+rows of those queries are computed again, with and without the change, and the results are corrected by the difference.
+So such a change costs a few rows, on either path.
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
 head size, P chosen keys, R distances, n queries at which distances are measured, q queries that see other keys.
 """
@@ -31,16 +31,17 @@ from sinkscope.tracing.attention_rule import (
 from sinkscope.tracing.open_interventions import MaskChange, check_indices
 from sinkscope.tracing.tiles import TILE_ELEMENTS, tiled_attention
 
+# What torch's flash attention takes.
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE = 256
 DISTANCE_ELEMENTS = 1 << 26
-"""Entries of keys at all distances that are held at once."""
+"""Most entries of the keys at all distances that are gathered at once."""
 
 
 def read_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> tuple[AttentionReading, str]:
-    """The reading of one layer, and the name of the path that made it."""
+    """The reading of one layer's attention, and the name of the path that computed it."""
     reason = _not_fused(query_BHTD, rule) if query_BHTD.is_cuda else ""
     if reason is None:
         path, read = "flash attention and a Triton kernel", _fused_attention
@@ -48,14 +49,14 @@ def read_attention(
         path, read = f"tiles ({reason})" if reason else "tiles", tiled_attention
     reading = read(query_BHTD, key_BKSD, value_BKSD, rule, request)
     if rule.mask_changes:
-        # Not under the owner's autocast: the few rows are worked out in at least float32.
+        # Without the owner's autocast: these few rows are computed in at least float32.
         with torch.no_grad(), torch.autocast(query_BHTD.device.type, enabled=False):
             reading = with_changed_masks(reading, query_BHTD, key_BKSD, value_BKSD, rule, request)
     return reading, path
 
 
 def _not_fused(query_BHTD: Tensor, rule: AttentionRule) -> str | None:
-    """Why the fused attention of torch and our kernel cannot be used; None if they can."""
+    """Why torch's fused attention and our kernel cannot be used, as a part of the path's name; None if they can."""
     if rule.softcap is not None:
         return "soft-capped scores"
     if rule.sigmoid_bias is not None:
@@ -72,7 +73,7 @@ def _fused_attention(
 ) -> AttentionReading:
     output_BTHD, lse_BHT = _attention_and_log_sum_exp(query_BHTD, key_BKSD, value_BKSD, rule)
     if rule.sink_logits is not None:
-        # A learned sink only adds to each row's total: the aggregation shrinks by the share that it takes.
+        # A learned sink only adds to each row's total, so the aggregation shrinks by the share that it takes.
         whole_BHT = torch.logaddexp(lse_BHT, rule.sink_logits.float()[None, :, None])
         output_BTHD = output_BTHD * torch.exp(lse_BHT - whole_BHT).transpose(1, 2).unsqueeze(-1).to(output_BTHD.dtype)
         lse_BHT = whole_BHT
@@ -107,7 +108,8 @@ def _fused_attention(
 def attention_by_distance(
     query_BHTD: Tensor, key_BKSD: Tensor, lse_BHT: Tensor, rule: AttentionRule, distances: tuple[int, ...]
 ) -> Tensor:
-    """[B, H, R] mean over the sampled queries t >= d of the attention of t on t - d, from each query's log-sum-exp."""
+    """[B, H, R] attention of query t on key t - d, mean over the sampled queries t >= d; each query's log-sum-exp
+    normalises its scores."""
     queries_n, back_nR, hidden_nR, count_R = _keys_by_distance(
         query_BHTD.shape[2], rule.window, distances, query_BHTD.device
     )
@@ -126,8 +128,8 @@ def attention_by_distance(
 def _keys_by_distance(
     length: int, window: int | None, distances: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """([n] sampled queries, [n, R] the key each distance back from them, [n, R] whether it is not there or not seen,
-    [R] how many queries have one); the same for all layers."""
+    """([n] sampled queries, [n, R] the key at each distance back from them, [n, R] whether there is none or it is not
+    seen, [R] how many queries have one). The same for all layers, so it is computed once."""
     queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
     back_nR = queries_n[:, None] - distances_R
     has_key_nR = back_nR >= 0
@@ -138,7 +140,10 @@ def _keys_by_distance(
 def _attention_and_log_sum_exp(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """(aggregation [B, T, H, D], log-sum-exp [B, H, T]) by the kernel that torch would choose."""
+    """(aggregation [B, T, H, D], log-sum-exp [B, H, T]) by the kernel that torch would choose.
+
+    scaled_dot_product_attention does not return the log-sum-exp, so the operators below it are called.
+    """
     chosen = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
         query_BHTD, key_BKSD, value_BKSD, None, 0.0, True, scale=rule.scaling, enable_gqa=True
     )
@@ -166,7 +171,7 @@ def with_changed_masks(
     rule: AttentionRule,
     request: ReadingRequest,
 ) -> AttentionReading:
-    """The reading as it is when some queries see other keys: `rule.mask_changes`."""
+    """The reading corrected for the queries that see other keys (`rule.mask_changes`)."""
     num_batch, num_heads, length, _ = query_BHTD.shape
     device = query_BHTD.device
     rows = sorted({query for change in rule.mask_changes for query in change.queries})
@@ -187,7 +192,8 @@ def with_changed_masks(
         change_BHqS = after_BHqS - before_BHqS
         output_BHqD = _by_head(after_BHqS, value_BKSD)
         output_BTHD[:, queries_q] = output_BHqD.transpose(1, 2).to(output_BTHD.dtype)
-        # alpha is a mean over the queries from a key on: what an earlier query is let see of it does not count.
+        # Attention received is a mean over the queries from a key on. Attention of earlier queries, which an
+        # intervention may allow, does not count.
         summed_BHS = change_BHqS.masked_fill(~_seen(queries_q, length, None), 0).sum(2)
         received += summed_BHS if request.keys is None else summed_BHS[..., request.keys.to(device)]
         by_distance_BHR += _change_by_distance(change_BHqS, queries_q, length, request.distances)
@@ -206,6 +212,7 @@ def with_changed_masks(
 
 
 def _check_changes(changes: tuple[MaskChange, ...], num_batch: int, num_heads: int, length: int) -> None:
+    """Refuses changes of positions, heads or sequences that are not there."""
     named = (
         ("position", length, [index for change in changes for index in (*change.queries, *change.keys)]),
         ("head", num_heads, [index for change in changes for index in change.heads or ()]),
@@ -216,13 +223,14 @@ def _check_changes(changes: tuple[MaskChange, ...], num_batch: int, num_heads: i
 
 
 def _by_head(rows_BHqX: Tensor, right_BKXY: Tensor) -> Tensor:
-    """[B, H, q, Y] rows of each head times what its key-value head has, which is not repeated for the heads that share
-    it: all their rows are multiplied at once."""
+    """[B, H, q, Y] rows of each query head times a matrix of its key-value head. Query heads that share one are
+    multiplied at once, so that keys and values need not be repeated."""
     rows_BKnX = rows_BHqX.unflatten(1, (right_BKXY.shape[1], -1)).flatten(2, 3)
     return torch.matmul(rows_BKnX, right_BKXY.to(rows_BHqX.dtype)).view(*rows_BHqX.shape[:3], -1)
 
 
 def _seen(queries_q: Tensor, length: int, window: int | None) -> Tensor:
+    """[q, S] which keys queries see under the causal mask, with or without a window."""
     back_qS = queries_q[:, None] - torch.arange(length, device=queries_q.device)
     return back_qS >= 0 if window is None else (back_qS >= 0) & (back_qS < window)
 
@@ -230,6 +238,7 @@ def _seen(queries_q: Tensor, length: int, window: int | None) -> Tensor:
 def _allowed(
     regular_qS: Tensor, queries_q: Tensor, changes: tuple[MaskChange, ...], num_batch: int, num_heads: int
 ) -> Tensor:
+    """[B, H, q, S] which keys queries see with the changes."""
     allowed_BHqS = regular_qS.expand(num_batch, num_heads, -1, -1).clone()
     device = regular_qS.device
     for change in changes:
@@ -250,7 +259,7 @@ def _allowed(
 
 
 def _change_by_distance(change_BHqS: Tensor, queries_q: Tensor, length: int, distances: tuple[int, ...]) -> Tensor:
-    """[B, H, R] what the change adds to attention by distance, a mean over sampled queries that have a key there."""
+    """[B, H, R] what the change adds to attention by distance, as a mean over the sampled queries."""
     distances_R, sampled_n = distance_tensor(distances, queries_q.device), sampled_queries(length, queries_q.device)
     num_queries_R = (sampled_n[:, None] >= distances_R).sum(0)
     back_qR = queries_q[:, None] - distances_R

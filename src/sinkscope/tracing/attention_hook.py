@@ -1,10 +1,15 @@
-"""Hands every layer's queries, keys and values to a function of ours, through interfaces that a model offers.
+"""Sends every layer's queries, keys and values through a function of ours, by interfaces that models offer (a family's
+`attention_door`).
 
-Most families look up a function by name in the attention registry of transformers. A mask function of the same name
-must be registered too, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal,
-with or without a window) and refuses anything else. Falcon calls scaled_dot_product_attention itself, which a torch
-function mode sees. Registration is process-wide, so both functions look for a hook that acts on the pass that runs.
-Where there is none, in another thread's pass or in a copy of the model, they use what the model used before.
+- "registry": most families look up their attention by name in the registry of transformers. We register a function
+  under a name of our own and put that name into the configuration. A mask function must be registered under the same
+  name, or the model sees the future. Ours builds no mask: it passes on what the mask means (causal, with or without a
+  window), and refuses any other.
+- "sdpa_call" (Falcon) and "causal_sdpa" (models of your own): the attention calls scaled_dot_product_attention itself,
+  which a TorchFunctionMode sees while the attention's module runs.
+
+Registration is process-wide, so our functions look for a hook that acts on the pass that runs. If there is none, as in
+another thread's pass or in a copy of the model, they do what the model did before.
 """
 
 from __future__ import annotations
@@ -44,22 +49,22 @@ _HARMLESS = {
     "sliding_window",
     "is_causal",
 }
-"""Arguments that models pass on to attention and that change nothing here: windows are read from the mask, positions
-are already in q, k."""
+"""Arguments that models pass to attention and that change nothing here: windows are read from the mask, and positions
+are already in queries and keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class CausalMask:
-    """What a model's mask means; it is passed on in place of the mask."""
+    """What a model's mask means. It is passed to attention in place of the mask."""
 
     window: int | None
     refused: InputError | None = None
-    """Why it cannot be read."""
+    """Why it cannot be read; raised when attention is called."""
     plain: Callable[[], Any] | None = None
-    """Makes the mask itself, for another model that has the same configuration object."""
+    """Builds the mask itself, for another model that shares the configuration object."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what makes the mask, which cannot be pickled: under torchrun the rows of the lock travel."""
+        """Without `plain`, which can't be pickled: under torchrun the arguments of attention are sent for the lock."""
         return vars(self) | {"plain": None}
 
 
@@ -69,13 +74,14 @@ class _AttentionHook:
 
     decoder: nn.Module
     config: Any
-    """The configuration of the model, which masks are asked for with; None where they are not asked for."""
+    """The model's configuration, by which the mask function recognises the model; None if it has none."""
     layer_of: dict[int, int]
-    """By the attention module's id."""
+    """The layer's index by the id of its attention module."""
     on_attention: OnAttention
     depth: int
+    """At how many suspensions it was opened (`open_interventions.depth`); it acts at that depth alone."""
     thread: int | None
-    """The thread whose passes go through it; None for all of them."""
+    """The thread whose passes go through it; None for all threads."""
 
     @property
     def acts(self) -> bool:
@@ -84,16 +90,16 @@ class _AttentionHook:
 
 
 _hooks: list[_AttentionHook] = []
-"""The open ones of all models; what was opened last comes first."""
+"""The open hooks of all models, in the order in which they were opened. Of several, the last one acts."""
 _doors: WeakKeyDictionary[nn.Module, tuple[int, contextlib.ExitStack]] = WeakKeyDictionary()
-"""By decoder: how many hooks are open, and what undoes the change that the first of them made to the model."""
+"""By decoder: how many hooks are open, and what undoes the change that opening the first one made to the model."""
 _doors_lock = threading.Lock()
 
 
 @dataclass(kw_only=True)
 class _Renamed:
-    """A configuration in which our attention stands in place of the model's. Models made from one configuration object
-    share it."""
+    """A configuration that names our attention in place of the model's own. Several models may share the object, so the
+    name is put back when the last of them is closed."""
 
     config: Any
     before: str
@@ -106,8 +112,8 @@ _renamed: dict[int, _Renamed] = {}
 
 
 class _OurName(str):
-    """A name in a configuration in place of the one that its owner chose, which copies and pickles have again: another
-    process does not know ours."""
+    """Our name in a configuration. Copies and pickles get the owner's name back, since another process does not know
+    ours."""
 
     def __new__(cls, name: str, before: str):
         return super().__new__(cls, name)
@@ -128,8 +134,8 @@ def implementation_of(config: Any) -> str:
 
 @contextlib.contextmanager
 def attention_hook(anatomy: Anatomy, on_attention: OnAttention, *, every_thread: bool = False) -> Iterator[None]:
-    """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every one.
-    Hooks may be closed in any order; after the last one the model is as it was."""
+    """While open, every attention of the model goes through `on_attention`, in passes of this thread or of every
+    thread. Hooks may be closed in any order. After the last one the model is as it was."""
     hook = _AttentionHook(
         decoder=anatomy.decoder,
         config=getattr(anatomy.decoder, "config", None),
@@ -166,7 +172,7 @@ def _leave_door(decoder: nn.Module) -> None:
 
 
 def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
-    """Changes a model so that its attention asks us."""
+    """Changes a model so that its attention calls ours; `undo` collects what changes it back."""
     door = anatomy.family.attention_door
     config: Any = getattr(anatomy.decoder, "config", None)
     if door != "causal_sdpa":
@@ -181,14 +187,14 @@ def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
             leave = OwnHook(calls.leave, layer.attention)
             undo.callback(layer.attention.register_forward_hook(leave, always_call=True).remove)
         if door == "sdpa_call":
-            # A mask of four dimensions is passed on as it is; without one Falcon builds T x T of them.
+            # Falcon passes on a mask of four dimensions as it is. Without one it would build a mask of T x T entries.
             by_marker = OwnHook(_mask_by_marker(anatomy.decoder, marker), anatomy.decoder)
             undo.callback(anatomy.decoder.register_forward_pre_hook(by_marker, with_kwargs=True).remove)
 
 
 def _rename(config: Any, in_registry: bool) -> None:
-    """What set_attn_implementation does, without its walk over all modules: each attention asks the configuration for
-    the name at every call. Falcon asks too, and only its sdpa branch makes the call that can be seen."""
+    """Does what set_attn_implementation does, without its walk over all modules: each attention reads the name from the
+    configuration at every call. Falcon reads it too, and only its sdpa branch makes the call that we can see."""
     if id(config) not in _renamed:
         before = config._attn_implementation
         ours = _OurName(_name_over(before) if in_registry else "sdpa", before)
@@ -202,14 +208,14 @@ def _name_back(config: Any) -> None:
     renamed.count -= 1
     if not renamed.count:
         del _renamed[id(config)]
-        if config._attn_implementation == renamed.ours:  # else its owner has chosen another meanwhile
+        if config._attn_implementation == renamed.ours:  # else its owner has chosen another one meanwhile
             config._attn_implementation = renamed.before
 
 
 @cache
 def _name_over(before: str) -> str:
-    """The name under which our functions are registered for models that use the implementation `before`. It says what
-    to use where no hook is open: in other threads, and in a copy of the model."""
+    """The name under which our functions are registered for models that use the implementation `before`. There is one
+    for each, since our functions must know what to call if no hook acts: in other threads, and in copies."""
     name = f"{NAME}_over_{len(_names)}"
     _names[name] = before
     AttentionInterface.register(name, partial(_attention, before))
@@ -221,7 +227,7 @@ _names: dict[str, str] = {}
 
 
 def _hook_of(attention: nn.Module) -> _AttentionHook | None:
-    """The hook that acts on a call of an attention."""
+    """The hook that acts on a call of this attention module; None if there is none."""
     return next((hook for hook in reversed(_hooks) if id(attention) in hook.layer_of and hook.acts), None)
 
 
@@ -231,7 +237,7 @@ def _has_hook(config: Any) -> bool:
 
 
 def _is_strange(attention: nn.Module) -> bool:
-    """Whether an attention is part of none of the models that a hook acts on."""
+    """Whether an attention module belongs to no model that a hook acts on, but shares a configuration with one."""
     return not any(attention is part for hook in _hooks if hook.acts for part in hook.decoder.modules())
 
 
@@ -249,22 +255,27 @@ def _attention(
     sigmoid_bias=None,
     **others,
 ):
+    """What models call in place of their attention, as registered by `_name_over`: ours if a hook acts on this call,
+    else the implementation `before`. Returns (aggregation [B, T, H, D], None) as transformers expects."""
     hook = _hook_of(module)
     if hook is None and isinstance(attention_mask, CausalMask) and attention_mask.plain and _is_strange(module):
+        # The mask was asked for with a configuration that this model shares with one that is read.
         attention_mask = attention_mask.plain()
     if hook is None and not isinstance(attention_mask, CausalMask):
-        if (variant := getattr(module, "variant", None)) is not None:  # our own decoder asks no registry for these two
-            own = variant.attend_plain if before == "eager" else variant.attend
-            found = own(query, key, value, attention_mask)
-            return found if before == "eager" else (found, None)
-        # The registry holds every implementation but the one that a model writes out itself, under this name.
-        written_out: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        attend = AttentionInterface().get_interface(before, written_out)
-        given = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
-        others |= {name: value for name, value in given.items() if value is not None}
+        if (variant := getattr(module, "variant", None)) is not None:  # our decoder's own attention is in no registry
+            attend_before = variant.attend_plain if before == "eager" else variant.attend
+            output = attend_before(query, key, value, attention_mask)
+            return output if before == "eager" else (output, None)
+        # The registry has every implementation but eager attention, which each model file defines under this name.
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend = AttentionInterface().get_interface(before, eager)
+        of_scores = {"softcap": softcap, "s_aux": s_aux, "sigmoid_bias": sigmoid_bias}
+        others |= {name: value for name, value in of_scores.items() if value is not None}
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
     if hook is None:
-        raise RuntimeError(f"the attention of layer {module.layer_idx} is not the module that the family table names")
+        raise RuntimeError(
+            f"The attention of layer {module.layer_idx} is not the module that its family's entry names."
+        )
     if not isinstance(attention_mask, CausalMask):
         raise RuntimeError(
             f"layer {hook.layer_of[id(module)]} got a mask of type {type(attention_mask)}, not sinkscope's own"
@@ -273,9 +284,9 @@ def _attention(
         raise attention_mask.refused
     unknown = {name for name in others.keys() - _HARMLESS if others[name] is not None and others[name] is not False}
     if unknown or dropout or others.get("is_causal") is False:
-        given = ", ".join(sorted(unknown)) or "dropout or a bidirectional mask"
+        what = ", ".join(sorted(unknown)) or "dropout or a bidirectional mask"
         raise InputError(
-            f"Attention is called with {given}, which cannot be read. What can be read is scaling, a causal mask, "
+            f"Attention is called with {what}, which cannot be read. What can be read is scaling, a causal mask, "
             "windows, soft-capping, learned sinks and a sigmoid. Use a model without the rest, or teach "
             "sinkscope/tracing/attention_hook.py what it means."
         )
@@ -302,12 +313,15 @@ def _mask(
     local_size=None,
     **others,
 ) -> Any:
-    """The meaning of the mask that a model asks for; padding, caches and shapes other than causal windows have none."""
-    asked = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    """What a model's mask means, a CausalMask, if a hook acts on this pass; else the mask of `before` itself. Padding,
+    caches and masks other than causal windows are marked as refused."""
+    size = {} if local_size is None else {"local_size": local_size}
     make = partial(
-        AttentionMaskInterface()[before], *asked, **({} if local_size is None else {"local_size": local_size})
+        AttentionMaskInterface()[before],
+        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),
+        **size,
     )
-    plain = cache(partial(make, **others))  # each layer asks for it
+    plain = cache(partial(make, **others))  # each layer asks for it, and it is T x T
     if not _has_hook(others.get("config")):
         return plain()
     window = local_size if local_size is not None and local_size < kv_length else None
@@ -319,13 +333,13 @@ def _mask(
             "Only a causal mask can be read, with or without a sliding window. This one is another (chunks, packed "
             "sequences, a prefix or a cache): use a model or input without it."
         )
-    # Raised where attention is called: only there is known which of the models that share a configuration runs.
+    # Raised only where attention is called: of models that share a configuration, it isn't known here which one runs.
     return CausalMask(window, refused, plain)
 
 
 def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
-    """Whether a mask function agrees with a causal window on a grid of positions that holds both edges of every
-    pattern known."""
+    """Whether a mask function is a causal window: judged on a few positions, which lie at both edges of every pattern
+    that transformers has."""
     marks = {0, 1, 2, length // 3, length // 2, length - 2, length - 1}
     if window is not None:
         marks |= {window - 1, window, window + 1, length - 1 - window, length - window}
@@ -339,7 +353,7 @@ def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
 
 
 def _mask_by_marker(decoder: nn.Module, marker: Tensor):
-    """A hook that gives the decoder the marker for a mask, unless the caller hides tokens."""
+    """A hook that passes the marker to the decoder as its mask, unless the caller hides tokens."""
 
     def hook(module, args, kwargs):
         if module is not decoder or not _has_hook(module.config):
@@ -353,13 +367,13 @@ def _mask_by_marker(decoder: nn.Module, marker: Tensor):
 
 
 class _CallsOfLayer:
-    """Sees the calls of scaled_dot_product_attention that one layer's attention makes, while it runs."""
+    """Catches the calls of scaled_dot_product_attention that one layer's attention makes while it runs."""
 
     def __init__(self, anatomy: Anatomy, layer: Layer, marker: Tensor) -> None:
         self.layer, self.marker = layer, marker
         self.by_flag = anatomy.family.attention_door == "causal_sdpa"
         self.running: dict[int, list[_SdpaCalls | None]] = defaultdict(list)
-        """By thread."""
+        """By thread, one entry for each call of the attention that runs now; None if no hook acts on it."""
 
     def enter(self, module, args) -> None:
         """A hook before the attention."""
@@ -370,21 +384,21 @@ class _CallsOfLayer:
         self.running[threading.get_ident()].append(calls)
 
     def leave(self, module, args, output) -> None:
-        """A hook after the attention, also where it fails."""
+        """A hook after the attention, also if it fails."""
         if running := self.running[threading.get_ident()]:
             calls = running.pop()
             if calls is not None:
                 calls.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Leaves what an interrupt left open."""
+        """Leaves calls that an interrupt left open."""
         while self.running[threading.get_ident()]:
             self.leave(None, None, None)
 
 
 @contextlib.contextmanager
 def direct_call(anatomy: Anatomy, layer: Layer) -> Iterator[None]:
-    """Around a call of a layer's `attention.forward` that goes past the hooks on the module."""
+    """For a direct call of a layer's `attention.forward`, which the hooks on the module don't see."""
     if anatomy.family.attention_door == "registry":
         yield
         return
@@ -396,7 +410,11 @@ def direct_call(anatomy: Anatomy, layer: Layer) -> Iterator[None]:
 
 
 class _SdpaCalls(TorchFunctionMode):
-    """Sees the model's own calls of scaled_dot_product_attention; the marker stands for a plain causal mask."""
+    """Sends the model's own calls of scaled_dot_product_attention through a hook.
+
+    A call is readable if its mask is causal and nothing else: by `is_causal=True` if `by_flag`, else if its mask is the
+    marker that `_mask_by_marker` passed on.
+    """
 
     def __init__(self, hook: _AttentionHook, layer: Layer, marker: Tensor, by_flag: bool) -> None:
         super().__init__()

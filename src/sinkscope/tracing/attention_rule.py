@@ -1,4 +1,5 @@
-"""How a layer's attention computes its scores, what to record of it, and what was recorded.
+"""How a layer's attention turns scores into weights (AttentionRule), what to record of it (ReadingRequest), and what
+was recorded (AttentionReading).
 
 Axes: B batch, H query heads, K key-value heads, T query position, S key position, D head size, n sampled queries, P
 chosen keys, R distances.
@@ -15,47 +16,46 @@ from torch import Tensor
 from sinkscope.tracing.open_interventions import MaskChange
 
 SAMPLED_QUERIES = 256
-"""Attention by distance and the lock are measured at no more queries than this, evenly spaced."""
+"""Attention by distance and the lock are measured at this many evenly spaced queries at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionReading:
-    """What was recorded of one layer's attention. Sums run over queries; None if not asked for."""
+    """What was recorded of one layer's attention; None if not requested."""
 
     output: Tensor
     """[B, T, H, D] value aggregation."""
     received: Tensor
-    """[B, H, S] sum over the queries from each key on of the attention on it; [B, H, P] for chosen keys."""
+    """[B, H, S] attention on each key, summed over the queries from the key on; [B, H, P] for chosen keys."""
     by_distance: Tensor
-    """[B, H, R] attention on the key that lies each distance back, mean over the queries that `sampled_queries`
-    picks."""
+    """[B, H, R] attention on the key at each distance back, mean over `sampled_queries`."""
     entropy: Tensor | None
     """[B, H, T] -sum_s a log a of each query."""
     mixing: Tensor | None
     """[B, H, T] sum_s a^2 of each query."""
     weighted_mixing: Tensor | None
-    """[B, H, T] sum_s a^2 w_s for the given key weights."""
+    """[B, H, T] sum_s a^2 w_s, with the key weights w of the request."""
     own: Tensor | None = None
     """[B, H, T] attention of each query on its own position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRule:
-    """How scores are made from queries and keys in one layer."""
+    """How one layer computes attention weights from queries and keys."""
 
     scaling: float
     window: int | None = None
-    """A query sees itself and window - 1 keys before it."""
+    """A query sees itself and the window - 1 keys before it; None for all earlier keys."""
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    """[H] learned logits that take part in the softmax and have no key."""
+    """[H] learned sinks: logits that take part in the softmax but have no key or value."""
     mask_changes: tuple[MaskChange, ...] = ()
-    """Queries that see other keys; `read_attention` honours them."""
+    """Queries that see other keys than the causal mask allows; `read_attention` applies these changes."""
     sigmoid_bias: float | None = None
-    """If given, a weight is sigmoid(score + bias), whatever the other keys; there is no softmax."""
+    """If given, a weight is sigmoid(score + bias), and there is no softmax."""
 
     def weights(self, scores_BHTS: Tensor, seen: Tensor) -> Tensor:
-        """[B, H, T, S] the weights that scaled products of queries and keys become where a query sees the key."""
+        """[B, H, T, S] attention weights, from the scaled products of queries and keys; 0 unless `seen`."""
         if self.softcap is not None:
             scores_BHTS = (scores_BHTS / self.softcap).tanh() * self.softcap
         scores_BHTS = scores_BHTS.masked_fill(~seen, -torch.inf)
@@ -69,10 +69,10 @@ class AttentionRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingRequest:
-    """Which readings are wanted."""
+    """What to record of a layer's attention."""
 
     keys: Tensor | None = None
-    """[P] chosen key positions; None for every key, and then the numbers of each row too."""
+    """[P] chosen key positions. None for every key; then entropy, mixing and the like are recorded too."""
     distances: tuple[int, ...] = ()
     key_weights: Tensor | None = None
     """[K, S] weights of `weighted_mixing`."""
@@ -81,7 +81,7 @@ class ReadingRequest:
 
 @lru_cache(maxsize=64)
 def sampled_queries(length: int, device: torch.device) -> Tensor:
-    """[n] sorted queries at which attention by distance and the lock are measured; all of them in a short text.
+    """[n] the queries, in order, at which attention by distance and the lock are measured; all of them in a short text.
 
     Kept per device: a copy from the host would make every layer wait for the one before.
     """
@@ -89,7 +89,7 @@ def sampled_queries(length: int, device: torch.device) -> Tensor:
 
 
 def distances(length: int) -> tuple[int, ...]:
-    """The distances of attention by distance: 0 to 4, then powers of two."""
+    """The distances at which attention by distance is measured: 0 to 4, then powers of two."""
     return tuple(d for d in (0, 1, 2, 3, 4, *(2**power for power in range(3, 40))) if d < length)
 
 

@@ -1,7 +1,8 @@
-"""The lock: whether queries agree with the keys of a few positions, and how much of that the massive dimensions carry.
+"""The lock: do queries point towards the keys of a few positions, and how much of that do massive dimensions carry?
 
-During the pass only a few rows are kept. The keys without massive dimensions are computed afterwards, by the model's
-own attention on those rows. This works for every family, whatever it does between state and key.
+During the pass only a few rows of states, queries and keys are kept. Afterwards the model's own attention computes the
+keys of these states once more, with the massive dimensions set to zero. This works for every family, whatever it does
+between state and key (norms, biases, rotary embeddings).
 Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n sampled queries.
 """
 
@@ -22,14 +23,14 @@ from sinkscope.tracing.attention_hook import CausalMask, attention_hook, direct_
 from sinkscope.tracing.open_interventions import suspend
 
 LOCK_SEQUENCES = 8
-"""Sequences that the lock is measured on."""
+"""The lock is measured on the first sequences, this many at most."""
 NUM_LOCK_POSITIONS = 4
-"""The lock of a layer is measured at this many positions, those with the largest DomRatio before it."""
+"""The lock of a layer is measured at this many positions: those with the largest DomRatio before the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockInput:
-    """The rows of one layer that the lock needs."""
+    """The rows of one layer that its lock is computed from."""
 
     positions_Q: Tensor
     queries_n: Tensor
@@ -44,7 +45,7 @@ class LockInput:
     """The arguments of the attention call, without the state."""
 
     def joined(self, other: LockInput) -> LockInput:
-        """The sequences of both, as far as the lock is measured on them."""
+        """The sequences of both, at most LOCK_SEQUENCES."""
         names = ("residual_BQE", "state_BQE", "query_BHnD", "key_BKQD")
 
         def of_both(name: str) -> Tensor:
@@ -58,15 +59,15 @@ class LockInput:
 def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor]:
     """([L, H, Q] share of later queries with q . k > 0, [L, H, Q] share of q . k that the massive dimensions carry).
 
-    The second is 1 - sum q . k' / sum q . k over later queries and sequences, k' the key that attention makes when
-    the massive dimensions are zero in the state; NaN where no sequence has any. Both are NaN at the last position.
+    The second is 1 - sum q . k' / sum q . k over later queries and sequences, where k' is the key if the massive
+    dimensions of the state are zero; NaN if no sequence has massive dimensions. Both are NaN at the last position.
     """
     positive, share = [], []
     with making_keys(anatomy) as key_of:
-        for layer, given in zip(anatomy.layers, inputs, strict=True):
-            # Rows of another process come by the CPU.
+        for layer, recorded in zip(anatomy.layers, inputs, strict=True):
+            # Rows that another process recorded arrive on the CPU.
             weight = next(layer.attention.parameters())
-            rows: LockInput = given if weight.is_meta else moved(given, weight.device)
+            rows: LockInput = recorded if weight.is_meta else moved(recorded, weight.device)
             magnitude_BQE = rows.residual_BQE.abs()
             massive_BQE = magnitude_BQE >= MASSIVE_RATIO * magnitude_BQE.mean(-1, keepdim=True)
             edited_BQE = rows.state_BQE.masked_fill(massive_BQE.to(rows.state_BQE.device), 0)
@@ -83,40 +84,42 @@ def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor
             all_HQ, rest_HQ = ((query_sum_BHQD * key).sum((0, -1)) for key in (with_BHQD, without_BHQD))
             any_Q = massive_BQE.any(-1).any(0).to(all_HQ.device)
             share.append(torch.where(any_Q, 1 - rest_HQ / all_HQ, float("nan")))
-    # Copied when all layers are under way: a copy in each would make the next one wait.
+    # Copied once all layers are queued on the GPU: a copy in each layer would make the next one wait.
     return torch.stack([of_layer.cpu() for of_layer in positive]), torch.stack([of_layer.cpu() for of_layer in share])
 
 
 def later_queries(queries_n: Tensor, positions_Q: Tensor) -> Tensor:
-    """[n, Q] which queries count for the key at each position: later ones alone, as a token may well agree with its own
-    key and lock on to nothing."""
+    """[n, Q] which queries count for the key at each position: only later ones, since a token's query may agree with
+    its own key without any lock."""
     return queries_n[:, None] > positions_Q
 
 
 @contextlib.contextmanager
 def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
-    """While open, gives the keys [B, K, Q, D] that a layer's own attention makes of states at some positions:
-    `key_of(layer, state_BQE, call, positions_Q, length)`."""
-    made: dict[int, Tensor] = {}
+    """While open, `key_of(layer, state_BQE, call, positions_Q, length)` returns the keys [B, K, Q, D] that a layer's
+    own attention computes from states at some positions."""
+    key_of_layer: dict[int, Tensor] = {}
 
     def keep_key(layer: int, query: Tensor, key: Tensor, value: Tensor, rule) -> Tensor:
-        made[layer] = key
+        key_of_layer[layer] = key
+        # An aggregation of the right shape: only the key matters.
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
         args, kwargs = _at_positions(call, positions_Q, length)
-        # Straight to forward: hooks that others put on the module are not meant for these few rows.
+        # Calls forward directly: hooks that others put on the module are not meant for these few rows.
         with direct_call(anatomy, layer):
             layer.attention.forward(state_BQE, *args, **kwargs)
-        return made[layer.index]
+        return key_of_layer[layer.index]
 
-    # An active intervention has acted on these rows already, and must not act again.
+    # An intervention that is on has acted on these rows during the pass, and must not act twice.
     with suspend(), attention_hook(anatomy, keep_key):
         yield key_of
 
 
 def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:
-    """The arguments of an attention call restricted to some positions: whatever has the length of the text is cut."""
+    """The arguments of an attention call for some positions alone: tensors are cut along the axis that has the length
+    of the text (rotary embeddings, position ids)."""
     if isinstance(value, CausalMask):
         return CausalMask(None)
     if isinstance(value, tuple | list):

@@ -1,9 +1,9 @@
-"""Which interventions are on, model by model, and what they change where a hook on a module is not enough: which keys
-a query may see, and the neurons of experts.
+"""Which interventions are on, model by model, and two kinds of change that a hook on a module cannot make: which keys a
+query may see, and the neurons of experts.
 
-Interventions belong to a higher layer of the package. What tracing must know of them is kept here, by model and not by
-call, so that they may be closed in any order. An open intervention changes the model for every pass. The thread or
-task that opened it owns the model meanwhile: another one's reading or intervention is refused.
+`sinkscope.interventions` imports tracing, so what tracing must know of interventions stands here. It is kept by model,
+not by call, so that interventions may be closed in any order. An open intervention changes the model for every pass.
+The thread or task that opened it owns the model meanwhile: others may neither read nor change it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from sinkscope.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class MaskChange:
-    """A change of the keys that some queries of one attention may see."""
+    """A change of the keys that some queries of a layer may see."""
 
     queries: tuple[int, ...]
     mode: Literal["only", "allow", "block"]
-    """The queries see these keys only; these too, later ones included; or all they saw but these."""
+    """only: the queries see these keys alone. allow: these too, even later ones. block: all that they saw but these."""
     keys: tuple[int, ...]
     heads: tuple[int, ...] | None = None
+    """None for all, as for sequences."""
     sequences: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChange:
-    """A change of some neurons of one expert, for every token of a pass, routed there or not."""
+    """A change of some neurons of one expert at every token of a pass, routed to the expert or not."""
 
     expert: int
     neurons: tuple[int, ...]
     new_values: Callable[[Tensor], Tensor]
-    """[N, n] current activations, routing weight included -> what they become."""
+    """Takes the current activations [N, n], routing weight included, and returns the new ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,24 +53,25 @@ class OpenIntervention:
     name: str
     decoder: nn.Module
     layers: tuple[int, ...]
-    """Where it must act in every pass."""
+    """The layers it must act in, in every pass."""
     by_sequence: bool
-    """Whether it depends on the number of a sequence within the batch that runs."""
+    """Whether it depends on which sequence of the batch it acts on."""
     intervention: Any
-    """The object itself, for the layer above."""
+    """The object of `sinkscope.interventions`."""
     depth: int
+    """See `suspend`."""
     owner: tuple[int, int]
     acted_in: set[int] = field(default_factory=set)
     """Layers in which it has acted so far."""
 
     def acted(self, layer: int) -> None:
-        """Notes that it acted in a layer."""
+        """Records that it acted in a layer."""
         self.acted_in.add(layer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Entry:
-    """A change of one module of one layer, opened at some depth."""
+    """A change of one module, and the depth at which it was opened."""
 
     change: Any
     layer: int
@@ -78,17 +80,17 @@ class _Entry:
 
 
 _open: list[OpenIntervention] = []
-"""In the order in which they were opened, of all models."""
+"""The open interventions of all models, in the order in which they were opened."""
 _mask_changes: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
 _expert_changes: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
 _depth: ContextVar[int] = ContextVar("sinkscope_depth", default=0)
 
 
 class OwnHook:
-    """A hook of an intervention on one module. A copy of the module takes it along, and there it does nothing."""
+    """A hook of ours on one module. A copy of the module copies its hooks too, and there this one does nothing."""
 
     def __init__(self, function: Callable, module: nn.Module, *, at_depth: int | None = None) -> None:
-        """With `at_depth` it is silent while interventions are suspended."""
+        """`at_depth`: act at this depth alone, so not while interventions are suspended."""
         self.function, self.module, self.at_depth = function, module, at_depth
 
     def __call__(self, called: nn.Module, *others: Any) -> Any:
@@ -100,7 +102,7 @@ class OwnHook:
 
 
 class SilentHook:
-    """What a copy has in place of an intervention's hook."""
+    """What a pickled copy has in place of an OwnHook."""
 
     def __call__(self, *call: Any) -> None:
         pass
@@ -116,7 +118,7 @@ def owner() -> tuple[int, int]:
 
 
 def open_interventions(decoder: nn.Module | None = None) -> list[OpenIntervention]:
-    """Those that act now, on one model or on any that this thread or task works with."""
+    """The interventions that act now: on one model, or on any that this thread or task owns."""
     acting = [intervention for intervention in _open if intervention.depth == depth()]
     if decoder is None:
         return [intervention for intervention in acting if intervention.owner == owner()]
@@ -130,7 +132,7 @@ def any_open(decoder: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def opened(intervention: OpenIntervention) -> Iterator[None]:
-    """While open, the intervention is among those that are on."""
+    """While open, the intervention is on."""
     _open.append(intervention)
     try:
         yield
@@ -139,8 +141,8 @@ def opened(intervention: OpenIntervention) -> Iterator[None]:
 
 
 def check_owner(model: nn.Module) -> None:
-    """Refuses a model that another thread or task has changed by an intervention: what is read of it would be of the
-    changed model, without a word."""
+    """Refuses a model on which another thread or task has an intervention open: a reading would be of the changed model
+    without saying so."""
     strangers = [intervention for intervention in _open if intervention.owner != owner()]
     if not strangers:
         return
@@ -154,7 +156,7 @@ def check_owner(model: nn.Module) -> None:
 
 
 def check_acted(decoder: nn.Module) -> None:
-    """Refuses the result of a pass in which an intervention did not act in every layer that it names."""
+    """Refuses the result of a pass in which an intervention did not act in all of its layers."""
     for intervention in open_interventions(decoder):
         if silent := sorted(set(intervention.layers) - intervention.acted_in):
             raise InputError(
@@ -165,12 +167,13 @@ def check_acted(decoder: nn.Module) -> None:
 
 
 def mask_changes(attention: nn.Module) -> tuple[MaskChange, ...]:
-    """What is changed now of the mask of one attention, for the attention that is about to use them."""
+    """The changes that act now on the mask of one attention. Asking counts as acting, so only the attention itself may
+    ask."""
     return _acting_on(_mask_changes, attention)
 
 
 def expert_changes(experts: Any) -> tuple[ExpertChange, ...]:
-    """What is changed now of one module of experts."""
+    """The changes that act now on one module of experts."""
     return _acting_on(_expert_changes, experts)
 
 
@@ -182,13 +185,13 @@ def _acting_on(registry: WeakKeyDictionary[nn.Module, list[_Entry]], module: nn.
 
 
 def depth() -> int:
-    """How many times interventions are suspended: what was opened at another depth does not act."""
+    """How many suspensions we are in. An intervention acts only at the depth at which it was opened."""
     return _depth.get()
 
 
 def check_is_object(model: object) -> None:
-    """Refuses a model by its name while an intervention is on: it acts on a model object, not on what is loaded
-    anew."""
+    """Refuses a model given by name while an intervention is on: loading it would give a new object, which the
+    intervention does not change."""
     acting = open_interventions()
     if acting and (model is None or isinstance(model, str | Path)):
         given = "no model is given" if model is None else f"{str(model)!r} is only a name"
@@ -199,14 +202,14 @@ def check_is_object(model: object) -> None:
 
 
 def check_indices(what: str, chosen: Iterable[int] | None, count: int) -> None:
-    """Refuses layers, heads, positions or sequences that the model or the text does not have."""
+    """Refuses indices of layers, heads, positions or sequences that the model or the text does not have."""
     if wrong := sorted({index for index in chosen or () if not 0 <= index < count}):
         longer = ", or give a longer text" if what == "position" else ""
         raise InputError(f"There is no {what} {', '.join(map(str, wrong))}. Choose from 0 to {count - 1}{longer}.")
 
 
 def check_chunks(num_chunks: int) -> None:
-    """Refuses to split a batch whose sequences an intervention tells apart."""
+    """Refuses to split a batch while an intervention acts on numbered sequences of it."""
     if num_chunks > 1 and (name := _by_sequence()):
         raise InputError(
             f"{name} acts on numbered sequences, so the whole batch must fit in one chunk, but it takes {num_chunks}. "
@@ -215,7 +218,8 @@ def check_chunks(num_chunks: int) -> None:
 
 
 def check_one_pass(num_lengths: int) -> None:
-    """Refuses to read texts of each length by themselves where an intervention tells the sequences apart."""
+    """Refuses texts of several lengths, which are read one length at a time, while an intervention acts on numbered
+    sequences."""
     if num_lengths > 1 and (name := _by_sequence()):
         raise InputError(
             f"{name} acts on numbered sequences, so all texts must have one length, but there are {num_lengths}. Cut "
@@ -224,13 +228,13 @@ def check_one_pass(num_lengths: int) -> None:
 
 
 def _by_sequence() -> str | None:
-    """The name of an intervention that is on and tells sequences apart."""
+    """The name of an intervention that is on and acts on numbered sequences; None if there is none."""
     return next((intervention.name for intervention in open_interventions() if intervention.by_sequence), None)
 
 
 @contextlib.contextmanager
 def suspend() -> Iterator[None]:
-    """While open, no intervention acts but those that are entered inside: the model runs for a reading of its own."""
+    """While open, only interventions that are opened inside act: so the baseline can be read meanwhile."""
     token = _depth.set(depth() + 1)
     try:
         yield
@@ -241,12 +245,12 @@ def suspend() -> Iterator[None]:
 def changing_mask(
     attentions: dict[int, nn.Module], change: MaskChange, acted: Callable[[int], None]
 ) -> contextlib.AbstractContextManager:
-    """Adds a change to the attention of some layers; `acted` is called with the layer when it is used."""
+    """While open, changes the masks of some attentions, by layer. `acted` is called with the layer at every use."""
     return _adding(_mask_changes, attentions, change, acted)
 
 
 def changing_experts(layer: int, experts: nn.Module, change: ExpertChange) -> contextlib.AbstractContextManager:
-    """Adds a change to the experts of a layer, for readings: what acts on the pass is a hook on them."""
+    """While open, readings of these experts' neurons include the change. The pass itself is changed by a hook."""
     return _adding(_expert_changes, {layer: experts}, change, lambda layer: None)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model is left as it was found: its hooks, its attention, its configuration and its weights."""
+"""Checks that interventions leave a model as they found it: its hooks, attention, configuration and weights."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from sinkscope.models.weights import weight_checksum
 from sinkscope.tracing.attention_hook import implementation_of
 
 NOTED_BY_SAVING = {"architectures", "dtype", "transformers_version"}
+"""What `save_pretrained` writes into the configuration of the model that it saves. That is no change of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """What must not change on a model."""
+    """What an intervention must leave unchanged."""
 
     hooks: dict[str, tuple]
-    """By the module's name."""
+    """By the name of the module that has them."""
     configuration: Any
     weights: str
 
 
-_found: WeakKeyDictionary[nn.Module, tuple[int, _State]] = WeakKeyDictionary()
-"""By decoder: how many interventions are open, and how the first of them found the model."""
+_before: WeakKeyDictionary[nn.Module, tuple[int, _State]] = WeakKeyDictionary()
+"""By decoder: how many interventions are open, and the model's state before the first of them."""
 
 
 @contextlib.contextmanager
 def restored(name: str, anatomy: Anatomy) -> Iterator[None]:
-    """While open, an intervention may change the model. When the last one of a model is closed, in whatever order, an
-    error says what is not as the first one found it."""
+    """While open, an intervention may change the model. When the last one on a model is closed, in whatever order, an
+    error says what differs from the state before the first one."""
     decoder = anatomy.decoder
-    num_open, found = _found.get(decoder) or (0, _state(anatomy))
-    _found[decoder] = num_open + 1, found
+    num_open, before = _before.get(decoder) or (0, _state(anatomy))
+    _before[decoder] = num_open + 1, before
     failed = True
     try:
         yield
         failed = False
     finally:
-        num_open, found = _found.pop(decoder)
+        num_open, before = _before.pop(decoder)
         if num_open > 1:
-            _found[decoder] = num_open - 1, found
-        elif not failed:  # else what failed is what its owner must see
-            _check(name, anatomy, found)
+            _before[decoder] = num_open - 1, before
+        elif not failed:  # an error on top would hide the one that its owner must see
+            _check(name, anatomy, before)
 
 
 def _state(anatomy: Anatomy) -> _State:
+    """The state of a model now."""
     config = getattr(anatomy.decoder, "config", None)
     return _State(
         hooks=_hooks(anatomy.decoder),
@@ -61,11 +63,12 @@ def _state(anatomy: Anatomy) -> _State:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Of a configuration, without what saving the model notes in it."""
+    """The entries of a configuration, without what saving the model writes there."""
     return {key: value for key, value in config.to_dict().items() if key not in NOTED_BY_SAVING}
 
 
 def _check(name: str, anatomy: Anatomy, before: _State) -> None:
+    """Refuses a model whose state is not as before; `name` is the intervention that was closed last."""
     after = _state(anatomy)
     if changed := [module for module, hooks in after.hooks.items() if hooks != before.hooks.get(module)]:
         what = f"the hooks of {changed[0] or 'the decoder'} are"
@@ -87,7 +90,15 @@ def _is_trained(decoder: nn.Module) -> bool:
 
 
 def _hooks(model: nn.Module) -> dict[str, tuple]:
-    """By module. torch has no public list of a module's hooks."""
-    kept = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    found = {name: tuple(tuple(getattr(module, each)) for each in kept) for name, module in model.named_modules()}
-    return {name: hooks for name, hooks in found.items() if any(hooks)}
+    """The ids of the hooks on each module that has any. torch has no public list of a module's hooks."""
+    hooks = {}
+    for name, module in model.named_modules():
+        of_module = (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if any(of_module):
+            hooks[name] = tuple(map(tuple, of_module))
+    return hooks
