@@ -63,7 +63,7 @@ ATLAS = Schema(
         Column("cause", "str", "What makes a token a sink, by the study's verdicts"),
         Column("units", "str", "The minimal set of neurons, as layer:neuron"),
         Column("dimensions", "str", "Massive dimensions, the strongest first"),
-        Column("remedy", "str", "What wins back most where 8-bit activations do harm, with its share"),
+        Column("remedy", "str", "What recovers most of the damage of 8-bit activations, with its share"),
     ),
 )
 SCHEME = "activations-8-static"
@@ -227,12 +227,12 @@ def _remedy(path: Path) -> str:
     if not path.is_file():
         return "not audited"
     audited = read_json(path, AUDIT)
-    harm = audited["schemes"][SCHEME]["measured"]
+    cost = audited["schemes"][SCHEME]["measured"]
     advised = [step for step in audited["advice"] if step["scheme"] == SCHEME]
     if not advised:
-        return f"none needed or none helps; 8 bits cost {harm:.3f} nats"
+        return f"none needed or none helps; 8 bits cost {cost:.3f} nats"
     best = max(advised, key=lambda step: step["share_won_back"])
-    return f"{best['remedy']}: {best['share_won_back']:.0%} of {harm:.3f} nats"
+    return f"{best['remedy']}: {best['share_won_back']:.0%} of {cost:.3f} nats"
 
 
 def write_atlas(entries: list[Entry], out: Path, wrong: list[str]) -> None:

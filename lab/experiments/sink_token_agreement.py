@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import sinkscope
-from sinkscope.audits.sink_neurons import calibrated
+from sinkscope.audits.sink_neurons import find_sink_neurons
 from sinkscope.audits.sink_tokens import attention_sinks, neuron_sinks
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.prompts import as_batch
@@ -60,7 +60,7 @@ print("| model | found on | judged on | sinks by attention | sinks by neurons | 
 print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
 disagreements = []
 for found_on, judged_on in ((0, 1), (1, 0)):
-    neurons = calibrated(loaded, as_batch(loaded, parts[found_on]), masks[found_on])
+    neurons = find_sink_neurons(loaded, as_batch(loaded, parts[found_on]), masks[found_on])
     ids, mask, rate = parts[judged_on], masks[judged_on], rates[judged_on]
     told, fired = (each & early for each in neuron_sinks(loaded, ids, neurons))
     hits, by_attention, by_neurons = (int(each.sum()) for each in (told & mask, mask, told))

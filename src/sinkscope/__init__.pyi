@@ -5,6 +5,7 @@ from .audits.audit import audit as audit
 from .audits.audit_result import AuditResult as AuditResult
 from .audits.prefix import SinkPrefix as SinkPrefix
 from .audits.prefix import sink_prefix as sink_prefix
+from .audits.remedies import unplug as unplug
 from .audits.remedy import remedy as remedy
 from .audits.remedy_result import RemedyResult as RemedyResult
 from .audits.sink_neurons import SinkNeurons as SinkNeurons
@@ -12,7 +13,6 @@ from .audits.sink_neurons import SinkWatch as SinkWatch
 from .audits.sink_tokens import SinkTokens as SinkTokens
 from .audits.sink_tokens import sink_neurons as sink_neurons
 from .audits.sink_tokens import sink_tokens as sink_tokens
-from .audits.unplug import unplug as unplug
 from .errors import InputError as InputError
 from .fingerprints.fingerprint import Fingerprint as Fingerprint
 from .fingerprints.fingerprint import fingerprint as fingerprint

@@ -14,7 +14,7 @@ def test_a_rotated_model_is_written_with_its_card(sinkscope, tmp_path):
     result = sinkscope("remedy", "tiny", "--rotate", *texts, "--json", "--out", "out")
     assert result.code == 0, result.err
     measured = [row["model"] for row in json.loads(result.out)["losses"]]
-    assert measured[::3] == ["original", "rotate", "norm gains folded in, the basis as it was"]
+    assert measured[::3] == ["baseline", "rotate", "norm gains folded in, the basis as it was"]
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "norm gains folded in" in card
     assert "on 2 held-out texts of 64 tokens, written by the model itself." in card

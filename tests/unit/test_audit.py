@@ -21,10 +21,10 @@ from sinkscope.audits.audit import audit
 from sinkscope.audits.audit_page import write_page
 from sinkscope.audits.cli import show
 from sinkscope.audits.damage import Damage, damage, losses
-from sinkscope.audits.prediction import Reading, predict
+from sinkscope.audits.evaluation import Evaluation, ModelSetup, as_many
+from sinkscope.audits.prediction import InputStatistics, predict
 from sinkscope.audits.prefix import SinkPrefix
 from sinkscope.audits.recipe import recipe
-from sinkscope.audits.remedies import Setting, Treated, as_many
 from sinkscope.audits.schemes import SCHEMES, linear_layers, rounded_input
 from sinkscope.audits.static_scales import least_error_ranges
 from sinkscope.audits.texts import texts_to_measure
@@ -116,21 +116,23 @@ def test_a_window_with_its_sinks_is_one_that_keeps_them(tiny, audited):
     )
     assert none == plain
     assert kept != plain
-    setting, measured = audited.setting, {cell.scheme: cell.measured for cell in audited.at("model")}
-    kept_NT = setting.losses(SCHEMES["window"], Treated(model=setting.model, kept=setting.is_sink))
-    by_hand = damage(kept_NT, setting.plain, SCHEMES["window"])
+    evaluation, measured = audited.evaluation, {cell.scheme: cell.measured for cell in audited.at("model")}
+    kept_NT = evaluation.losses(
+        SCHEMES["window"], ModelSetup(model=evaluation.model, tokens_in_16_bits=evaluation.is_sink)
+    )
+    by_hand = damage(kept_NT, evaluation.baseline, SCHEMES["window"])
     assert measured["window-with-sinks"].change == by_hand.change < measured["window"].change
     assert "window-with-sinks" not in {trial.scheme for trial in audited.trials}, "nothing is left to keep"
 
 
-def test_a_reading_by_hand():
-    x_BTE, reading = torch.tensor([[[3.0, -1.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]]), Reading()
+def test_statistics_of_inputs_by_hand():
+    x_BTE, statistics = torch.tensor([[[3.0, -1.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]]), InputStatistics()
     is_sink_BT = torch.tensor([[True, False], [False, False]])
     for text in range(2):  # in two passes
-        reading.add(x_BTE[text : text + 1], is_sink_BT[text : text + 1])
+        statistics.add(x_BTE[text : text + 1], is_sink_BT[text : text + 1])
     values = x_BTE.flatten().double().numpy()
     central = values - values.mean()
-    row = reading.row()
+    row = statistics.row()
     assert row["largest"] == 3
     assert row["channel_ratio"] == 1.5, "3 over the lower one of two"
     assert row["token_ratio"] == 3, "of 3, 2, 1 and 1 the lower median is 1"
@@ -139,23 +141,25 @@ def test_a_reading_by_hand():
     assert row["massive_energy"] == 0
 
 
-def test_the_module_of_the_super_neuron_is_blamed_and_its_exemption_wins_the_damage_back(audited):
+def test_the_module_that_reads_the_super_neuron_is_worst_and_in_16_bits_recovers_the_damage(audited):
     assert SUPER in [cell.place for cell in audited.at("module")]
     trials = {(trial.remedy, trial.scheme): trial for trial in audited.trials}
     for scheme in ("activations-8-static", "activations-8-dynamic"):
-        exempted = trials["leave modules in 16 bits", scheme]
-        assert exempted.what.split(", ")[0] == SUPER, "the worst first"
-        assert exempted.holds
-        assert exempted.share > 0.8
-        assert abs(exempted.control.change) < 0.1 * exempted.damage.change, "random modules win nothing back"
+        modules_in_16_bits = trials["leave modules in 16 bits", scheme]
+        assert modules_in_16_bits.what.split(", ")[0] == SUPER, "the worst first"
+        assert modules_in_16_bits.holds
+        assert modules_in_16_bits.share > 0.8
+        assert abs(modules_in_16_bits.control.change) < 0.1 * modules_in_16_bits.damage.change, (
+            "random modules win nothing back"
+        )
         kept = trials["keep tokens", scheme]
         assert kept.holds
         assert kept.share > 0.7
         assert kept.control.change < 0.3 * kept.damage.change, "random positions win next to nothing back"
-    assert audited.setting.is_sink[:, 0].all()
-    assert audited.setting.is_sink[:, 1:].sum() < 4, "hardly any token inside a text"
-    assert [trial.won.change for trial in audited.advice] == sorted(
-        (trial.won.change for trial in audited.advice), reverse=True
+    assert audited.evaluation.is_sink[:, 0].all()
+    assert audited.evaluation.is_sink[:, 1:].sum() < 4, "hardly any token inside a text"
+    assert [trial.recovered.change for trial in audited.advice] == sorted(
+        (trial.recovered.change for trial in audited.advice), reverse=True
     )
 
 
@@ -168,7 +172,7 @@ def test_torchao_is_asked_where_it_is_installed(audited):
         return replace(audited, by_torchao=tuple(found)).summary["torchao"]
 
     assert says(0.66, 0.68) == (
-        "torchao agrees: 8-bit activations, per tensor, dynamic with 8-bit weights, per channel cost "
+        "torchao agrees: 8-bit activations (per tensor, dynamic) with 8-bit weights (per channel) cost "
         "+0.6600 for real, +0.6800 emulated."
     )
     assert says(-0.002, 0.003).startswith("torchao agrees")
@@ -192,22 +196,22 @@ def test_texts_may_begin_with_bos_which_no_prefix_is_followed_by():
     with pytest.raises(InputError, match="Leave `bos` out"):
         texts_to_measure(loaded, ids, bos=True, length=32, num_sequences=4, seed=0)
     ids[:, 0] = 5
-    setting = Setting(loaded=loaded, batch=given_batch(ids, model=model))
-    held_out_NT, prefix = setting.held_out.ids, setting.prefix
-    assert np.array_equal(setting.plain, losses(model, held_out_NT)[:, 1:]), "what follows BOS is not counted"
+    evaluation = Evaluation(loaded=loaded, batch=given_batch(ids, model=model))
+    held_out_NT, prefix = evaluation.held_out.ids, evaluation.prefix
+    assert np.array_equal(evaluation.baseline, losses(model, held_out_NT)[:, 1:]), "what follows BOS is not counted"
     sixteen = SCHEMES["activations-8-dynamic"].control()
     after = losses(model, torch.cat([torch.tensor(prefix.ids).expand(4, -1), held_out_NT[:, 1:]], 1))
-    after_prefix = setting.losses(sixteen, Treated(model=model, prefix=prefix))
+    after_prefix = evaluation.losses(sixteen, ModelSetup(model=model, prefix=prefix))
     assert np.allclose(after_prefix, after[:, len(prefix.ids) :], atol=1e-3)
-    assert setting.losses(sixteen).shape == setting.plain.shape
+    assert evaluation.losses(sixteen).shape == evaluation.baseline.shape
 
 
 def test_sixteen_bits_and_all_keys_change_nothing(audited):
     for cell in audited.at("model"):
         assert abs(cell.control) < 1e-3
-        assert audited.setting.prediction.damage(SCHEMES[cell.scheme], []) == 0
-    held_out = least_error_ranges(audited.setting.model, audited.setting.held_out.ids, bits=16)
-    assert all(largest < audited.setting.control_ranges[name] for name, largest in held_out.items()), "nor clips"
+        assert audited.evaluation.prediction.damage(SCHEMES[cell.scheme], []) == 0
+    held_out = least_error_ranges(audited.evaluation.model, audited.evaluation.held_out.ids, bits=16)
+    assert all(largest < audited.evaluation.control_ranges[name] for name, largest in held_out.items()), "nor clips"
     worst = max(audited.at("model"), key=lambda cell: cell.measured.change)
     assert worst.measured.low > 1e-3, "the control of the control"
     assert len(audited.at("group")) == 33
@@ -224,7 +228,7 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert SUPER in json.loads((folder / "torchao.json").read_text())["modules_to_not_convert"]
     assert f"- {SUPER}" in (folder / "llm-compressor.yaml").read_text()
     kept = json.loads((folder / "kept_positions.json").read_text())
-    assert kept == [row.nonzero().flatten().tolist() for row in audited.setting.is_sink]
+    assert kept == [row.nonzero().flatten().tolist() for row in audited.evaluation.is_sink]
     assert [0] in kept
     written = json.loads((folder / "recipe.json").read_text())
     assert not written["nothing_needed"]
@@ -251,7 +255,7 @@ def test_the_page_shows_the_sinks_in_their_texts(audited, tmp_path):
             return "".join(f" <w{number}>" for number in ids)
 
     told = replace(audited, loaded=replace(audited.loaded, tokenizer=Words()))
-    text, position = audited.setting.is_sink.nonzero().tolist()[0]
+    text, position = audited.evaluation.is_sink.nonzero().tolist()[0]
     ids = audited.batch.ids[text].tolist()
     assert position == 0
     rows = told.tables["sink_tokens"]
@@ -271,7 +275,9 @@ def test_each_tool_is_given_the_modules_of_the_scheme_that_it_is_told_to_use(aud
     by_torchao = json.loads((folder / "torchao.json").read_text())["modules_to_not_convert"]
     stage = yaml.safe_load((folder / "llm-compressor.yaml").read_text())["quant_stage"]["quant_modifiers"]
     modifier = stage["QuantizationModifier"]
-    modules = {name: list(audited.setting.blamed(SCHEMES[name])) if name == advised else [] for name in SCHEMES}
+    modules = {
+        name: list(audited.evaluation.worst_modules(SCHEMES[name])) if name == advised else [] for name in SCHEMES
+    }
     assert by_torchao == ["lm_head", *modules["activations-8-dynamic"]]
     assert modifier["ignore"] == ["lm_head", *modules["activations-8-static"]]
     assert "scheme" not in modifier, "a preset would take the place of the group"
@@ -285,9 +291,9 @@ def test_each_tool_is_given_the_modules_of_the_scheme_that_it_is_told_to_use(aud
 def test_the_recipe_names_the_tokens_of_a_prefix(audited):
     trial = replace(audited.advice[0], remedy="prefix", scheme="activations-8-static")
     prefix = SinkPrefix(ids=(3, 5), layers=(), fired=(1.0, 0.0), config=None)
-    setting = replace(audited.setting)
-    vars(setting)["prefix"] = prefix  # what a trial leaves there
-    step = recipe(audited.loaded, setting, [trial])["schemes"]["activations-8-static"][0]
+    evaluation = replace(audited.evaluation)
+    vars(evaluation)["prefix"] = prefix  # what a trial leaves there
+    step = recipe(audited.loaded, evaluation, [trial])["schemes"]["activations-8-static"][0]
     assert step["token_ids"] == [3, 5]
 
 
@@ -300,18 +306,18 @@ def test_nothing_is_needed_only_where_no_scheme_costs_anything(audited, tmp_path
         assert told["why_nothing"] == found.summary["why_nothing"]
         return told, (tmp_path / "page.html").read_text()
 
-    trials = [replace(trial, won=replace(trial.won, low=-1.0)) for trial in audited.trials]
+    trials = [replace(trial, recovered=replace(trial.recovered, low=-1.0)) for trial in audited.trials]
     told, page = written(replace(audited, trials=tuple(trials)))
-    assert (told["nothing_needed"], told["why_nothing"]) == (False, "no remedy wins back more than its control")
+    assert (told["nothing_needed"], told["why_nothing"]) == (False, "no remedy recovers more than its control")
     assert "Nothing helps: no remedy" in page
-    no_sinks = replace(audited.setting)
-    vars(no_sinks)["sinks"] = torch.zeros_like(audited.setting.sinks)
-    told, page = written(replace(audited, trials=(), setting=no_sinks))
+    no_sinks = replace(audited.evaluation)
+    vars(no_sinks)["sinks"] = torch.zeros_like(audited.evaluation.sinks)
+    told, page = written(replace(audited, trials=(), evaluation=no_sinks))
     assert (told["nothing_needed"], "no remedy was tried" in told["why_nothing"]) == (False, True)
     assert "Nothing to do: no token" in page
     unseen = [replace(cell, measured=replace(cell.measured, low=-1.0)) for cell in audited.cells]
     told, page = written(replace(audited, trials=(), cells=tuple(unseen)))
-    assert (told["nothing_needed"], told["why_nothing"]) == (True, "no scheme is seen to cost 0.01 nats a token")
+    assert (told["nothing_needed"], told["why_nothing"]) == (True, "no scheme clearly costs 0.01 nats a token")
     assert "Nothing needed: no scheme" in page
     told, page = written(audited)
     assert (told["nothing_needed"], told["why_nothing"]) == (False, None)
@@ -328,9 +334,10 @@ def test_a_trial_holds_only_above_its_control():
     def damage(change, low, high):
         return Damage(change=change, low=low, high=high, by_text=())
 
-    def trial(won, margin):
-        others = {"damage": damage(1.0, 0.9, 1.1), "left": damage(0.0, 0.0, 0.0), "what": "", "control_is": ""}
-        return Trial(remedy="x", scheme="window", won=won, control=damage(0.1, 0.0, 0.2), margin=margin, **others)
+    def trial(recovered, beyond_control):
+        others = {"damage": damage(1.0, 0.9, 1.1), "remaining": damage(0.0, 0.0, 0.0), "what": "", "control_is": ""}
+        others |= {"recovered": recovered, "beyond_control": beyond_control, "control": damage(0.1, 0.0, 0.2)}
+        return Trial(remedy="x", scheme="window", **others)
 
     assert trial(damage(0.5, 0.4, 0.6), damage(0.4, 0.3, 0.5)).holds
     assert not trial(damage(0.5, 0.4, 0.6), damage(0.1, -0.1, 0.3)).holds

@@ -16,8 +16,8 @@ import sinkscope
 from sinkscope.audits import prefix
 from sinkscope.audits.damage import losses
 from sinkscope.audits.prefix import LOADER, other_prefix
-from sinkscope.audits.remedy_result import Measured, card, write_plain
-from sinkscope.audits.texts import _written
+from sinkscope.audits.remedy_result import ModelLosses, card, write_model
+from sinkscope.audits.texts import _generate_texts
 from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
@@ -42,7 +42,7 @@ def told():
 def remedied(chain, told):
     def work(what):
         calls = told.setdefault(what, [])
-        calls.clear()  # the modules are blamed twice
+        calls.clear()  # damage is predicted twice
         return lambda done, total: calls.append((done, total))
 
     return sinkscope.remedy(chain[0], chain[1], prefix=True, rotate=True, exempt=True, work=work)
@@ -98,9 +98,9 @@ def test_unplugging_is_ablation_in_the_weights(family):
 
 
 def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remedied, tmp_path):
-    names = [(reading.name, reading.is_control) for reading in remedied.readings]
+    names = [(entry.name, entry.is_control) for entry in remedied.measurements]
     assert names == [
-        ("original", False),
+        ("baseline", False),
         ("rotate", False),
         ("norm gains folded in, the basis as it was", True),
         ("prefix", False),
@@ -112,32 +112,34 @@ def test_each_remedy_is_measured_alone_beside_its_control_and_all_together(remed
     assert len(remedied.summary["losses"]) == 3 * len(names)
     assert remedied.table("losses").num_rows == 3 * len(names)
     assert "All together: " in repr(remedied)
-    assert "What 8 bits cost, before and after" in remedied.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What 8-bit activations cost, before and after" in remedied.report(tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
     assert remedied.plot().axes
 
 
 def test_every_long_part_is_counted_from_the_first_to_the_last(remedied, told):
     assert list(told) == [
         "prefixes tried",
-        "texts that blame modules",
+        "texts that predict damage",
         "prefixes tried beside the other remedies",
-        "texts that blame modules beside the other remedies",
+        "texts that predict damage beside the other remedies",
         "models measured",
     ]
     for calls in told.values():
         total = calls[0][1]
         assert calls == [(done, total) for done in range(total + 1)]
-    assert told["models measured"][0] == (0, len(remedied.readings))
+    assert told["models measured"][0] == (0, len(remedied.measurements))
 
 
 def test_modules_left_in_16_bits_are_those_that_read_the_super_neuron(chain, remedied):
-    by_name = {reading.name: reading.losses for reading in remedied.readings}
+    by_name = {entry.name: entry.losses for entry in remedied.measurements}
     left, other = (by_name[name]["activations-8-static"] for name in ("exempt", "as many random modules"))
-    plain, harmed = by_name["original"]["16 bits"], by_name["original"]["activations-8-static"]
-    assert np.square(left - plain).mean() < 0.2 * np.square(harmed - plain).mean()
-    assert np.square(other - plain).mean() > 0.8 * np.square(harmed - plain).mean()  # the control
+    baseline, damaged = by_name["baseline"]["16 bits"], by_name["baseline"]["activations-8-static"]
+    assert np.square(left - baseline).mean() < 0.2 * np.square(damaged - baseline).mean()
+    assert np.square(other - baseline).mean() > 0.8 * np.square(damaged - baseline).mean()  # the control
     found = sinkscope.remedy(chain[0], chain[1], exempt=True)
-    assert found.exempted == ("model.layers.2.mlp.down_proj",)
+    assert found.modules_in_16_bits == ("model.layers.2.mlp.down_proj",)
     assert found.loaded.model is chain[0]
 
 
@@ -159,7 +161,7 @@ def test_what_is_written_loads_in_plain_transformers_and_the_loader_fills_the_ca
     assert LOADER in guide.replace("\n\n", "\n")
     assert "| the cache of as many tokens that are no sinks (control) |" in card
     ignored = json.loads((tmp_path / "out" / "torchao.json").read_text(encoding="utf-8"))
-    assert ignored == {"modules_to_not_convert": ["lm_head", *remedied.exempted]}
+    assert ignored == {"modules_to_not_convert": ["lm_head", *remedied.modules_in_16_bits]}
     assert load_file(tmp_path / "out" / "prefix.safetensors")["key.0"].shape[0] == 1
 
 
@@ -200,51 +202,57 @@ def test_the_calls_of_the_card_read_and_write_after_the_prefix(chain, remedied, 
 
 
 def test_shares_of_hand_worked_losses(remedied):
-    def reading(name, plain, static, dynamic, is_control=False):
+    def measurement(name, plain, static, dynamic, is_control=False):
         schemes = ("16 bits", "activations-8-static", "activations-8-dynamic")
         values = {scheme: np.full((4, 3), loss) for scheme, loss in zip(schemes, (plain, static, dynamic), strict=True)}
-        return Measured(name=name, is_control=is_control, losses=values)
+        return ModelLosses(name=name, is_control=is_control, losses=values)
 
-    def result(*readings):
-        return replace(remedied, prefix=None, readings=readings, num_tokens=(4, 4))
+    def result(*measurements):
+        return replace(remedied, prefix=None, measurements=measurements, num_tokens=(4, 4))
 
-    good, bad = reading("good", 2.0, 2.1, 2.0), reading("bad", 2.2, 3.0, 2.4)
-    found = result(reading("original", 2.0, 3.0, 2.005), good, bad)
-    # Dynamic scales cost next to nothing here: there is no share of it to win back.
+    good, bad = measurement("good", 2.0, 2.1, 2.0), measurement("bad", 2.2, 3.0, 2.4)
+    found = result(measurement("baseline", 2.0, 3.0, 2.005), good, bad)
+    # Dynamic scales cost next to nothing here: there is no share of it to recover.
     (of_good,), (of_bad,) = found.shares(good).values(), found.shares(bad).values()
     assert (of_good.share, of_good.low, of_good.high) == pytest.approx((0.9, 0.9, 0.9))
     assert of_bad.share == pytest.approx(0)
-    assert found.verdicts[0].startswith("activations-8-dynamic: nothing to win back, it costs +0.0050 nats a token")
+    assert found.verdicts[0].startswith(
+        "8-bit activations (per tensor, dynamic): no damage to recover, it costs +0.0050 nats a token"
+    )
     assert found.verdicts[0].endswith("less than 0.01")
-    assert found.verdicts[1].startswith("good: helps, wins back 90% (90% to 90%) of activations-8-static")
+    assert found.verdicts[1].startswith(
+        "good: helps, recovers 90% (90% to 90%) of the damage of 8-bit activations (per tensor, static)"
+    )
     assert found.verdicts[2].startswith("bad: does not help")
-    assert found.cost(bad) == pytest.approx(0.1)
-    control = result(found.original, reading("other", 2.0, 2.9, 2.0, is_control=True)).verdicts[-1]
-    assert control.startswith("other, a control: wins back 10% (10% to 10%) of activations-8-static")
-    # It wins three quarters in the mean, and all of it in one text of four.
-    lucky = reading("lucky", 2.0, 3.0, 2.0)
+    assert found.change_in_16_bits(bad) == pytest.approx(0.1)
+    control = result(found.baseline, measurement("other", 2.0, 2.9, 2.0, is_control=True)).verdicts[-1]
+    assert control.startswith(
+        "other, a control: recovers 10% (10% to 10%) of the damage of 8-bit activations (per tensor, static)"
+    )
+    # It recovers three quarters in the mean, and all of it in one text of four.
+    lucky = measurement("lucky", 2.0, 3.0, 2.0)
     lucky.losses["activations-8-static"][0] -= 3
-    assert result(found.original, lucky).shares(lucky)["activations-8-static"].share == pytest.approx(0.75)
-    assert result(found.original, lucky).verdicts[-1].startswith("lucky: does not help")
-    unharmed = result(reading("original", 2.0, 2.0, 2.0), good)
-    assert "good: nothing to win back" in unharmed.verdicts[2]
+    assert result(found.baseline, lucky).shares(lucky)["activations-8-static"].share == pytest.approx(0.75)
+    assert result(found.baseline, lucky).verdicts[-1].startswith("lucky: does not help")
+    undamaged = result(measurement("baseline", 2.0, 2.0, 2.0), good)
+    assert "good: no damage to recover" in undamaged.verdicts[2]
     # Static scales cost 0.02 on average, and as little as -0.5 in some texts: no share of that means anything.
-    original = reading("original", 2.0, 2.0, 2.0)
+    original = measurement("baseline", 2.0, 2.0, 2.0)
     original.losses["activations-8-static"] += np.array([-0.5, 0.3, -0.3, 0.58])[:, None]
-    assert result(original, bad).harm("activations-8-static").change == pytest.approx(0.02)
+    assert result(original, bad).damage("activations-8-static").change == pytest.approx(0.02)
     assert result(original, bad).shares(bad) == {}
-    assert "which may be none" in result(original, bad).verdicts[0]
-    assert "bad: nothing to win back" in result(original, bad).verdicts[2]
+    assert "which may be chance" in result(original, bad).verdicts[0]
+    assert "bad: no damage to recover" in result(original, bad).verdicts[2]
 
 
 def test_a_model_without_sinks_is_told_that_there_is_nothing_to_do():
     model = tiny_model("llama", scale=1.0)
     ids = torch.randint(97, (18, 24), generator=torch.Generator().manual_seed(0))
     result = sinkscope.remedy(model, ids, prefix=True, unplug=True, rotate=True, exempt=True)
-    needless = ["unplug: nothing to do, no super neuron writes a sink", "prefix: nothing to do, no token is a sink"]
-    assert result.verdicts[:2] == needless
-    assert [reading.name for reading in result.readings][-1] == "all together"
-    assert all(f"- {said}." in card(result) for said in needless)
+    not_needed = ["unplug: nothing to do, no super neuron writes a sink", "prefix: nothing to do, no token is a sink"]
+    assert result.verdicts[:2] == not_needed
+    assert [entry.name for entry in result.measurements][-1] == "all together"
+    assert all(f"- {said}." in card(result) for said in not_needed)
     assert result.prefix is None
 
 
@@ -252,7 +260,7 @@ def test_a_prefix_that_the_other_remedies_make_needless_is_told(chain):
     """Without its super neuron the planted chain has no sink; with it, one."""
     result = sinkscope.remedy(chain[0], chain[1], prefix=True, unplug=True)
     assert result.verdicts[0] == "prefix: nothing to do beside the others, no token is a sink"
-    assert {"prefix", "unplug", "all together"} <= {reading.name for reading in result.readings}
+    assert {"prefix", "unplug", "all together"} <= {entry.name for entry in result.measurements}
     assert result.prefix is None
 
 
@@ -265,7 +273,7 @@ def test_what_cannot_be_done_is_refused(monkeypatch):
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.sink_prefix(tiny_model("gemma3"), ids)
     monkeypatch.setattr(
-        "sinkscope.audits.remedies.Setting.check_plain", lambda *_: pytest.fail("read before it was refused")
+        "sinkscope.audits.evaluation.Evaluation.check_finite", lambda *_: pytest.fail("read before it was refused")
     )
     with pytest.raises(sinkscope.InputError, match="sliding window"):
         sinkscope.remedy(tiny_model("gemma3"), ids, prefix=True)
@@ -292,11 +300,11 @@ def test_dropout_is_off_while_a_model_writes_its_texts_and_is_checked(tmp_path):
     """Control: dropout changes the logits."""
     model = tiny_model("gpt2", resid_pdrop=0.5, scale=3.0)
     loaded, asked = sinkscope.load(model), dict(bos=None, length=24, num_sequences=4, seed=0)
-    expected = _written(loaded, **asked).ids
+    expected = _generate_texts(loaded, **asked).ids
     model.train()
-    assert torch.equal(_written(loaded, **asked).ids, expected)
+    assert torch.equal(_generate_texts(loaded, **asked).ids, expected)
     with run_folder(tmp_path / "out") as folder:
-        write_plain(loaded, folder)
+        write_model(loaded, folder)
     assert model.training
     with torch.no_grad():
         assert not torch.equal(model(expected).logits, model(expected).logits)
@@ -310,4 +318,4 @@ def test_a_remedied_model_is_no_run_to_report(remedied, tmp_path):
 
 def test_the_table_below_the_figure_names_models_as_they_are(remedied):
     (figure,) = remedied.figures()
-    assert figure.rows[0][0] == "original"
+    assert figure.rows[0][0] == "baseline"

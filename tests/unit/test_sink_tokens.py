@@ -10,7 +10,7 @@ from planted_models import planted_chain, random_tokens
 from tiny_models import CONFIGURATIONS, tiny_model
 
 import sinkscope
-from sinkscope.audits.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _chosen, shared
+from sinkscope.audits.sink_neurons import SinkNeuron, SinkNeurons, _best_threshold, _choose, attention_share
 from sinkscope.models.anatomy import Neuron, anatomy_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -68,10 +68,10 @@ def test_neurons_that_are_silent_at_the_sinks_are_not_chosen():
     """As ReLU neurons may be. Control: one that fires there alone is."""
     mask, silent, loud = torch.zeros(2, 40, dtype=torch.bool), torch.zeros(2, 40), torch.zeros(2, 40)
     mask[:, 0], loud[:, 0] = True, 5.0
-    found = _chosen({Neuron(0, None, 1): silent}, mask, "planted")
+    found = _choose({Neuron(0, None, 1): silent}, mask, "planted")
     assert (found.neurons, found.recall, found.num_sinks) == ((), 0.0, 2)
     assert math.isnan(found.precision)
-    found = _chosen({Neuron(0, None, 1): silent, Neuron(0, None, 2): loud}, mask, "planted")
+    found = _choose({Neuron(0, None, 1): silent, Neuron(0, None, 2): loud}, mask, "planted")
     assert ([chosen.neuron for chosen in found.neurons], found.precision, found.recall) == (
         [Neuron(0, None, 2)],
         1.0,
@@ -106,7 +106,7 @@ def test_tokens_that_fire_share_the_queries_that_see_them():
     claims = [16 / 17, 0, 4 / 5, 1 / 2]  # x^2 / (1 + x^2) of 4, 0, 2 and 1 times what makes the neuron fire
     parts = [1 / (0.1 + sum(claims[: place + 1])) for place in range(4)]
     expected = [claim * sum(parts[place:]) / (4 - place) for place, claim in enumerate(claims)]
-    assert shared(values, 2.0)[0].tolist() == pytest.approx(expected)
+    assert attention_share(values, 2.0)[0].tolist() == pytest.approx(expected)
     neuron = SinkNeuron(Neuron(0, None, 0), 2.0, 0.5)
     assert neuron.fires(values).tolist() == [[True, False, True, False]]
     assert neuron.sinks(values).tolist() == [[True, False, False, False]]

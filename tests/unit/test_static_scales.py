@@ -127,14 +127,14 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
 
     model = with_a_loud_neuron(is_heard=False)
     found = sinkscope.remedy(model, ids_NT, scales=True, work=work)
-    assert [(reading.name, reading.is_control) for reading in found.readings] == [
-        ("original", False),
+    assert [(entry.name, entry.is_control) for entry in found.measurements] == [
+        ("baseline", False),
         ("scales", False),
         ("the same changes of range in other modules", True),
     ]
     assert told["texts that set static scales"] == [(done, 16) for done in range(17)]
     left, better, other = (
-        np.abs(reading.losses[STATIC.name] - found.original.losses["16 bits"]).mean() for reading in found.readings
+        np.abs(entry.losses[STATIC.name] - found.baseline.losses["16 bits"]).mean() for entry in found.measurements
     )
     assert better < 0.8 * left < other, "the control"
     with run_folder(tmp_path / "out") as folder:
@@ -157,11 +157,11 @@ def test_scales_that_harm_alone_are_tried_after_the_prefix(monkeypatch, tmp_path
     monkeypatch.setattr(static_scales, "least_damage_ranges", least_damage)
     monkeypatch.setattr(static_scales, "least_error_range", lambda magnitude_M, count_M, bits: 0.5)
     found = sinkscope.remedy(model, ids_NT, prefix=True, exempt=True, scales=True)
-    names = [reading.name for reading in found.readings]
+    names = [entry.name for entry in found.measurements]
     assert "scales" not in names
     assert names[-1] == "all together"
-    assert found.exempted
-    assert found.scales.keys() == linear_layers(model).keys() - set(found.exempted)
+    assert found.modules_in_16_bits
+    assert found.scales.keys() == linear_layers(model).keys() - set(found.modules_in_16_bits)
     assert not any(line.startswith("scales: nothing to do") for line in found.verdicts)
     assert "for texts after the prefix" in card(found)
     assert found.summary["static_scales"] == "static_scales.json"

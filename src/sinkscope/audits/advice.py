@@ -1,4 +1,4 @@
-"""Which remedies an audit advises: what each wins back of a scheme's damage, beside its control."""
+"""Which remedies an audit advises: how much of a scheme's damage each recovers, beside its control."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkscope.audits.damage import Damage, damage
-from sinkscope.audits.remedies import Remedy, Setting, Treated
+from sinkscope.audits.evaluation import Evaluation, ModelSetup
+from sinkscope.audits.remedies import Remedy
 from sinkscope.audits.schemes import Scheme
 
 NEGLIGIBLE = 0.01
@@ -21,47 +22,59 @@ class Trial:
     remedy: str
     scheme: str
     damage: Damage
-    left: Damage
-    won: Damage
+    """Of the scheme without the remedy."""
+    remaining: Damage
+    """With the remedy."""
+    recovered: Damage
     control: Damage
-    """What the control wins back."""
-    margin: Damage
-    """What the remedy wins back beyond its control, text by text."""
+    """What the control recovers."""
+    beyond_control: Damage
+    """What the remedy recovers beyond its control, text by text."""
     what: str
     control_is: str
 
     @property
     def holds(self) -> bool:
-        """Whether it wins back something, and more than its control on the same texts."""
-        return min(self.won.low, self.margin.low) > 0
+        """Whether it recovers something, and more than its control on the same texts."""
+        return min(self.recovered.low, self.beyond_control.low) > 0
 
     @property
     def share(self) -> float:
-        """Of the damage that is won back."""
-        return self.won.change / self.damage.change
+        """The share of the damage that the remedy recovers."""
+        return self.recovered.change / self.damage.change
+
+    @property
+    def control_share(self) -> float:
+        """The share of the damage that its control recovers."""
+        return self.control.change / self.damage.change
 
 
-def needs_remedy(harm: Damage) -> bool:
-    """Whether a scheme is seen to cost enough: nothing can be won back of a damage that may be none."""
-    return harm.low > 0 and harm.change >= NEGLIGIBLE
+def needs_remedy(cost: Damage) -> bool:
+    """Whether a scheme is seen to cost enough: of a damage that may be none, nothing can be recovered."""
+    return cost.low > 0 and cost.change >= NEGLIGIBLE
 
 
-def tried(setting: Setting, remedy: Remedy, scheme: Scheme, harm: Damage, harmed: np.ndarray) -> Trial | str:
-    """A remedy measured, where `harmed` are the losses [N, T - 1] of the scheme without it; a text says why the
-    model has nothing that it could act on."""
-    treated = remedy.apply(setting, [scheme], Treated(model=setting.model))
-    if isinstance(treated, str):
-        return treated
-    with_remedy = setting.losses(scheme, treated)
-    with_control = setting.losses(scheme, remedy.control(setting, [scheme]))
+def try_remedy(
+    evaluation: Evaluation, remedy: Remedy, scheme: Scheme, cost: Damage, losses_NT: np.ndarray
+) -> Trial | str:
+    """A remedy measured; where the model has nothing that it could act on, the reason.
+
+    `cost` is the damage of the scheme without the remedy, and `losses_NT` [N, T - 1] the losses behind it.
+    """
+    setup = remedy.apply(evaluation, [scheme], ModelSetup(model=evaluation.model))
+    if isinstance(setup, str):
+        return setup
+    remedied_NT = evaluation.losses(scheme, setup)
+    control_NT = evaluation.losses(scheme, remedy.control(evaluation, [scheme]))
     return Trial(
         remedy=remedy.name,
         scheme=scheme.name,
-        damage=harm,
-        left=damage(with_remedy, setting.plain, scheme),
-        won=damage(harmed, with_remedy, scheme),
-        control=damage(harmed, with_control, scheme),
-        margin=damage(with_control, with_remedy, scheme),
-        what=remedy.what(setting, scheme),
+        damage=cost,
+        remaining=damage(remedied_NT, evaluation.baseline, scheme),
+        # A damage is a change of the loss, so what is recovered is the damage of doing without the remedy.
+        recovered=damage(losses_NT, remedied_NT, scheme),
+        control=damage(losses_NT, control_NT, scheme),
+        beyond_control=damage(control_NT, remedied_NT, scheme),
+        what=remedy.what(evaluation, scheme),
         control_is=remedy.control_is,
     )

@@ -1,8 +1,8 @@
 """audit(model, text): what in a model breaks when it is made cheaper, where, and what to do about it.
 
-Passes over a few texts see and predict: one finds the sinks, one the ranges that static scales need, and one, with its
-backward pass, predicts the damage of every scheme in every module. The rest is measured on other texts: each scheme,
-each scheme in each third of the layers, the modules that the prediction blames, and the remedies.
+Calibration texts are read three times: to find the sinks, to find the ranges that static scales need, and, with a
+backward pass, to predict the damage of every scheme in every module. The rest is measured on other texts: each scheme,
+each scheme in each third of the layers, the modules with the largest predicted damage, and the remedies.
 Axes: N texts, T positions.
 """
 
@@ -15,11 +15,12 @@ from typing import Any, Unpack
 import numpy as np
 
 from sinkscope.arguments import check_audit, check_choice
-from sinkscope.audits.advice import Trial, needs_remedy, tried
+from sinkscope.audits.advice import Trial, needs_remedy, try_remedy
 from sinkscope.audits.audit_result import AuditResult, Cell
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES, torchao_damages
 from sinkscope.audits.damage import Damage, damage
-from sinkscope.audits.remedies import TRIED_BY_AUDIT, Setting
+from sinkscope.audits.evaluation import Evaluation
+from sinkscope.audits.remedies import TRIED_BY_AUDIT
 from sinkscope.audits.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
@@ -33,8 +34,8 @@ from sinkscope.tracing.receipt import take_receipt
 
 GROUPS = ("early", "middle", "late")
 """Thirds of the layers; with eleven schemes they make 33 cells."""
-NUM_BLAMED = 5
-"""Modules that are measured one at a time."""
+NUM_WORST_MODULES = 5
+"""Modules that are measured one at a time: those with the largest predicted damage."""
 
 
 def audit(
@@ -55,49 +56,45 @@ def audit(
         sinkscope.audit("HuggingFaceTB/SmolLM2-135M", "book.txt").advice
 
     `text` is a file, a list of texts or chats, or token ids; without one the model writes its own. `schemes` names
-    those that are measured, all eleven without it. Without `length` texts have 128 tokens, or what leaves a prefix
-    room in a shorter context. `bos` puts what the tokenizer puts before a text, or BOS, in front, or leaves it out;
-    None means what the tokenizer itself does with a text. Further options go to `load`.
+    those that are measured, all eleven by default. `length` is by default 128, or less where the model's context is
+    short, so that a prefix fits. `bos=True` puts in front what the tokenizer puts before a text, or BOS, and
+    `bos=False` leaves it out; by default a text begins as the tokenizer begins it. Further options go to `load`.
     """
     check_audit(length=length, num_sequences=num_sequences, seed=seed)
-    measured = _schemes(schemes)
+    for name in schemes or ():
+        check_choice("schemes", name, SCHEMES)
+    chosen = [SCHEMES[name] for name in schemes or SCHEMES]
     loaded = load(model, **options)
     check_in_memory(loaded.model, "An audit")
     batch = texts_to_measure(loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     progress = progress or (lambda done, total: None)
-    progress(0, _num_cells(measured))
-    setting = Setting(loaded=loaded, batch=batch, seed=seed)
-    setting.check_plain()
-    cells, trials, refused = _measured(setting, measured, progress)
-    asks_torchao = {scheme.name for scheme in measured}.issuperset(TORCHAO_SCHEMES)
-    held_out = setting.held_out
+    progress(0, _num_cells(chosen))
+    evaluation = Evaluation(loaded=loaded, batch=batch, seed=seed)
+    evaluation.check_finite()
+    cells, trials, not_possible = _measure(evaluation, chosen, progress)
+    with_torchao = {scheme.name for scheme in chosen}.issuperset(TORCHAO_SCHEMES)
+    held_out = evaluation.held_out
     return AuditResult(
         loaded=loaded,
         receipt=take_receipt(loaded, held_out),
         batch=held_out,
-        setting=setting,
+        evaluation=evaluation,
         cells=tuple(cells),
         trials=tuple(trials),
-        refused=refused,
-        by_torchao=torchao_damages(setting) if asks_torchao else None,
+        not_possible=not_possible,
+        by_torchao=torchao_damages(evaluation) if with_torchao else None,
     )
 
 
-def _schemes(names: Sequence[str] | None) -> list[Scheme]:
-    for name in names or ():
-        check_choice("schemes", name, SCHEMES)
-    return [SCHEMES[name] for name in names or SCHEMES]
-
-
 def _num_cells(schemes: list[Scheme]) -> int:
-    """Of each scheme in the model, its control, and its groups of layers; and of the modules that are blamed."""
-    return len(schemes) * (2 + len(GROUPS)) + NUM_BLAMED
+    """How many are measured: each scheme in the model, its control and in each group of layers; and single modules."""
+    return len(schemes) * (2 + len(GROUPS)) + NUM_WORST_MODULES
 
 
-def _measured(
-    setting: Setting, schemes: list[Scheme], progress: Progress
+def _measure(
+    evaluation: Evaluation, schemes: list[Scheme], progress: Progress
 ) -> tuple[list[Cell], list[Trial], dict[str, str]]:
-    """Every cell; and every remedy where a scheme does harm, if any token is a sink."""
+    """(every cell, every remedy that was measured, why others are not possible)."""
     total, done = _num_cells(schemes), 0
 
     def step() -> None:
@@ -106,47 +103,48 @@ def _measured(
         progress(done, max(total, done))
 
     cells: list[Cell] = []
-    harmed: dict[str, np.ndarray] = {}
+    losses_by_scheme: dict[str, np.ndarray] = {}
     for scheme in schemes:
-        harmed[scheme.name] = setting.losses(scheme)
+        losses_NT = losses_by_scheme[scheme.name] = evaluation.losses(scheme)
         step()
-        modules = scheme.modules(setting.model)
-        control = setting.damage(scheme.control())
+        modules = scheme.modules(evaluation.model)
+        control = evaluation.damage(scheme.control())
         step()
-        found = damage(harmed[scheme.name], setting.plain, scheme)
-        cells.append(_cell(setting, "model", "all", scheme, modules, found, control.change))
-        for group, part in layer_groups(setting.model, modules).items():
-            cells.append(_cell(setting, "group", group, scheme, part, setting.damage(scheme, modules=part)))
+        whole = damage(losses_NT, evaluation.baseline, scheme)
+        cells.append(_cell(evaluation, "model", "all", scheme, modules, whole, control.change))
+        for group, part in layer_groups(evaluation.model, modules).items():
+            cells.append(_cell(evaluation, "group", group, scheme, part, evaluation.damage(scheme, modules=part)))
             step()
-    for module, scheme in _blamed(setting, schemes):
-        found = setting.damage(scheme, modules=[module])
-        cells.append(_cell(setting, "module", module, scheme, [module], found))
+    for module, scheme in _worst_modules(evaluation, schemes):
+        alone = evaluation.damage(scheme, modules=[module])
+        cells.append(_cell(evaluation, "module", module, scheme, [module], alone))
         step()
-    trials, refused = [], {}
-    harms = {cell.scheme: cell.measured for cell in cells if cell.level == "model"}
-    pairs = [
-        (remedy, SCHEMES[name])
-        for remedy in TRIED_BY_AUDIT
-        for name, harm in harms.items()
-        if remedy.is_for(SCHEMES[name]) and needs_remedy(harm) and setting.is_sink.any()
-    ]
+
+    costs = {cell.scheme: cell.measured for cell in cells if cell.level == "model"}
+    pairs = []
+    if evaluation.is_sink.any():  # a remedy acts on sinks, or on what they do to scales
+        for remedy in TRIED_BY_AUDIT:
+            costly = [SCHEMES[name] for name, cost in costs.items() if needs_remedy(cost)]
+            pairs += [(remedy, scheme) for scheme in costly if remedy.is_for(scheme)]
     total += len(pairs)
+    trials: list[Trial] = []
+    not_possible: dict[str, str] = {}
     for remedy, scheme in pairs:
-        if remedy.name not in refused:
+        if remedy.name not in not_possible:
             try:
-                trial = tried(setting, remedy, scheme, harms[scheme.name], harmed[scheme.name])
+                trial = try_remedy(evaluation, remedy, scheme, costs[scheme.name], losses_by_scheme[scheme.name])
             except InputError as error:
                 trial = str(error)
             if isinstance(trial, str):
-                refused[remedy.name] = trial
+                not_possible[remedy.name] = trial
             else:
                 trials.append(trial)
         step()
-    return cells, trials, refused
+    return cells, trials, not_possible
 
 
 def _cell(
-    setting: Setting,
+    evaluation: Evaluation,
     level: str,
     place: str,
     scheme: Scheme,
@@ -154,7 +152,7 @@ def _cell(
     measured: Damage,
     control: float | None = None,
 ) -> Cell:
-    predicted = setting.prediction.damage(scheme, modules)
+    predicted = evaluation.prediction.damage(scheme, modules)
     return Cell(level=level, place=place, scheme=scheme.name, predicted=predicted, measured=measured, control=control)
 
 
@@ -167,13 +165,13 @@ def layer_groups(model: Any, modules: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _blamed(setting: Setting, schemes: list[Scheme]) -> Iterator[tuple[str, Scheme]]:
-    """The modules with the largest predicted damage, each with the scheme that makes it."""
-    worst: dict[str, tuple[float, str]] = {}
+def _worst_modules(evaluation: Evaluation, schemes: list[Scheme]) -> Iterator[tuple[str, Scheme]]:
+    """The modules with the largest predicted damage, each with the scheme that does it."""
+    worst: dict[str, tuple[float, str]] = {}  # by module, the largest damage and its scheme
     names = {scheme.name for scheme in schemes}
-    for (module, scheme), predicted in setting.prediction.damages.items():
+    for (module, scheme), predicted in evaluation.prediction.damages.items():
         if scheme not in names:
             continue
         worst[module] = max(worst.get(module, (0.0, scheme)), (predicted, scheme))
-    for module in sorted(worst, key=lambda name: -worst[name][0])[:NUM_BLAMED]:
+    for module in sorted(worst, key=lambda name: -worst[name][0])[:NUM_WORST_MODULES]:
         yield module, SCHEMES[worst[module][1]]

@@ -1,4 +1,4 @@
-"""The page of a run of `sinkscope audit`: what each scheme costs, where, what wins it back, and the sink tokens."""
+"""The page of a run of `sinkscope audit`: what each scheme costs, where, what helps, and the sink tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from sinkscope.results.tables import rows_where
 
 Table = Mapping[str, list]
 LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
+"""The colour of each kind of scheme."""
 NUM_TOKENS = 20
-"""Different sink tokens that are listed."""
+"""How many different sink tokens are listed."""
 
 
 def write_page(run: Run, destination: Path) -> None:
@@ -32,25 +33,25 @@ def write_page(run: Run, destination: Path) -> None:
         f"{summary['family']}, {summary['num_layers']} layers; "
         f"{held_out_in_words(tokens['count'], tokens['length'], tokens.get('source'))}; loss {summary['loss']:.3f}"
     )
-    drawn = figures(run)
-    by_id = {figure.id: figure for figure in drawn}
+    page_figures = figures(run)
+    by_id = {figure.id: figure for figure in page_figures}
     remedies, scatter = by_id.get("remedies"), by_id["scatter"]
-    # What holds, the largest effect first, and then what was tried in vain.
-    advised = sorted(rows_where(tables["remedies"]), key=lambda row: (not row["holds"], -row["won"]))
+    # What helps, the largest effect first, and then what does not.
+    trials = sorted(rows_where(tables["remedies"]), key=lambda row: (not row["holds"], -row["won"]))
     html.write_page(
         destination,
         "audits/audit_page.html",
         title,
-        drawn,
+        page_figures,
         circumstances,
         summary=summary,
         schemes=_schemes(tables["damages"]),
-        nothing=_nothing(summary, advised),
-        advice=_advice(advised),
-        what=[(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in advised],
+        no_advice=_no_advice(summary, has_trials=bool(trials)),
+        advice=_advice(trials),
+        what=[(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in trials],
         remedies=remedies,
-        blamed=_blamed(tables["damages"]),
-        maps=[figure for figure in drawn if figure not in (remedies, scatter)],
+        worst_modules=_worst_modules(tables["damages"]),
+        maps=[figure for figure in page_figures if figure not in (remedies, scatter)],
         scatter=scatter,
         command=run.command,
         **_sinks(tables["sink_tokens"]),
@@ -59,8 +60,9 @@ def write_page(run: Run, destination: Path) -> None:
 
 def figures(run: Run) -> list[Figure]:
     """The figures of the page: what is left of the damage, prediction against measurement, maps of modules."""
+    figures = [_scatter(run.tables["damages"], run.summary), *_maps(run.tables)]
     remedies = _remedies(run.tables["remedies"])
-    return [*([remedies] if remedies else []), _scatter(run.tables["damages"], run.summary), *_maps(run.tables)]
+    return figures if remedies is None else [remedies, *figures]
 
 
 def _two_digits(value: float | None) -> str:
@@ -69,6 +71,7 @@ def _two_digits(value: float | None) -> str:
 
 
 def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, str]:
+    """A value of a row, and its interval in words."""
     return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
 
 
@@ -79,19 +82,20 @@ def _schemes(damages: Table) -> list[tuple]:
     ]
 
 
-def _nothing(summary: Mapping[str, Any], advised: Sequence[Mapping[str, Any]]) -> str:
+def _no_advice(summary: Mapping[str, Any], *, has_trials: bool) -> str:
     """In two words, why nothing is advised; empty where something is."""
     if not summary.get("why_nothing"):
         return ""
     if summary["nothing_needed"]:
         return "Nothing needed"
-    return "Nothing helps" if advised else "Nothing to do"
+    return "Nothing helps" if has_trials else "Nothing to do"
 
 
-def _advice(advised: Sequence[Mapping[str, Any]]) -> list[tuple]:
+def _advice(trials: Sequence[Mapping[str, Any]]) -> list[tuple]:
+    """The rows of the table of remedies: whether to apply each, and what it and its control recover."""
     return [
         (
-            "do" if row["holds"] else "in vain",
+            "yes" if row["holds"] else "no",
             row["remedy"],
             scheme_in_words(row["scheme"]),
             row["damage"],
@@ -99,7 +103,7 @@ def _advice(advised: Sequence[Mapping[str, Any]]) -> list[tuple]:
             *_measured(row, "control"),
             row["control_is"],
         )
-        for row in advised
+        for row in trials
     ]
 
 
@@ -110,26 +114,26 @@ def _remedies(remedies: Table) -> Figure | None:
         return None
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
     names = list(dict.fromkeys(row["remedy"] for row in rows))
-    shown = {scheme: plotted(scheme_in_words(scheme)) for scheme in schemes}
-    without = {row["scheme"]: row["damage"] for row in rows}
-    traces = [line([shown[s] for s in schemes], [without[s] for s in schemes], "without a remedy", 5, mode="markers")]
+    labels = {scheme: plotted(scheme_in_words(scheme)) for scheme in schemes}
+    damages = {row["scheme"]: row["damage"] for row in rows}
+    traces = [line(list(labels.values()), [damages[s] for s in schemes], "without a remedy", 5, mode="markers")]
     for look, name in enumerate(names):
-        own = [row for row in rows if row["remedy"] == name]
-        ends = {end: [row[f"left_{end}"] for row in own] for end in ("low", "high")}
-        x = [shown[row["scheme"]] for row in own]
-        traces.append(line(x, [row["left"] for row in own], name, look, mode="markers", **ends))
+        of_remedy = [row for row in rows if row["remedy"] == name]
+        ends = {end: [row[f"left_{end}"] for row in of_remedy] for end in ("low", "high")}
+        x = [labels[row["scheme"]] for row in of_remedy]
+        traces.append(line(x, [row["left"] for row in of_remedy], name, look, mode="markers", **ends))
     return Figure(
         "remedies",
-        "What is left of the damage",
-        "Loss above that of the untouched model, in nats a token. The controls are in the table.",
+        "Damage that remains with each remedy",
+        "Loss above that of the baseline in 16 bits, in nats a token. The controls are in the table.",
         ("remedies",),
         traces,
         {
-            "xaxis": categories(list(shown.values())),
+            "xaxis": categories(list(labels.values())),
             "yaxis": axis("nats a token"),
-            **levels(level(0, "untouched")),
+            **levels(level(0, "baseline")),
         },
-        ("remedy", "scheme", "without", "left", "interval", "control wins back", "interval"),
+        ("remedy", "scheme", "damage", "remains", "95 % interval", "control recovers", "95 % interval"),
         [
             (row["remedy"], row["scheme"], row["damage"], *_measured(row, "left"), *_measured(row, "control"))
             for row in rows
@@ -138,7 +142,7 @@ def _remedies(remedies: Table) -> Figure | None:
     )
 
 
-def _blamed(damages: Table) -> list[tuple]:
+def _worst_modules(damages: Table) -> list[tuple]:
     return [
         (row["place"], scheme_in_words(row["scheme"]), row["predicted"], *_measured(row))
         for row in rows_where(damages, level="module")
@@ -168,7 +172,7 @@ def _maps(tables: Mapping[str, Table]) -> list[Figure]:
     rows = [
         row | {"y": row["kind"] if row["what"] == "inputs" else row["what"]} for row in rows_where(tables["readings"])
     ]
-    title = "Largest token over the median token, in what each module reads"
+    title = "Largest token over median token in the input of each module"
     figures.append(_map("map-tokens", title, rows, "token_ratio", "readings"))
     return figures
 
@@ -180,15 +184,15 @@ def _map(id: str, title: str, rows: Sequence[Mapping[str, Any]], column: str, so
     for row in rows:
         if row[column] is not None:
             values[kinds.index(row["y"]), layers.index(row["layer"])] = row[column]
-    shown = list(map(plotted, kinds))
+    labels = list(map(plotted, kinds))
     where = "layer %{x}, %{y}"
     return Figure(
         id,
         title,
-        "Nats a token." if source == "predictions" else "A sink token sets the scale where this is large.",
+        "Nats a token." if source == "predictions" else "Where this ratio is large, a sink token sets the scale.",
         (source,),
-        [heat_map(layers, shown, values, column.replace("_", " "), where, logarithmic=True)],
-        {"xaxis": axis("layer"), "yaxis": categories(shown)},
+        [heat_map(layers, labels, values, column.replace("_", " "), where, logarithmic=True)],
+        {"xaxis": axis("layer"), "yaxis": categories(labels)},
         ("layer", "module", column.replace("_", " ")),
         [(row["layer"], row["y"], row[column]) for row in rows],
         height=140 + 24 * len(kinds),
@@ -196,20 +200,20 @@ def _map(id: str, title: str, rows: Sequence[Mapping[str, Any]], column: str, so
 
 
 def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
-    """Every cell of a group of layers and a scheme."""
+    """Predicted against measured damage of each scheme in each group of layers."""
     rows = rows_where(damages, level="group")
-    hidden = sum(row["measured"] <= 0 for row in rows)
-    shown = [row for row in rows if row["measured"] > 0]
+    positive = [row for row in rows if row["measured"] > 0]  # the axes are logarithmic
+    num_hidden = len(rows) - len(positive)
     traces = []
     for what, look in LOOKS.items():
-        own = [row for row in shown if SCHEMES[row["scheme"]].what == what]
-        text = [plotted(f"{scheme_in_words(row['scheme'])}, {row['place']} layers") for row in own]
+        of_kind = [row for row in positive if SCHEMES[row["scheme"]].what == what]
+        text = [plotted(f"{scheme_in_words(row['scheme'])}, {row['place']} layers") for row in of_kind]
         extra = {"mode": "markers", "text": text, "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
-        ends = {end: [row[f"measured_{end}"] for row in own] for end in ("low", "high")}
-        x, y = ([row[name] for row in own] for name in ("predicted", "measured"))
+        ends = {end: [row[f"measured_{end}"] for row in of_kind] for end in ("low", "high")}
+        x, y = ([row[name] for row in of_kind] for name in ("predicted", "measured"))
         traces.append(line(x, y, what, look, **ends, **extra))
-    predicted, measured = ([row[name] for row in shown] for name in ("predicted", "measured"))
-    if shown:
+    predicted, measured = ([row[name] for row in positive] for name in ("predicted", "measured"))
+    if positive:
         diagonal = [min(predicted), max(predicted)]
         traces.append(line(diagonal, diagonal, "equal", 5, mode="lines"))
     return Figure(
@@ -218,8 +222,8 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
         f"{len(rows)} cells: each scheme in each third of the layers, in nats a token. Rank correlation "
         f"{_two_digits(summary.get('rank_correlation'))}; of the measurements on one half of the texts with those on "
         f"the other half {_two_digits(summary.get('repeatability'))}."
-        + f" {hidden} cells without measured damage are in the table alone."
-        * (hidden > 0),
+        + f" {num_hidden} cells without measured damage are in the table alone."
+        * (num_hidden > 0),
         ("damages",),
         traces,
         {"xaxis": log_axis("predicted", predicted), "yaxis": log_axis("measured", measured)},

@@ -1,4 +1,4 @@
-"""What an audit found: records, tables, one JSON object, and a few sentences."""
+"""What `audit` gives back: what every scheme costs, its tables, its summary and its story in a few sentences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from sinkscope.audits.advice import NEGLIGIBLE, Trial, needs_remedy
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
 from sinkscope.audits.damage import Damage
+from sinkscope.audits.evaluation import Evaluation
 from sinkscope.audits.recipe import write_recipe
-from sinkscope.audits.remedies import Setting
 from sinkscope.audits.schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
 from sinkscope.audits.schemes import SCHEMES, layers_of, scheme_in_words
 from sinkscope.models.anatomy import anatomy_of
@@ -32,10 +32,12 @@ other values up."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A scheme somewhere in a model: predicted, and measured."""
+    """What a scheme costs somewhere in a model: predicted, and measured."""
 
     level: str
+    """model, group (a third of the layers) or module."""
     place: str
+    """all, the group of layers, or the module's name."""
     scheme: str
     predicted: float
     measured: Damage
@@ -44,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AuditResult(Result):
-    """What was predicted and measured of a model, as records and as tables."""
+    """What was predicted and measured of a model."""
 
     kind = "audit"
     schemas = AUDIT_TABLES
@@ -52,28 +54,30 @@ class AuditResult(Result):
     receipt: Receipt
     batch: TokenBatch
     """The held-out texts."""
-    setting: Setting
+    evaluation: Evaluation
     cells: tuple[Cell, ...]
+    """What every scheme costs: in the whole model, in each third of its layers, and in the worst modules."""
     trials: tuple[Trial, ...]
-    refused: dict[str, str]
+    """Every remedy that was measured."""
+    not_possible: dict[str, str]
     """Remedies that this model does not allow, with the reason."""
     by_torchao: tuple[Damage, Damage] | None = None
-    """Of two schemes at once, for real and emulated; None where torchao is not installed."""
+    """The damage of `TORCHAO_SCHEMES` together: (with torchao's kernels, emulated); None where it is not installed."""
 
     @property
     def has_sinks(self) -> bool:
-        return bool(self.setting.is_sink.any())
+        return bool(self.evaluation.is_sink.any())
 
     @property
     def advice(self) -> list[Trial]:
-        """What to do, the largest effect first; of a remedy and scheme that hold."""
-        return sorted((trial for trial in self.trials if trial.holds), key=lambda trial: -trial.won.change)
+        """The remedies that help, each for a scheme, the largest effect first."""
+        return sorted((trial for trial in self.trials if trial.holds), key=lambda trial: -trial.recovered.change)
 
     @property
     def broken(self) -> list[Cell]:
         """The schemes that cost enough to need a remedy, the worst first."""
-        harms = sorted(self.at("model"), key=lambda cell: -cell.measured.change)
-        return [cell for cell in harms if needs_remedy(cell.measured)]
+        costly = [cell for cell in self.at("model") if needs_remedy(cell.measured)]
+        return sorted(costly, key=lambda cell: -cell.measured.change)
 
     @property
     def why_nothing(self) -> str | None:
@@ -81,37 +85,43 @@ class AuditResult(Result):
         if self.advice:
             return None
         if not self.broken:
-            return f"no scheme is seen to cost {NEGLIGIBLE:g} nats a token"
+            return f"no scheme clearly costs {NEGLIGIBLE:g} nats a token"
         if not self.has_sinks:
             return "no token of these texts is a sink, so no remedy was tried"
-        return "no remedy wins back more than its control"
+        return "no remedy recovers more than its control"
 
     @property
-    def nothing(self) -> dict[str, Any]:
+    def advice_status(self) -> dict[str, Any]:
         """Whether nothing is needed, and why nothing is advised, as the summary and the recipe say it."""
         return {"nothing_needed": not self.broken, "why_nothing": self.why_nothing}
 
     def at(self, level: str) -> list[Cell]:
+        """The cells of a level: model, group or module."""
         return [cell for cell in self.cells if cell.level == level]
 
     @cached_property
     def rank_correlation(self) -> float:
-        """Of prediction and measurement, over the cells of layer groups and schemes."""
+        """Spearman's rho of prediction and measurement, over the cells of layer groups and schemes."""
         cells = self.at("group")
         return _correlation([cell.predicted for cell in cells], [cell.measured.change for cell in cells])
 
     @cached_property
     def repeatability(self) -> float:
-        """The same between the measurements on every other text and on the rest: what no prediction can pass by far."""
-        halves = [[np.mean(cell.measured.by_text[half::2]) for cell in self.at("group")] for half in (0, 1)]
-        return _correlation(*halves)
+        """Spearman's rho of the measurements on every other text with those on the rest.
+
+        No prediction can be expected to correlate much better.
+        """
+        cells = self.at("group")
+        even = [np.mean(cell.measured.by_text[0::2]) for cell in cells]
+        odd = [np.mean(cell.measured.by_text[1::2]) for cell in cells]
+        return _correlation(even, odd)
 
     @property
     def torchao_says(self) -> str | None:
         """Whether torchao agrees with the emulation, in a sentence; None where it is not installed."""
         if self.by_torchao is None:
             return None
-        real, emulated = (found.change for found in self.by_torchao)
+        real, emulated = (cost.change for cost in self.by_torchao)
         agrees = "agrees" if abs(real - emulated) < max(NEGLIGIBLE, AGREEMENT * emulated) else "does not agree"
         schemes = " with ".join(scheme_in_words(name) for name in TORCHAO_SCHEMES)
         return f"torchao {agrees}: {schemes} cost {real:+.4f} for real, {emulated:+.4f} emulated."
@@ -132,32 +142,33 @@ class AuditResult(Result):
     def write(self, folder: RunFolder) -> None:
         """Writes the summary, every table and the recipe into an open run folder."""
         super().write(folder)
-        write_recipe(folder, self.loaded, self.setting, self.advice, self.nothing)
+        write_recipe(folder, self.loaded, self.evaluation, self.advice, self.advice_status)
 
 
 def _tables(audit: AuditResult) -> dict[str, dict[str, list]]:
-    """Columns by table, in the order of the model's modules."""
-    layer_of = layers_of(audit.setting.model)
-    anatomy, names = anatomy_of(audit.setting.model), dict(audit.setting.model.named_modules())
+    """Columns by table; the rows of modules are in the model's order."""
+    layer_of = layers_of(audit.evaluation.model)
+    anatomy, names = anatomy_of(audit.evaluation.model), dict(audit.evaluation.model.named_modules())
     block_name = {id(part): name for name, part in names.items()}
 
     def place(module: str) -> dict[str, Any]:
+        """Where a module is: its layer, and its name within the layer."""
         layer = layer_of[module]
         prefix = block_name[id(anatomy.layers[layer].block)] + "."
         return {"module": module, "layer": layer, "kind": module.removeprefix(prefix)}
 
     order = {name: number for number, name in enumerate(names)}
-    prediction = audit.setting.prediction
-    readings = sorted(prediction.readings.items(), key=lambda item: order[item[0][0]])
+    prediction = audit.evaluation.prediction
+    statistics = sorted(prediction.statistics.items(), key=lambda item: order[item[0][0]])
     damages = sorted(prediction.damages.items(), key=lambda item: order[item[0][0]])
     rows = {
-        READINGS: [{**place(module), "what": what, **reading.row()} for (module, what), reading in readings],
+        READINGS: [{**place(module), "what": what, **inputs.row()} for (module, what), inputs in statistics],
         PREDICTIONS: [{**place(module), "scheme": scheme, "predicted": value} for (module, scheme), value in damages],
         DAMAGES: [{**vars(cell), **_ends("measured", cell.measured)} for cell in audit.cells],
         TRIALS: [_trial_row(trial) for trial in audit.trials],
-        SINKS: [_sink_row(audit, text, position) for text, position in audit.setting.is_sink.nonzero().tolist()],
+        SINKS: [_sink_row(audit, text, position) for text, position in audit.evaluation.is_sink.nonzero().tolist()],
     }
-    return {schema.name: schema.from_rows(listed) for schema, listed in rows.items()}
+    return {schema.name: schema.from_rows(schema_rows) for schema, schema_rows in rows.items()}
 
 
 def _sink_row(audit: AuditResult, text: int, position: int) -> dict[str, Any]:
@@ -173,29 +184,28 @@ def _sink_row(audit: AuditResult, text: int, position: int) -> dict[str, Any]:
 
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
-    """A row of the table of remedies."""
-    parts = {name: _ends(name, getattr(trial, name)) for name in ("left", "won", "control")}
-    return (
-        vars(trial)
-        | {"damage": trial.damage.change, "holds": trial.holds}
-        | {key: value for part in parts.values() for key, value in part.items()}
-    )
+    """A row of the table of remedies, whose columns say `left` and `won` for what remains and what is recovered."""
+    row = vars(trial) | {"damage": trial.damage.change, "holds": trial.holds}
+    row |= _ends("left", trial.remaining)
+    row |= _ends("won", trial.recovered)
+    return row | _ends("control", trial.control)
 
 
-def _ends(name: str, found: Damage) -> dict[str, float]:
-    return {name: found.change, f"{name}_low": found.low, f"{name}_high": found.high}
+def _ends(name: str, change: Damage) -> dict[str, float]:
+    """A change of the loss with both ends of its interval, as columns or keys of that name."""
+    return {name: change.change, f"{name}_low": change.low, f"{name}_high": change.high}
 
 
 def _summary(audit: AuditResult) -> dict[str, Any]:
     """The object written as summary.json and printed with --json."""
-    is_sink = audit.setting.is_sink
+    is_sink = audit.evaluation.is_sink
     return {
         "kind": "audit",
         "model": audit.loaded.name,
-        "family": anatomy_of(audit.setting.model).family.name,
-        "num_layers": len(anatomy_of(audit.setting.model).layers),
+        "family": anatomy_of(audit.evaluation.model).family.name,
+        "num_layers": len(anatomy_of(audit.evaluation.model).layers),
         "tokens": audit.batch.describe() | {"source": audit.batch.source},
-        "loss": float(audit.setting.plain.mean()),
+        "loss": float(audit.evaluation.baseline.mean()),
         "sinks_per_text": float(is_sink.sum(1).double().mean()),
         "schemes": {
             cell.scheme: {"predicted": cell.predicted, **_ends("measured", cell.measured), "control": cell.control}
@@ -206,36 +216,37 @@ def _summary(audit: AuditResult) -> dict[str, Any]:
         "repeatability": audit.repeatability,
         "advice": [
             {"remedy": trial.remedy, "scheme": trial.scheme, "what": trial.what, "share_won_back": trial.share}
-            | {"damage": trial.damage.change, **_ends("won", trial.won), **_ends("control", trial.control)}
+            | {"damage": trial.damage.change, **_ends("won", trial.recovered), **_ends("control", trial.control)}
             for trial in audit.advice
         ],
-        **audit.nothing,
-        "refused": audit.refused,
+        **audit.advice_status,
+        "refused": audit.not_possible,
         "torchao": audit.torchao_says,
         "story": _story(audit) + beginnings_in_words(audit.receipt, lacks_sink=not audit.has_sinks),
     }
 
 
 def _story(audit: AuditResult) -> str:
-    """What breaks, and the most useful thing to do."""
-    # Without sinks a window that keeps them is the window.
+    """What breaks, and the most useful thing to do: the three worst schemes, and the best remedy of three at most."""
+    # Without sinks a window that keeps them is the same as one that does not, and would be told twice.
     broken = [cell for cell in audit.broken if audit.has_sinks or not SCHEMES[cell.scheme].keeps_sinks]
     worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
     if not audit.broken:
-        return f"{audit.loaded.name}: nothing needed, {audit.why_nothing}."
+        return f"{audit.loaded.name}: nothing is needed, {audit.why_nothing}."
     if not audit.has_sinks:
         return (
-            f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. What "
-            f"costs most by itself, in nats a token: {worst}."
+            f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. Costs "
+            f"in nats a token, the worst first: {worst}."
         )
     lines = [f"{audit.loaded.name}, in nats a token: {worst}."]
-    seen: set[str] = set()
+    best: dict[str, Trial] = {}  # of each scheme; the advice begins with the largest effect
     for trial in audit.advice:
-        if trial.scheme not in seen and len(seen) < 3:
-            seen.add(trial.scheme)
-            won = f"{trial.won.change:.3f} of {trial.damage.change:.3f}"
-            words = f"{trial.remedy} wins back {won} (its control {trial.control.change:.3f})"
-            lines.append(f"For {scheme_in_words(trial.scheme)}: {words}.")
+        best.setdefault(trial.scheme, trial)
+    for trial in list(best.values())[:3]:
+        lines.append(
+            f"For {scheme_in_words(trial.scheme)}: {trial.remedy}, which recovers {trial.share:z.0%} of the damage "
+            f"(its control {trial.control_share:z.0%})."
+        )
     if not audit.advice:
         lines.append(f"Nothing helps: {audit.why_nothing}.")
     return " ".join(lines)

@@ -1,4 +1,4 @@
-"""sinkscope audit: what in a model breaks when it is made cheaper, where, and what to do about it."""
+"""The command `sinkscope audit`: what in a model breaks in fewer bits, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ class AuditOptions:
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text file, read in windows spread over it; without one the model writes its own.", show_default=False
+            help="Text file, read in windows spread over all of it; without one the model writes its own texts.",
+            show_default=False,
         ),
     ] = None
     bos: Bos = None
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in each text. Default 128; fewer where the model's context is short, so that a prefix fits.",
+            help="Tokens in each text. Default 128, or fewer if the model's context is short, so that a prefix fits.",
             show_default=False,
         ),
     ] = None
-    num_sequences: Annotated[int, typer.Option(help=f"Held-out texts, beside {CALIBRATION} for calibration.")] = 16
+    num_sequences: Annotated[int, typer.Option(help=f"Held-out texts to measure on; {CALIBRATION} more calibrate.")] = (
+        16
+    )
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -43,10 +46,11 @@ class AuditOptions:
             check_batch(f"text:{self.text}", length=self.length or AUDIT_LENGTH, num_sequences=self.num_sequences)
 
 
-def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> None:
+def audit_command(texts: AuditOptions, source: ModelOptions, output: Output) -> None:
     """Show what breaks in a model in 8 or 4 bits, and what helps.
 
-    A small cache and a window are tried too. The page says where the damage is, and what to do about it.
+    Activations, weights and the KV cache are rounded, and a sliding window is tried. The page says which modules break,
+    and what to do about it.
 
     Example: sinkscope audit HuggingFaceTB/SmolLM2-135M --text book.txt
     """
@@ -56,11 +60,11 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
-    named: dict[str, Any] = asdict(source) | asdict(asked)
+    named: dict[str, Any] = asdict(source) | asdict(texts)
     with progress.bar("measurements") as move:
         result = audit(named.pop("model"), named.pop("text"), **named, progress=move)
     with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, asked)
+        write_request(folder, source, texts)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)
         write_page(folder)
@@ -68,7 +72,7 @@ def audit_command(asked: AuditOptions, source: ModelOptions, output: Output) -> 
 
 
 def show(result: AuditResult, path: Path) -> None:
-    """What each scheme costs, what to do about it, and the answer in sentences."""
+    """Prints what each scheme costs, what to do about it, and the answer in sentences."""
     from sinkscope.audits.schemes import scheme_in_words
     from sinkscope.audits.texts import held_out_in_words
     from sinkscope.pages.terminal import NUM_SHOWN, Terminal, ends
@@ -90,20 +94,21 @@ def show(result: AuditResult, path: Path) -> None:
         (
             trial.remedy,
             scheme_in_words(trial.scheme),
-            f"{trial.won.change:.4f} of {trial.damage.change:.4f}",
-            ends(trial.won.low, trial.won.high),
+            f"{trial.recovered.change:.4f} of {trial.damage.change:.4f}",
+            ends(trial.recovered.low, trial.recovered.high),
             f"{trial.control.change:+.4f}",
         )
         for trial in result.advice
     ]
     if rows:
-        columns = ("remedy", "scheme", "wins back", "95 % interval", "control")
-        out.table("advice, the largest effect first", columns, rows, limit=2 * NUM_SHOWN)
-    for name, reason in result.refused.items():
+        columns = ("remedy", "scheme", "recovers", "95 % interval", "control recovers")
+        out.table("advice, the largest effect first, in nats a token", columns, rows, limit=2 * NUM_SHOWN)
+    for name, reason in result.not_possible.items():
         out.say(f"{name.capitalize()} is not possible here: {reason}")
     out.say(
         f"Rank correlation of prediction and measurement over {len(result.at('group'))} cells: "
-        f"{result.rank_correlation:.2f}; of two halves of the texts: {result.repeatability:.2f}",
+        f"{result.rank_correlation:.2f}. Of the measurements on one half of the texts with those on the other: "
+        f"{result.repeatability:.2f}.",
     )
     if result.torchao_says is not None:
         out.say(result.torchao_says)

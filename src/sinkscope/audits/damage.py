@@ -1,4 +1,4 @@
-"""What a scheme costs: the change of the next-token loss on held-out text, with an interval over texts.
+"""What a scheme costs, its damage: the change of the next-token loss on held-out text, with an interval over texts.
 
 Axes: N texts, B texts of a pass, T positions.
 """
@@ -24,8 +24,7 @@ BATCH_TOKENS = 4096
 """Tokens of one forward pass."""
 
 Prefix = Callable[[int], Any]
-"""From a number of texts to the cache that each of them is read after; a new one at each call, since a pass adds to
-it."""
+"""Called with a number of texts, gives the cache that stands before them; a new one each time, as a pass adds to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +42,27 @@ def losses(
     ids_NT: Tensor,
     *,
     prefix: Prefix | None = None,
-    each: Callable[[slice], contextlib.AbstractContextManager] | None = None,
+    around_pass: Callable[[slice], contextlib.AbstractContextManager] | None = None,
 ) -> np.ndarray:
     """[N, T - 1] the loss of each token after the first.
 
-    `each(rows)` opens what must be on while those texts are read.
+    `around_pass(rows)` is open while those texts are read.
     """
     model = bare_model(model)
-    device, found = model.get_input_embeddings().weight.device, []
+    device = model.get_input_embeddings().weight.device
+    losses_of_passes = []
     step = max(1, BATCH_TOKENS // ids_NT.shape[1])
     with torch.no_grad(), evaluation_mode(model):
         for start in range(0, len(ids_NT), step):
             rows = slice(start, start + step)
             ids_BT = ids_NT[rows].to(device)
             cache = {"use_cache": False} if prefix is None else {"past_key_values": prefix(len(ids_BT))}
-            with contextlib.nullcontext() if each is None else each(rows):
+            with contextlib.nullcontext() if around_pass is None else around_pass(rows):
                 logits = model(ids_BT, **cache).logits[:, :-1].float()
             targets = ids_BT[:, 1:].to(logits.device)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-            found.append(loss.view(targets.shape).double().cpu())
-    return torch.cat(found).numpy()
+            losses_of_passes.append(loss.view(targets.shape).double().cpu())
+    return torch.cat(losses_of_passes).numpy()
 
 
 def scheme_losses(
@@ -75,30 +75,37 @@ def scheme_losses(
     keep: Tensor | None = None,
     prefix: Prefix | None = None,
 ) -> np.ndarray:
-    """[N, T - 1] the losses under a scheme; `keep` [N, T] marks the tokens of each text that it spares."""
+    """[N, T - 1] the losses under a scheme.
+
+    `keep` [N, T] marks tokens of each text that stay in 16 bits, or in a window.
+    """
     if keep is None:
+        # Opened once, not in every pass: weights are rounded when it opens.
         with scheme.on(model, modules, ranges=ranges):
-            found = losses(model, ids_NT, prefix=prefix)
+            losses_NT = losses(model, ids_NT, prefix=prefix)
     else:
-        spared = keep
+        keep_NT = keep
 
-        def each(rows: slice) -> contextlib.AbstractContextManager:
-            return scheme.on(model, modules, ranges=ranges, keep=spared[rows])
+        def scheme_on(rows: slice) -> contextlib.AbstractContextManager:
+            return scheme.on(model, modules, ranges=ranges, keep=keep_NT[rows])
 
-        found = losses(model, ids_NT, prefix=prefix, each=each)
-    if not np.isfinite(found).all():
+        losses_NT = losses(model, ids_NT, prefix=prefix, around_pass=scheme_on)
+    if not np.isfinite(losses_NT).all():
         raise InputError(
             f"Under {scheme.name} losses are NaN or infinite: a value was too large for the model's numbers. Load the "
             "model with `dtype='float32'`, or check its weights."
         )
-    return found
+    return losses_NT
 
 
-def damage(losses_NT: np.ndarray, plain_NT: np.ndarray, scheme: Scheme | None = None) -> Damage:
-    """The change from the plain losses of the same texts; of a window, that of tokens after it has dropped keys."""
+def damage(losses_NT: np.ndarray, baseline_NT: np.ndarray, scheme: Scheme | None = None) -> Damage:
+    """The change from the baseline losses of the same texts.
+
+    Under a window only the tokens count that come after it has dropped its first key: before, nothing changes.
+    """
     start = 0
     if scheme is not None and scheme.what == "window":
         start = min(window_size(scheme, losses_NT.shape[1] + 1), losses_NT.shape[1] - 1)
-    change_N = (losses_NT - plain_NT)[:, start:].mean(1)
+    change_N = (losses_NT - baseline_NT)[:, start:].mean(1)
     low, high = bootstrap_mean_interval(change_N)
     return Damage(change=float(change_N.mean()), low=float(low), high=float(high), by_text=tuple(change_N.tolist()))

@@ -1,8 +1,8 @@
-"""Gradients of the loss on a model's own predictions, handed over module by module while a backward pass goes on.
+"""Gradients of the loss on a model's own predictions, given to a callback module by module during a backward pass.
 
 Targets are drawn from those predictions, so the mean of g g^T is the Fisher information F: the curvature of the loss
-where the predictions are taken for true. A change d of what a token hands on costs about 1/2 d^T F d, which is the mean
-of 1/2 (g . d)^2. Nothing is kept beyond what the backward pass of one text holds.
+if the predictions are true. A change d of a module's output at a token costs about 1/2 d^T F d, which is the mean of
+1/2 (g . d)^2. Nothing is kept beyond what the backward pass of one text holds.
 Axes: N texts, B texts of a pass, T positions, E inputs, O outputs, V vocabulary, H, D heads and their size.
 """
 
@@ -39,15 +39,20 @@ def read_gradients(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Reads one text after another, after a prefix if there is one."""
+    """Reads the texts one by one, each after a prefix if one is given, and calls `on_linear` and `on_attention`.
+
+    `seed` is that of the targets; `progress` is called with (texts read, texts in all).
+    """
     generator = torch.Generator().manual_seed(seed)
     device = model.get_input_embeddings().weight.device
     for text in range(len(ids_NT)):
         cache = {"use_cache": False} if prefix is None else {"past_key_values": prefix(1)}
         with evaluation_mode(model), _watched(model, text, on_linear, on_attention) as embedded:
             logits_TV = model(ids_NT[text : text + 1].to(device), **cache).logits[0, :-1].float()
-            drawn_T = torch.multinomial(logits_TV.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-            loss = nn.functional.cross_entropy(logits_TV, drawn_T.to(logits_TV.device), reduction="sum")
+            # Drawn on the CPU, so that a seed gives the same targets on every device.
+            targets_T = torch.multinomial(logits_TV.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+            loss = nn.functional.cross_entropy(logits_TV, targets_T.to(logits_TV.device), reduction="sum")
+            # By the embeddings alone: the hooks see every gradient on the way, and none is kept for the weights.
             torch.autograd.grad(loss, embedded.pop())
         if progress is not None:
             progress(text + 1, len(ids_NT))
@@ -55,8 +60,10 @@ def read_gradients(
 
 @contextlib.contextmanager
 def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttention | None) -> Iterator[list[Tensor]]:
-    """While open, a backward pass hands over its gradients. Yields the list in which a forward pass leaves the
-    embeddings, to differentiate by."""
+    """While open, a backward pass calls `on_linear` and `on_attention`.
+
+    Yields the list in which a forward pass leaves the embeddings, to differentiate by.
+    """
     embedded: list[Tensor] = []
 
     def on_embedding(module: Any, args: Any, output_BTE: Tensor) -> Tensor:
@@ -65,7 +72,8 @@ def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttenti
 
     def linear(name: str):
         def note(g: Tensor, x: Tensor) -> None:
-            shape = (1, x.numel() // x.shape[-1], -1)  # one text a pass, flattened or not
+            # [1, T, E] of one text; some models give their feed-forward [T, E].
+            shape = (1, x.numel() // x.shape[-1], -1)
             on_linear(text, name, x.reshape(shape).float(), g.reshape(shape).float())
 
         return lambda module, args, output: _Watched.apply(output, note, args[0])
@@ -88,7 +96,7 @@ def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttenti
 
 
 class _Watched(torch.autograd.Function):
-    """The same tensor; when its gradient comes, it is handed on with what was kept."""
+    """The identity; the backward pass calls `note` with the gradient and the tensors that were kept for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, note: Callable[..., None], *kept: Tensor) -> Tensor:

@@ -38,32 +38,33 @@ from sinkscope.models.anatomy import projection_weight
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import AttentionRule
 
-BLAMED_SHARE = 0.9
-"""Modules are blamed until they hold this share of the predicted damage ..."""
-MOST_BLAMED = 0.05
-"""... or are this share of all modules."""
+SHARE_OF_DAMAGE = 0.9
+"""The worst modules are as few as hold this share of the predicted damage ..."""
+SHARE_OF_MODULES = 0.05
+"""... but at most this share of all modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one pass finds of every module."""
+    """What one pass over the calibration says of every module."""
 
     damages: Mapping[tuple[str, str], float]
     """By (module, scheme), the change of the loss in nats a token."""
-    readings: Mapping[tuple[str, str], Reading]
-    """By (module, what): the inputs of linear layers; the keys and the values of attention."""
+    statistics: Mapping[tuple[str, str], InputStatistics]
+    """By (module, what): of the inputs of linear layers, and of the keys and the values of attention."""
 
     def damage(self, scheme: Scheme, modules: Collection[str]) -> float:
-        """Of a scheme in some modules at once."""
+        """What a scheme costs in some modules at once."""
         return sum(self.damages[module, scheme.name] for module in modules)
 
-    def blamed(self, modules: Sequence[str], *schemes: Scheme) -> list[str]:
+    def worst_modules(self, modules: Sequence[str], *schemes: Scheme) -> list[str]:
         """The few modules that hold most of the damage of some schemes, the worst first."""
-        harm = {name: sum(self.damages[name, scheme.name] for scheme in schemes) for name in modules}
-        enough, most = BLAMED_SHARE * sum(harm.values()), max(1, int(MOST_BLAMED * len(harm)))
+        cost = {name: sum(self.damages[name, scheme.name] for scheme in schemes) for name in modules}
+        enough = SHARE_OF_DAMAGE * sum(cost.values())
+        most = max(1, int(SHARE_OF_MODULES * len(cost)))
         chosen: list[str] = []
-        for name in sorted(harm, key=lambda name: -harm[name])[:most]:
-            if sum(harm[each] for each in chosen) >= enough:
+        for name in sorted(cost, key=lambda name: -cost[name])[:most]:
+            if sum(cost[chosen_name] for chosen_name in chosen) >= enough:
                 break
             chosen.append(name)
         return chosen
@@ -83,7 +84,7 @@ def predict(
     `progress` is called with (texts read, texts in all)."""
     layers, names = linear_layers(model), {layer: name for name, layer in attentions(model).items()}
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
-    readings: defaultdict[tuple[str, str], Reading] = defaultdict(Reading)
+    statistics: defaultdict[tuple[str, str], InputStatistics] = defaultdict(InputStatistics)
     num_texts, length = ids_NT.shape
 
     def add(module: str, scheme: Scheme, dot_BT: Tensor) -> None:
@@ -92,7 +93,7 @@ def predict(
         sums[module, scheme.name] += float(dot_BT.double().square().sum()) / 2 / counted / num_texts
 
     def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
-        readings[name, "inputs"].add(x_BTE, is_sink[text : text + 1])
+        statistics[name, "inputs"].add(x_BTE, is_sink[text : text + 1])
         weight_OI = projection_weight(layers[name]).float()
         g_BTE = g_BTO @ weight_OI
         for scheme in SCHEMES.values():
@@ -107,7 +108,7 @@ def predict(
     ) -> None:
         name, plain_BTHD, is_sink_BT = names[layer], attend(query, key, value, rule), is_sink[text : text + 1]
         for what, x_BKSD in (("keys", key), ("values", value)):
-            readings[name, what].add(x_BKSD.transpose(1, 2).flatten(2), is_sink_BT)
+            statistics[name, what].add(x_BKSD.transpose(1, 2).flatten(2), is_sink_BT)
         for scheme in SCHEMES.values():
             if scheme.what == "cache":
                 other_BTHD = attend(query, *rounded_cache(scheme, key, value), rule)
@@ -119,19 +120,23 @@ def predict(
             add(name, scheme, (g_BTHD * (other_BTHD - plain_BTHD)).sum((-1, -2)))
 
     read_gradients(model, ids_NT, on_linear, on_attention, seed=seed, progress=progress)
-    return Prediction(damages=dict(sums), readings=dict(readings))
+    return Prediction(damages=dict(sums), statistics=dict(statistics))
 
 
 @dataclass
-class Reading:
-    """Sums and extremes over the tokens seen so far; of a token only its largest magnitude is kept."""
+class InputStatistics:
+    """Sums and extremes of what a module reads, over all tokens so far."""
 
     moments: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     """How many values, and the sums of x, x^2, x^3 and x^4."""
     channel_E: Tensor | None = None
+    """The largest magnitude of each channel."""
     tokens: list[Tensor] = field(default_factory=list)
+    """The largest magnitude of each token, by text."""
     sink_energy: float = 0.0
+    """The sum of squares in sink tokens."""
     massive_energy: float = 0.0
+    """The sum of squares in values of at least 10 times their token's mean magnitude."""
 
     def add(self, x_BTE: Tensor, is_sink_BT: Tensor) -> None:
         x = x_BTE.detach().double()
@@ -147,13 +152,14 @@ class Reading:
         self.massive_energy += float(energy[massive].sum())
 
     def row(self) -> dict[str, float]:
-        """Largest value, its ratio to that of the median channel and token, kurtosis, and shares of the energy.
+        """A row of the table: largest value, its ratio to the median channel and token, kurtosis, and energy shares.
 
         Kurtosis is Pearson's, over all values: 3 for a Gaussian. NaN where everything is zero.
         """
         assert self.channel_E is not None
         count, *sums = self.moments.tolist()
         mean, square, cube, fourth = (total / count for total in sums)
+        # The second and the fourth central moment, by the binomial theorem.
         variance = square - mean**2
         central = fourth - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
         tokens, energy = torch.cat(self.tokens), sums[1]

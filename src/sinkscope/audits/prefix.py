@@ -1,10 +1,12 @@
 """sink_prefix(model, ids): the cache that a model's own sink tokens leave, to be put before any text.
 
 A text that is read after it finds its sinks there, and none of its own tokens becomes one: no activation is large, and
-one static scale fits all. Which tokens these are is found, by where the super neurons fire. One token is enough where
-the first position alone is a sink. Others need words before them, so heads of texts that end with such a token are
-tried too. The prefix is the one after which static 8-bit activations stay nearest to the model as it was, token by
-token. The lowest loss would be the wrong rule: it rewards what a head says about the texts' subject.
+one static scale fits all. Sink tokens are found by where the super neurons fire. One token is enough where only the
+first position is a sink. Other sinks need words before them, so beginnings of texts that end with such a token (heads)
+are tried too. The prefix is the one with which the losses under static 8-bit activations stay nearest to the
+baseline's, token by token. The lowest loss would be the wrong rule: it rewards what a head says about the texts'
+subject.
+
 Axes: B texts, T positions, P tokens of the prefix, K key-value heads, D head size.
 """
 
@@ -38,7 +40,7 @@ from sinkscope.tracing.single_reader import evaluation_mode
 
 MOST_TOKENS = 32
 """Longest prefix that is tried."""
-MOST_TRIED = 8
+MOST_HEADS = 8
 """Heads of texts that are tried, the shortest first."""
 
 LOADER = """\
@@ -48,19 +50,19 @@ cache, kept = DynamicCache(config=model.config), load_file("prefix.safetensors",
 for i in range(len(kept) // 2):
     cache.update(*(kept[f"{part}.{i}"].to(model.dtype).repeat(len(ids), 1, 1, 1) for part in ("key", "value")), i)
 """
-"""How the cache of a batch `ids` is filled from the file that `SinkPrefix.save` writes, for a model in other numbers or
-on another device too."""
+"""Code for users: fills the cache of a batch `ids` from the file that `SinkPrefix.save` writes, in the model's dtype
+and on its device."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class SinkPrefix:
-    """Tokens, and the cache that they leave; without tokens where none help, and `why_none` says why."""
+    """Tokens and the cache that they leave; without tokens if none help, and then `why_none` says why."""
 
     ids: tuple[int, ...]
     layers: tuple[tuple[Tensor, Tensor], ...]
     """[1, K, P, D] keys and values, by layer."""
     fired: tuple[float, float]
-    """Tokens of a text at which super neurons fire: without the prefix, and after it."""
+    """At how many tokens of a text super neurons fire: without the prefix, and with it."""
     config: Any
 
     @property
@@ -69,7 +71,7 @@ class SinkPrefix:
 
     @property
     def generation(self) -> str:
-        """How texts are written after the cache: `generate` counts the tokens in it among the ids that it is given."""
+        """Code for users: generates after the cache: `generate` counts the tokens in it among its ids."""
         return (
             "import torch\n"
             f"prefix = torch.tensor([{list(self.ids)}], device=ids.device).expand(len(ids), -1)\n"
@@ -78,7 +80,7 @@ class SinkPrefix:
         )
 
     def cache(self, num_sequences: int = 1) -> Any:
-        """A new cache for so many texts; give it as past_key_values to a forward pass."""
+        """A new cache for so many texts, to give to a forward pass as `past_key_values`; a pass adds to it."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.config)
@@ -101,7 +103,7 @@ class SinkPrefix:
 def sink_prefix(
     model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = None, progress: Progress | None = None
 ) -> SinkPrefix:
-    """The prefix of a model, found on some texts; `neurons` are those that recognise its sinks, if they are known.
+    """The prefix of a model, found on some texts; `neurons` are those of `sink_neurons`, found here if not given.
 
     `progress` is called with (prefixes tried, prefixes to try)."""
     loaded = load(model)
@@ -115,18 +117,19 @@ def sink_prefix(
     if not before:
         return none
     start = len(batch.leading_ids)  # a text that follows a prefix has none of its own
-    texts_BT, plain_BT = batch.ids[:, start:], losses(loaded.model, batch.ids)[:, start:]
-    tried: dict[tuple[int, ...], tuple[float, SinkPrefix]] = {}
+    texts_BT, baseline_BT = batch.ids[:, start:], losses(loaded.model, batch.ids)[:, start:]
+    candidates: dict[tuple[int, ...], tuple[float, SinkPrefix]] = {}  # with the distance from the baseline
     heads = _heads(batch.ids, fired_BT, most)
     step = progress or (lambda done, total: None)
     step(0, len(heads))
     for number, (head, text) in enumerate(heads):
-        others = [number for number in range(len(texts_BT)) if number != text]
+        # A text does not judge its own head, which would tell it what comes.
+        others = [other for other in range(len(texts_BT)) if other != text]
         prefix = replace(none, ids=head, layers=cache_of(loaded, head))
         static_BT = _static_losses(loaded, texts_BT[others], prefix.cache)
-        tried[head] = float(np.abs(static_BT - plain_BT[others]).mean()), prefix
+        candidates[head] = float(np.abs(static_BT - baseline_BT[others]).mean()), prefix
         step(number + 1, len(heads))
-    _, best = min(tried.values(), key=lambda each: each[0])
+    _, best = min(candidates.values(), key=lambda candidate: candidate[0])
     head_BP = torch.tensor(best.ids).expand(len(texts_BT), -1)
     _, fires_BT = neuron_sinks(loaded, torch.cat([head_BP, texts_BT], 1), neurons)
     after = float(fires_BT[:, len(best.ids) :].sum(1).double().mean())
@@ -134,9 +137,9 @@ def sink_prefix(
 
 
 def room_for_prefix(model: Any, length: int) -> int:
-    """Tokens that a prefix may have before texts of this length.
+    """How many tokens a prefix may have before texts of this length.
 
-    Refuses texts that fill the model's context, and a model that forgets what came first."""
+    Refuses texts that fill the model's context, and a model with sliding windows, which forgets a prefix."""
     from transformers import DynamicCache
 
     if any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=model.config).layers):
@@ -155,23 +158,26 @@ def room_for_prefix(model: Any, length: int) -> int:
 
 
 def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Prefix) -> np.ndarray:
-    """[B, T - 1] after a prefix, under static 8-bit activations whose scales are those of the same texts."""
+    """[B, T - 1] the losses after a prefix, under static 8-bit activations with scales from the same texts."""
     ranges = least_error_ranges(loaded.model, ids_BT, prefix=prefix)
     return scheme_losses(loaded.model, STATIC, ids_BT, ranges=ranges, prefix=prefix)
 
 
 def _heads(ids_BT: Tensor, fired_BT: Tensor, most: int) -> list[tuple[tuple[int, ...], int | None]]:
-    """What is tried as a prefix, and the text that it is from: the token that fires most often, and heads of texts,
-    which another text must follow."""
+    """What is tried as a prefix, with the number of the text that it is from.
+
+    First the token at which super neurons fire most often, from no single text; then heads of texts that end with a
+    token at which they fire. A head must be judged by another text, so a single text has none.
+    """
     foremost = Counter(ids_BT[fired_BT].tolist()).most_common(1)[0][0]
     places = sorted((place, text) for text, place in fired_BT.nonzero().tolist() if 0 < place < most)
     places = places if len(ids_BT) > 1 else []
-    heads = [(tuple(ids_BT[text, : place + 1].tolist()), text) for place, text in places[:MOST_TRIED]]
+    heads = [(tuple(ids_BT[text, : place + 1].tolist()), text) for place, text in places[:MOST_HEADS]]
     return [((foremost,), None), *heads]
 
 
 def other_prefix(loaded: LoadedModel, prefix: SinkPrefix, *, seed: int = 0) -> SinkPrefix:
-    """The control: as many random tokens from inside a text, where none of them is a sink."""
+    """The control: the cache of as many random tokens, from the middle of a sequence, where none of them is a sink."""
     size = len(prefix.ids)
     ids = token_batch(loaded, length=max(2, 2 * size), num_sequences=1, seed=seed).ids[0].tolist()
     layers = tuple((key[:, :, -size:], value[:, :, -size:]) for key, value in cache_of(loaded, ids))

@@ -1,4 +1,4 @@
-"""What an audit found, as files that other tools read: none of those tools is imported.
+"""What an audit advises, as files that other tools read; none of those tools is imported.
 
 - recipe.json: everything that is advised, by scheme.
 - torchao.json: keyword arguments of transformers' TorchAoConfig that leave modules out, beside a quant_type of 8-bit
@@ -14,7 +14,8 @@ from typing import Any
 
 from sinkscope.audits.advice import Trial
 from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
-from sinkscope.audits.remedies import EXEMPT, PREFIX, Setting
+from sinkscope.audits.evaluation import Evaluation
+from sinkscope.audits.remedies import EXEMPT, PREFIX
 from sinkscope.audits.schemes import SCHEMES
 from sinkscope.audits.static_scales import STATIC
 from sinkscope.models.loading import LoadedModel
@@ -30,13 +31,13 @@ STATIC_INT8 = {
 
 
 def write_recipe(
-    folder: RunFolder, loaded: LoadedModel, setting: Setting, advice: Sequence[Trial], nothing: dict[str, Any]
+    folder: RunFolder, loaded: LoadedModel, evaluation: Evaluation, advice: Sequence[Trial], status: dict[str, Any]
 ) -> None:
-    """Writes the four files; without advice the lists in them are empty, and `nothing` says why."""
-    folder.write_json("recipe.json", recipe(loaded, setting, advice) | nothing)
-    static, dynamic = (exempted_modules(setting, advice, name) for name in (STATIC.name, TORCHAO_SCHEMES[0]))
+    """Writes the four files; without advice the lists in them are empty, and `status` says why."""
+    folder.write_json("recipe.json", recipe(loaded, evaluation, advice) | status)
+    static, dynamic = (modules_to_leave(evaluation, advice, name) for name in (STATIC.name, TORCHAO_SCHEMES[0]))
     write_ignored(folder, loaded.model, static=static, dynamic=dynamic)
-    folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in setting.is_sink])
+    folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in evaluation.is_sink])
 
 
 def write_ignored(folder: RunFolder, model: Any, *, static: Sequence[str], dynamic: Sequence[str]) -> None:
@@ -48,21 +49,26 @@ def write_ignored(folder: RunFolder, model: Any, *, static: Sequence[str], dynam
     folder.write_yaml("llm-compressor.yaml", {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}})
 
 
-def exempted_modules(setting: Setting, advice: Sequence[Trial], scheme: str) -> list[str]:
-    """The modules that measurably win back some damage of a scheme when they stay in 16 bits, the worst first."""
+def modules_to_leave(evaluation: Evaluation, advice: Sequence[Trial], scheme: str) -> list[str]:
+    """The modules to leave in 16 bits against a scheme, the worst first; none where that is not advised."""
     holds = any((trial.remedy, trial.scheme) == (EXEMPT.name, scheme) for trial in advice)
-    return list(setting.blamed(SCHEMES[scheme])) if holds else []
+    return list(evaluation.worst_modules(SCHEMES[scheme])) if holds else []
 
 
-def recipe(loaded: LoadedModel, setting: Setting, advice: Sequence[Trial]) -> dict[str, Any]:
-    """By scheme, what to do in order of effect; nothing where no remedy holds."""
+def recipe(loaded: LoadedModel, evaluation: Evaluation, advice: Sequence[Trial]) -> dict[str, Any]:
+    """By scheme, what to do in order of effect; an empty list where no remedy helps."""
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMES}
     for trial in advice:
-        step = {"remedy": trial.remedy, "what": trial.what, "wins_back": trial.won.change, "of": trial.damage.change}
-        step |= {"wins_back_low": trial.won.low, "wins_back_high": trial.won.high}
+        step = {
+            "remedy": trial.remedy,
+            "what": trial.what,
+            "wins_back": trial.recovered.change,
+            "of": trial.damage.change,
+        }
+        step |= {"wins_back_low": trial.recovered.low, "wins_back_high": trial.recovered.high}
         if trial.remedy == EXEMPT.name:
-            step["modules"] = list(setting.blamed(SCHEMES[trial.scheme]))
+            step["modules"] = list(evaluation.worst_modules(SCHEMES[trial.scheme]))
         if trial.remedy == PREFIX.name:
-            step["token_ids"] = list(setting.prefix.ids)
+            step["token_ids"] = list(evaluation.prefix.ids)
         steps[trial.scheme].append(step)
     return {"model": loaded.name, "weight_hash": loaded.weight_hash, "schemes": steps}

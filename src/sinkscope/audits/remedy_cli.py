@@ -1,4 +1,4 @@
-"""sinkscope remedy: make a model 8-bit-safe, with what was done and what it costs."""
+"""The command `sinkscope remedy`: makes a model 8-bit-safe, and prints how much each remedy recovers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RemedyOptions:
-    """What is done to a model."""
+    """Which remedies are applied."""
 
-    rotate: Annotated[bool, typer.Option("--rotate", help="Turn the residual stream, norm gains folded in.")] = False
-    prefix: Annotated[
-        bool, typer.Option("--prefix", help="Write the cache that the model's own sink tokens leave.")
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Rotate the residual stream at random; the logits stay the same.")
     ] = False
-    unplug: Annotated[bool, typer.Option("--unplug", help="Take the super neurons out of the weights.")] = False
-    exempt: Annotated[bool, typer.Option("--exempt", help="List the few modules that should stay in 16 bits.")] = False
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Write the cache of the model's own sink tokens, to put before every text.")
+    ] = False
+    unplug: Annotated[
+        bool, typer.Option("--unplug", help="Set to zero what the super neurons behind the sinks write.")
+    ] = False
+    exempt: Annotated[bool, typer.Option("--exempt", help="List the few modules to leave in 16 bits.")] = False
     scales: Annotated[
-        bool, typer.Option("--scales", help="Write static scales that clip where the loss depends on it least.")
+        bool,
+        typer.Option(
+            "--scales", help="Find static scales that clip large values where the loss hardly depends on them."
+        ),
     ] = False
 
     def __post_init__(self) -> None:
         check_remedies(**asdict(self))
 
 
-def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
+def remedy_command(remedies: RemedyOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
     """Make a model safe for 8-bit activations.
 
-    Its card gives the loss before and after, and how the folder is loaded in transformers. Remedies can be combined;
-    each is also measured alone, beside a control.
+    Remedies can be combined; each is also measured alone, beside a control. The run folder loads in transformers, and
+    its README.md has the losses before and after.
 
     Example: sinkscope remedy HuggingFaceTB/SmolLM2-135M --exempt --prefix --text book.txt --out smollm2-remedied
     """
@@ -51,16 +58,16 @@ def remedy_command(asked: RemedyOptions, texts: AuditOptions, source: ModelOptio
 
     loaded = source.load()
     with progress.bars() as work:
-        result = remedy(loaded, **asdict(texts), **asdict(asked), work=work)
+        result = remedy(loaded, **asdict(texts), **asdict(remedies), work=work)
     with progress.working("writing the model"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, texts, asked)
+        write_request(folder, source, texts, remedies)
         folder.write_json("environment.json", run_environment(loaded))
         result.write(folder)
     output.show(path, lambda: show(result, path))
 
 
 def show(result: RemedyResult, path: Path) -> None:
-    """The losses before and after, in 16 bits and in 8, and whether each remedy helps."""
+    """Prints the losses before and after, in 16 bits and in 8, and whether each remedy helps."""
     from sinkscope.audits.schemes import SCHEMES, scheme_in_words
     from sinkscope.audits.texts import held_out_in_words
     from sinkscope.pages.terminal import Terminal, ends
@@ -77,8 +84,8 @@ def show(result: RemedyResult, path: Path) -> None:
         )
         for row in result.summary["losses"]
     ]
-    columns = ("model", "scheme", "loss", "change", "95 %")
-    out.table("loss in nats a token, and its change from the original in 16 bits", columns, rows, limit=len(rows))
+    columns = ("model", "scheme", "loss", "change", "95 % interval")
+    out.table("loss in nats a token, and its change from the baseline in 16 bits", columns, rows, limit=len(rows))
     for verdict in result.verdicts:
         out.say(verdict)
     out.say(f"Written to {path}")

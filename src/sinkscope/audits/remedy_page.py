@@ -1,4 +1,4 @@
-"""The page of a remedied model: what 8 bits cost it before and after, beside the controls."""
+"""The page of a remedied model: what 8-bit activations cost before and after, beside the controls."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from sinkscope.results.run import Run
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a remedied model."""
-    summary, drawn = run.summary, figures(run)
+    summary = run.summary
     title = f"What helps in 8 bits: {summary['model']}"
     circumstances = held_out_in_words(summary["num_texts"], summary["length"], summary.get("source"))
-    html.write_page(destination, "audits/remedy_page.html", title, drawn, circumstances, story=summary["story"])
+    html.write_page(destination, "audits/remedy_page.html", title, figures(run), circumstances, story=summary["story"])
 
 
 def figures(run: Run) -> list[Figure]:
-    """The loss of each treated model above the original's, in 16 bits and in 8."""
+    """One figure: the loss of each model above that of the baseline, in 16 bits and in 8."""
     rows = run.rows(LOSSES.name)
     names = {row["model"]: row["model"] + " (control)" * row["control"] for row in rows}
     traces = []
     for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
-        own = [row for row in rows if row["scheme"] == scheme]
-        ends = {end: [row[end] for row in own] for end in ("low", "high")}
-        x, y = [plotted(names[row["model"]]) for row in own], [row["change"] for row in own]
+        of_scheme = [row for row in rows if row["scheme"] == scheme]
+        x = [plotted(names[row["model"]]) for row in of_scheme]
+        y = [row["change"] for row in of_scheme]
+        ends = {end: [row[end] for row in of_scheme] for end in ("low", "high")}
         traces.append(line(x, y, scheme, look, mode="markers", **ends))
-    listed = [
-        (names[row["model"]], row["scheme"], row["loss"], row["change"], interval(row["low"], row["high"]))
-        for row in rows
-    ]
+    listed = []
+    for row in rows:
+        loss = (names[row["model"]], row["scheme"], row["loss"], row["change"], interval(row["low"], row["high"]))
+        listed.append((*loss, row["won_back"], interval(row["won_low"], row["won_high"])))
     return [
         Figure(
             "losses",
-            "What 8 bits cost, before and after",
-            "Loss above that of the original in 16 bits, in nats a token; lines are 95 % intervals over texts.",
+            "What 8-bit activations cost, before and after",
+            "Loss above that of the baseline in 16 bits, in nats a token. The lines are 95 % intervals over texts.",
             (LOSSES.name,),
             traces,
             {
                 "xaxis": categories(list(map(plotted, names.values()))),
                 "yaxis": axis("nats a token"),
-                **levels(level(0, "original in 16 bits")),
+                **levels(level(0, "baseline in 16 bits")),
             },
-            ("model", "scheme", "loss", "change", "95 % interval", "won back", "95 % interval"),
-            [
-                (*entry, row["won_back"], interval(row["won_low"], row["won_high"]))
-                for entry, row in zip(listed, rows, strict=True)
-            ],
+            ("model", "scheme", "loss", "change", "95 % interval", "share recovered", "95 % interval"),
+            listed,
             height=380,
         )
     ]

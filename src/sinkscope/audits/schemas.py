@@ -30,13 +30,18 @@ READINGS = Schema(
         _MODULE,
         _LAYER,
         _KIND,
-        Column("what", "str", "inputs of a linear layer, or keys or values of the cache"),
+        Column("what", "str", "inputs of a linear layer, or keys or values of attention"),
         Column("largest", "float", "Largest magnitude"),
-        Column("channel_ratio", "float", "That over the largest magnitude of the median channel", nullable=True),
-        Column("token_ratio", "float", "That over the largest magnitude of the median token", nullable=True),
+        Column("channel_ratio", "float", "Largest magnitude over that of the median channel", nullable=True),
+        Column("token_ratio", "float", "Largest magnitude over that of the median token", nullable=True),
         Column("kurtosis", "float", "Pearson's kurtosis of all values; 3 for a Gaussian", nullable=True),
         Column("sink_energy", "float", "Share of the sum of squares in sink tokens", nullable=True),
-        Column("massive_energy", "float", "Share in channels of 10 times their token's mean magnitude", nullable=True),
+        Column(
+            "massive_energy",
+            "float",
+            "Share of it in values of at least 10 times their token's mean magnitude",
+            nullable=True,
+        ),
     ),
 )
 PREDICTIONS = Schema(
@@ -46,26 +51,26 @@ PREDICTIONS = Schema(
 DAMAGES = Schema(
     "damages",
     (
-        Column("level", "str", "What the scheme acted in: model, group (some layers) or module"),
-        Column("place", "str", "The group of layers, or the module; all for the model"),
+        Column("level", "str", "Where the scheme acted: model, group (a third of the layers) or module"),
+        Column("place", "str", "Which group of layers, or which module; all for the model"),
         _SCHEME,
         Column("predicted", "float", "Predicted damage"),
-        *_interval("measured", "Measured damage"),
-        Column("control", "float", "Damage with 16 bits, or a window of all keys; of the model alone", nullable=True),
+        *_interval("measured", "ModelLosses damage"),
+        Column("control", "float", "Damage with 16 bits, or a window of all keys; of the whole model", nullable=True),
     ),
     is_listed=True,
 )
 TRIALS = Schema(
     "remedies",
     (
-        Column("remedy", "str", "What was done"),
+        Column("remedy", "str", "Name of the remedy"),
         _SCHEME,
         Column("damage", "float", "Damage of the scheme without the remedy"),
-        *_interval("left", "Damage that is left with it"),
-        *_interval("won", "What it wins back"),
-        *_interval("control", "What its control wins back"),
-        Column("holds", "bool", "Whether it wins back something, and more than its control on the same texts"),
-        Column("what", "str", "The tokens, modules or basis in words"),
+        *_interval("left", "Damage with the remedy"),
+        *_interval("won", "Damage that the remedy recovers"),
+        *_interval("control", "Damage that its control recovers"),
+        Column("holds", "bool", "Whether the remedy recovers something, and more than its control on the same texts"),
+        Column("what", "str", "Which tokens, modules or basis, in words"),
         Column("control_is", "str", "The control in words"),
     ),
     is_listed=True,
@@ -88,20 +93,23 @@ AUDIT_TABLES = (READINGS, PREDICTIONS, DAMAGES, TRIALS, SINKS)
 LOSSES = Schema(
     "losses",
     (
-        Column("model", "str", "What was done to the model: original, one remedy, or all together"),
+        Column("model", "str", "Which model: baseline, with one remedy or its control, or all together"),
         Column("control", "bool", "Whether it is the control of the remedy before it"),
-        Column("scheme", "str", "16 bits, or 8-bit activations with one scale a tensor; docs/audit.md defines each"),
+        Column("scheme", "str", "16 bits, or 8-bit activations with one scale per tensor; docs/audit.md defines each"),
         Column("loss", "float", "Next-token loss on held-out texts, in nats a token"),
-        Column("change", "float", "That less the original's in 16 bits"),
-        Column("low", "float", "Lower end of its 95 % interval, over texts"),
+        Column("change", "float", "Loss minus that of the baseline in 16 bits"),
+        Column("low", "float", "Lower end of its 95 % interval over texts"),
         Column("high", "float", "Upper end of it"),
         Column(
-            "won_back", "float", "Share of the scheme's damage that is won back; null where none is seen", nullable=True
+            "won_back",
+            "float",
+            "Share of the scheme's damage that is recovered; null where none is seen",
+            nullable=True,
         ),
         Column(
             "won_low",
             "float",
-            "Lower end of its 95 % interval, over texts; the damage is taken as it is",
+            "Lower end of its 95 % interval over texts; the damage itself is taken as exact",
             nullable=True,
         ),
         Column("won_high", "float", "Upper end of it", nullable=True),
@@ -110,7 +118,7 @@ LOSSES = Schema(
 
 
 def check_audit(run: Run) -> None:
-    """Refuses schemes that nobody knows, and sink tokens that are named by half."""
+    """Refuses unknown schemes, and sink tokens with a text between neighbours without one."""
     from sinkscope.audits.schemes import SCHEMES
 
     for name in ("predictions", "damages", "remedies"):

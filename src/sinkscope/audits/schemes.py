@@ -7,9 +7,9 @@ over 2^(bits - 1) - 1.
 - Weights share a scale by output channel, or by a group of 128 of its inputs.
 - In the cache, keys share a scale by channel of a text and values by token (Liu et al. 2024, KIVI): a few channels of
   the keys are large for every token, and values have no such channels. So one token with large keys costs all others.
-- A window lets a query see the last quarter of a text's length.
-Tokens that are kept stay in 16 bits and count for no scale; a window always shows them. The output head is left alone:
-its weights are often the embeddings'.
+- A window lets a query attend to the last quarter of a text's length.
+Tokens that are kept stay in 16 bits and do not count for a scale; a window always shows them. The output head is never
+rounded: its weights are often those of the embeddings.
 Axes: N texts, B texts of a pass, T positions, S keys, E inputs, O outputs, H query heads, K key-value heads, D head
 size.
 """
@@ -34,6 +34,7 @@ from sinkscope.tracing.single_reader import in_this_thread, single_reader
 GROUP = 128
 """Inputs of a weight that share a scale, where groups do."""
 CONTROL_BITS = 16
+"""Of a control, which must change next to nothing."""
 TILE_SCORES = 1 << 24
 """Attention scores that are held at once."""
 
@@ -50,7 +51,9 @@ class Scheme:
     what: Literal["activations", "weights", "cache", "window"]
     bits: int = CONTROL_BITS
     shared_by: Literal["text", "calibration", "token", "channel", "group"] = "channel"
-    """Who shares a scale; in the cache, by channel means the keys, and values share theirs by token."""
+    """Which values share a scale: those of a text, of the calibration, a token, an output channel or a group of inputs.
+
+    In the cache, keys share by channel and values by token."""
     group: int = GROUP
     window: int | None = None
     """Keys that a query sees, its own included; None for a quarter of the text."""
@@ -58,7 +61,7 @@ class Scheme:
     """Whether the sinks of each text are kept."""
 
     def control(self) -> Scheme:
-        """The same with so many bits, or so wide a window, that next to nothing may change."""
+        """The same with so many bits, or so wide a window, that next to nothing changes."""
         return replace(self, name=f"{self.name} (control)", bits=CONTROL_BITS, window=1 << 30)
 
     def modules(self, model: Any) -> list[str]:
@@ -81,13 +84,13 @@ class Scheme:
         `keep` [B, T] marks tokens that stay in 16 bits, or in the window; the passes inside must have its shape.
         """
         model = bare_model(model)
-        known = self.modules(model)
-        if unknown := [name for name in modules or () if name not in known]:
+        names = self.modules(model)
+        if unknown := [name for name in modules or () if name not in names]:
             raise InputError(
                 f"{self.name} acts on no module of this model called {unknown[0]}. Choose among "
-                f"`Scheme.modules(model)`, such as {known[0]}."
+                f"`Scheme.modules(model)`, such as {names[0]}."
             )
-        chosen = known if modules is None else [name for name in known if name in modules]
+        chosen = names if modules is None else [name for name in names if name in modules]
         with single_reader(model):
             if self.what == "weights":
                 opened = _rounded_weights(self, model, chosen)
@@ -118,17 +121,20 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """Every linear layer that a pass calls but the output head, by name; refuses a model that multiplies by other
-    weights too."""
+    """By name, every linear layer that a pass calls, except the output head.
+
+    Refuses a model that multiplies by other weights too, since a scheme could not act there.
+    """
     left_out = {model.get_output_embeddings(), *idle_adapters(model)}
     layers = {name: part for name, part in model.named_modules() if is_linear(part) and part not in left_out}
-    own = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
+    # Of models of sinkscope's own: layers that multiply by a weight without being a Linear.
+    others = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
     experts = [layer.index for layer in anatomy_of(model).layers if layer.experts is not None]
-    if own or experts or not layers:
+    if others or experts or not layers:
         if experts:
             why = f"has experts in layer {experts[0]}"
         else:
-            why = f"has {own[0]}" if own else f"({type(model).__name__}) has none"
+            why = f"has {others[0]}" if others else f"({type(model).__name__}) has none"
         raise InputError(
             "All projections must be linear layers (torch.nn.Linear, or Conv1D of GPT-2), but this model "
             f"{why}. Use a dense model."
@@ -149,12 +155,12 @@ def layers_of(model: Any) -> dict[str, int]:
 
 
 def scheme_in_words(name: str) -> str:
-    """A scheme as people say it."""
+    """A scheme as tables and sentences say it, such as 8-bit activations (per tensor, static)."""
     scheme = SCHEMES[name]
     if scheme.what == "cache":
         return f"{scheme.bits}-bit KV cache"
     if scheme.what == "window":
-        return "window of a quarter of the text" + ", with its sinks" * scheme.keeps_sinks
+        return "window of a quarter of the text" + " (with its sinks)" * scheme.keeps_sinks
     shared = {
         "text": "per tensor, dynamic",
         "calibration": "per tensor, static",
@@ -162,7 +168,7 @@ def scheme_in_words(name: str) -> str:
         "channel": "per channel",
         "group": f"groups of {scheme.group}",
     }[scheme.shared_by]
-    return f"{scheme.bits}-bit {scheme.what}, {shared}"
+    return f"{scheme.bits}-bit {scheme.what} ({shared})"
 
 
 def quantised(x: Tensor, bits: int, largest: Tensor | float) -> Tensor:
@@ -174,7 +180,7 @@ def quantised(x: Tensor, bits: int, largest: Tensor | float) -> Tensor:
 
 
 def largest_over(x: Tensor, dims: int | tuple[int, ...], keep_BT: Tensor | None = None) -> Tensor:
-    """The largest magnitude over some axes of x [B, ..., T, E], which stay as ones; tokens that are kept count not."""
+    """The largest magnitude over some axes of x [B, ..., T, E], which stay with size 1; kept tokens do not count."""
     return without_kept(x, keep_BT).detach().float().abs().amax(dims, keepdim=True)
 
 
@@ -187,11 +193,11 @@ def rounded_input(scheme: Scheme, x_BTE: Tensor, largest: float | None = None, k
     """What a linear layer reads under a scheme of activations; `largest` is its range in the calibration."""
     if scheme.shared_by == "calibration":
         assert largest is not None
-        found = quantised(x_BTE, scheme.bits, largest)
+        rounded = quantised(x_BTE, scheme.bits, largest)
     else:
         dims = (-2, -1) if scheme.shared_by == "text" else -1
-        found = quantised(x_BTE, scheme.bits, largest_over(x_BTE, dims, keep_BT))
-    return found if keep_BT is None else torch.where(_as_mask(keep_BT, x_BTE), x_BTE, found)
+        rounded = quantised(x_BTE, scheme.bits, largest_over(x_BTE, dims, keep_BT))
+    return rounded if keep_BT is None else torch.where(_as_mask(keep_BT, x_BTE), x_BTE, rounded)
 
 
 def rounded_weight(scheme: Scheme, weight_OI: Tensor) -> Tensor:
@@ -237,9 +243,10 @@ def attend(
 
 @contextlib.contextmanager
 def entering_rows(model: Any, layers: Mapping[str, Any], act: Any) -> Iterator[None]:
-    """While open, `act(name, x [B, T, E])` sees what each layer reads, and what it returns, if anything, is read.
+    """While open, `act(name, x [B, T, E])` is called with the input of each layer; what it returns, if anything, takes
+    the input's place.
 
-    Some models hand their feed-forward all tokens of a batch in one row; the embedding says how many texts there are.
+    Some models give their feed-forward all tokens of a batch in one row. The embeddings say how many texts there are.
     """
     shape: list[int] = []
 
@@ -248,8 +255,8 @@ def entering_rows(model: Any, layers: Mapping[str, Any], act: Any) -> Iterator[N
 
     def entering(name: str):
         def hook(module: Any, args: tuple) -> tuple | None:
-            found = act(name, args[0].reshape(*shape, -1))
-            return None if found is None else (found.reshape(args[0].shape), *args[1:])
+            changed = act(name, args[0].reshape(*shape, -1))
+            return None if changed is None else (changed.reshape(args[0].shape), *args[1:])
 
         return hook
 
@@ -264,23 +271,24 @@ def _rounded_inputs(
     scheme: Scheme, model: Any, chosen: list[str], ranges: Mapping[str, float] | None, keep_BT: Tensor | None
 ) -> contextlib.AbstractContextManager:
     if scheme.shared_by == "calibration" and (ranges is None or not set(chosen) <= set(ranges)):
-        given = "none are given" if ranges is None else "these are of other layers"
+        reason = "none are given" if ranges is None else "these are of other layers"
         raise InputError(
-            f"{scheme.name} takes its scales from `ranges` of every linear layer, but {given}. Give what "
+            f"{scheme.name} takes its scales from `ranges` of every linear layer, but {reason}. Give what "
             "`least_error_ranges` returns for a calibration text."
         )
-    every = linear_layers(model)
+    layers = linear_layers(model)
 
     def rounded(name: str, x_BTE: Tensor) -> Tensor:
         return rounded_input(scheme, x_BTE, (ranges or {}).get(name), keep_BT)
 
-    return entering_rows(model, {name: every[name] for name in chosen}, rounded)
+    return entering_rows(model, {name: layers[name] for name in chosen}, rounded)
 
 
 @contextlib.contextmanager
 def _rounded_weights(scheme: Scheme, model: Any, chosen: list[str]) -> Iterator[None]:
-    every = linear_layers(model)
-    before = [(every[name], every[name].weight.data) for name in chosen]
+    layers = linear_layers(model)
+    # The tensors themselves go back, not copies, so the model is as it was to the bit.
+    before = [(layers[name], layers[name].weight.data) for name in chosen]
     try:
         for layer, _ in before:
             rounded = rounded_weight(scheme, projection_weight(layer))
@@ -294,8 +302,8 @@ def _rounded_weights(scheme: Scheme, model: Any, chosen: list[str]) -> Iterator[
 def _other_attention(
     scheme: Scheme, model: Any, chosen: list[str], keep_BT: Tensor | None
 ) -> contextlib.AbstractContextManager:
-    every = attentions(model)
-    acting = {every[name] for name in chosen}
+    layer_of = attentions(model)
+    acting = {layer_of[name] for name in chosen}
 
     def on_attention(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         if layer not in acting:
@@ -308,12 +316,12 @@ def _other_attention(
 
 
 def window_size(scheme: Scheme, length: int) -> int:
-    """Keys that a query sees in a text of this length, its own included."""
+    """How many keys a query attends to in a text of this length, its own included."""
     return min(length, max(1, length // 4) if scheme.window is None else scheme.window)
 
 
 def window_mask(scheme: Scheme, query_BHTD: Tensor, keep_BT: Tensor | None = None) -> Visible:
-    """The keys that a window shows to each query; those that are kept take their place in it."""
+    """The keys that a window shows to each query. Kept tokens are always among them and take their place in it."""
     length = query_BHTD.shape[2]
     positions = torch.arange(length, device=query_BHTD.device)
     size = window_size(scheme, length)

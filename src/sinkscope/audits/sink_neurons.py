@@ -1,7 +1,9 @@
-"""The super neurons that recognise a model's sinks without its attention: one threshold each, found once on some texts.
+"""The super neurons that recognise a model's sinks without reading its attention, with a threshold for each.
 
 Attention is shared: where a neuron fires at several tokens of a text, a query that sees them all gives each a part. So
-a token is a sink where its share (`shared`), the mean over the queries from it on, is beyond the neuron's threshold.
+a token is a sink where its share (`attention_share`), the mean over the queries from it on, is above the neuron's
+threshold.
+
 Candidates are the neurons of each layer that write most at nearly all sinks. Of these a few are chosen, one after the
 other and at most one a layer: the neuron and the threshold that bring the mask "a sink by any of them" nearest to the
 sinks (by F1, the harmonic mean of precision and recall), as long as it gets clearly nearer.
@@ -46,49 +48,60 @@ OTHERS = 0.1
 
 
 class SinkNeuron(NamedTuple):
+    """A neuron, and the two thresholds by which its activations tell a sink."""
+
     neuron: Neuron
     fires_beyond: float
-    """It fires where its activation is beyond this, on the side of its sign: what recognises sinks best by itself."""
+    """It fires where its activation is above this; if this is negative, where the activation is below it.
+
+    Of all such thresholds it is the one that recognises sinks best."""
     threshold: float
-    """A token is a sink where its share is beyond this."""
+    """A token is a sink where its share of attention (`attention_share`) is above this."""
 
     def fires(self, values_BT: Tensor) -> Tensor:
+        """[B, T] at which tokens the neuron fires, from its activations."""
         return _beyond(values_BT, self.fires_beyond)
 
     def sinks(self, values_BT: Tensor) -> Tensor:
-        return shared(values_BT, self.fires_beyond) > self.threshold
+        """[B, T] which tokens are sinks by this neuron, from its activations."""
+        return attention_share(values_BT, self.fires_beyond) > self.threshold
 
 
 def _beyond(values: Tensor, threshold: float) -> Tensor:
     return values > threshold if threshold > 0 else values < threshold
 
 
-def shared(values_BT: Tensor, fires_beyond: float) -> Tensor:
-    """The share of attention that each token can get, mean over the queries from it on.
+def attention_share(values_BT: Tensor, fires_beyond: float) -> Tensor:
+    """[B, T] the share of attention that each token can get, mean over the queries from it on.
 
-    Heads read a state after its norm. Where the neuron's write is x times the rest, x^2 / (1 + x^2) of the normed
-    energy is the write's, however large it is: that is what a token claims, with x = 1 where the neuron fires. A query
-    is divided among the claims of all tokens so far, and OTHERS.
+    Heads read a state after its norm. If the neuron's write is x times as large as the rest of the state, it holds
+    x^2 / (1 + x^2) of the energy after the norm, at most all of it: that is what the token claims of a query, with
+    x = 1 where the neuron begins to fire. The attention of a query is divided among the claims of all tokens up to it,
+    and OTHERS.
     """
     energy_BT = (values_BT.double() / fires_beyond).clamp(min=0).square()
     claim_BT = energy_BT / (1 + energy_BT)
     part_BT = 1 / (OTHERS + claim_BT.cumsum(1))
+    # A sum over all later queries: the sum from the end, backwards.
     num_queries_T = torch.arange(values_BT.shape[1], 0, -1, device=values_BT.device)
     return claim_BT * part_BT.flip(1).cumsum(1).flip(1) / num_queries_T
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SinkNeurons:
-    """Neurons that recognise sinks: at each, one of them fires. None for texts without sinks."""
+    """Neurons that recognise sinks: at every sink at least one of them fires. No neurons for texts without sinks."""
 
     neurons: tuple[SinkNeuron, ...]
     precision: float
+    """Of the tokens that the neurons call sinks, the share that are, on the texts that they were found on.
+
+    NaN without neurons or without sinks."""
     recall: float
-    """On the texts that they were found on; NaN without sinks, as is the precision of no neurons."""
+    """Of the sinks of those texts, the share that the neurons find; NaN without sinks."""
     num_sinks: int
     model: str
-    """The name of the model that they were found in. They mean something to another one only if its neurons are the
-    same, as those of a copy in fewer bits are."""
+    """The name of the model that they were found in. They serve another one only if its neurons are the same, such as a
+    copy in fewer bits."""
 
     def __repr__(self) -> str:
         fire = ", ".join(f"{neuron} beyond {fires:.3g}, share {share:.2f}" for neuron, fires, share in self.neurons)
@@ -96,13 +109,13 @@ class SinkNeurons:
         return f"SinkNeurons({fire or 'none'}; found in {self.model} on {found})"
 
 
-def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkNeurons:
+def find_sink_neurons(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkNeurons:
     """The neurons that agree best with a mask of sinks, from one pass over its texts."""
     num_sinks = int(mask_BT.sum())
     if not num_sinks:
         nothing = float("nan")
         return SinkNeurons(neurons=(), precision=nothing, recall=nothing, num_sinks=0, model=loaded.name)
-    seen: dict[Neuron, Tensor] = {}
+    candidates: dict[Neuron, Tensor] = {}  # with their activations, [B, T]
     sinks_n = mask_BT.flatten().nonzero().flatten()
 
     def keep_candidates(call: LayerCall) -> Tensor:
@@ -111,28 +124,29 @@ def calibrated(loaded: LoadedModel, batch: TokenBatch, mask_BT: Tensor) -> SinkN
         for number in reached_U.topk(min(NUM_CANDIDATES, len(reached_U))).indices.tolist():
             expert, neuron = call.layer.locate_neuron(number)
             values_N1 = call.neurons.values(expert, torch.tensor([neuron], device=call.residual.device))
-            seen[Neuron(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
-        return torch.zeros(1)
+            candidates[Neuron(call.index, expert, neuron)] = values_N1.view(call.passing.shape).cpu()
+        return torch.zeros(1)  # an observable must give a value
 
-    listening = Observable(name="candidates", hook_point=HookPoint.NEURONS, value=keep_candidates, reducer=Rows())
-    record(loaded, batch, [listening], chunk_tokens=batch.ids.numel())
-    return _chosen(seen, mask_BT, loaded.name)
+    listener = Observable(name="candidates", hook_point=HookPoint.NEURONS, value=keep_candidates, reducer=Rows())
+    record(loaded, batch, [listener], chunk_tokens=batch.ids.numel())
+    return _choose(candidates, mask_BT, loaded.name)
 
 
-def _chosen(seen: dict[Neuron, Tensor], mask_BT: Tensor, model: str) -> SinkNeurons:
-    # What comes too late to be a sink by attention says nothing about the neurons.
+def _choose(candidates: dict[Neuron, Tensor], mask_BT: Tensor, model: str) -> SinkNeurons:
+    """The few of the candidates that together agree best with the mask of sinks, added one after the other."""
+    # A token that comes too late to be judged by attention says nothing about a neuron that fires there.
     early_T = eligible_positions(mask_BT.shape[1])
     mask_BT = mask_BT[:, early_T]
-    shares: dict[Neuron, tuple[float, Tensor]] = {}
-    for neuron, values_BT in seen.items():
-        *_, alone = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
-        if alone:  # zero where a neuron is silent at most sinks
-            shares[neuron] = alone, shared(values_BT, alone)[:, early_T]
-    told_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
+    shares: dict[Neuron, tuple[float, Tensor]] = {}  # beyond what it fires, and the shares [B, T] of attention
+    for neuron, values_BT in candidates.items():
+        *_, fires_beyond = _best_threshold(values_BT[:, early_T], mask_BT, torch.zeros_like(mask_BT))
+        if fires_beyond:  # zero where a neuron is silent at most sinks
+            shares[neuron] = fires_beyond, attention_share(values_BT, fires_beyond)[:, early_T]
+    predicted_BT, neurons, best = torch.zeros_like(mask_BT), [], 0.0
     while len(neurons) < MOST_NEURONS:
         layers = {chosen.neuron.layer for chosen in neurons}
         tried = [
-            (*_best_threshold(shared_BT, mask_BT, told_BT), neuron)
+            (*_best_threshold(shared_BT, mask_BT, predicted_BT), neuron)
             for neuron, (_, shared_BT) in shares.items()
             if neuron.layer not in layers
         ]
@@ -142,21 +156,24 @@ def _chosen(seen: dict[Neuron, Tensor], mask_BT: Tensor, model: str) -> SinkNeur
         best = score
         fires_beyond, shared_BT = shares[neuron]
         neurons.append(SinkNeuron(neuron, fires_beyond, threshold))
-        told_BT |= shared_BT > threshold
-    hits, num_told, num_sinks = (int(x_BT.sum()) for x_BT in (told_BT & mask_BT, told_BT, mask_BT))
-    precision = hits / num_told if neurons else float("nan")
+        predicted_BT |= shared_BT > threshold
+    hits, num_predicted, num_sinks = (int(x_BT.sum()) for x_BT in (predicted_BT & mask_BT, predicted_BT, mask_BT))
+    precision = hits / num_predicted if neurons else float("nan")
     return SinkNeurons(
         neurons=tuple(neurons), precision=precision, recall=hits / num_sinks, num_sinks=num_sinks, model=model
     )
 
 
-def _best_threshold(values_BT: Tensor, mask_BT: Tensor, told_BT: Tensor) -> tuple[float, float, float]:
-    """(F1 of the tokens beyond the threshold and those that others find, how wide the gap around the threshold is,
-    the threshold: the middle of that gap)."""
+def _best_threshold(values_BT: Tensor, mask_BT: Tensor, predicted_BT: Tensor) -> tuple[float, float, float]:
+    """The threshold on some values that brings the mask of sinks nearest, beside tokens that other neurons predict.
+
+    (F1 of the tokens beyond it together with `predicted_BT`, how wide the gap of values around it is as a share of the
+    value above it, the threshold itself: the middle of that gap).
+    """
     sign = -1.0 if float(values_BT[mask_BT].median()) < 0 else 1.0
-    values_N, order_N = (sign * values_BT[~told_BT].double()).sort(descending=True)
-    hits_N = (told_BT & mask_BT).sum() + mask_BT[~told_BT][order_N].cumsum(0)
-    num_N = told_BT.sum() + torch.arange(1, len(values_N) + 1)
+    values_N, order_N = (sign * values_BT[~predicted_BT].double()).sort(descending=True)
+    hits_N = (predicted_BT & mask_BT).sum() + mask_BT[~predicted_BT][order_N].cumsum(0)
+    num_N = predicted_BT.sum() + torch.arange(1, len(values_N) + 1)
     score_N = 2 * hits_N / (num_N + mask_BT.sum())
     score_N[values_N <= 0] = 0
     near_N = score_N[:-1] >= score_N.max() - NEARLY_BEST
@@ -220,7 +237,7 @@ class SinkWatch:
             self.anatomy.layers[0].block.register_forward_hook(self._leave_first),
         ]
         for (neuron, *_), steps in zip(self.neurons, self._seen, strict=True):
-            handles.append(_keeping(self.anatomy.layers[neuron.layer], neuron, steps))
+            handles.append(_keep_activation(self.anatomy.layers[neuron.layer], neuron, steps))
         for handle in handles:
             self._stack.callback(handle.remove)
         return self
@@ -242,7 +259,7 @@ class SinkWatch:
         self._shapes.append((num_sequences, length))
 
 
-def _keeping(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> Any:
+def _keep_activation(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> Any:
     """A hook that keeps a neuron's activation at every token. Thresholds wait until the mask is asked for: a step of
     decoding pays for one small copy a neuron."""
     if neuron.expert in (None, SHARED_EXPERT):

@@ -1,9 +1,9 @@
 """sink_tokens(model, ids): which tokens of each text are sinks, as a boolean mask.
 
-From attention: a token is a sink of its text where at least 5 % of all layers and heads give it more than 0.3 of their
-attention on average (`measures.sink_score`, the published rate, of one sequence alone). No map is ever kept.
-From neurons: a token is a sink where a super neuron fires and few others share it (`sink_neurons`), so no attention
-is read.
+By attention, a token is a sink of its text if at least 5 % of all heads in all layers give it more than 0.3 of their
+attention on average (`measures.sink_score`, the published rate, of one sequence alone). No attention map is ever kept.
+By neurons, a token is a sink where a super neuron fires and few other tokens of the text share its attention
+(`sink_neurons`), so no attention is read.
 Axes: L layers, B sequences, T positions.
 """
 
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.audits.damage import BATCH_TOKENS
-from sinkscope.audits.sink_neurons import SinkNeurons, SinkWatch, calibrated
+from sinkscope.audits.sink_neurons import SinkNeurons, SinkWatch, find_sink_neurons
 from sinkscope.measures.sink_score import are_sinks
 from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.loaded import ModelLike
@@ -31,7 +31,7 @@ from sinkscope.tracing.single_reader import evaluation_mode
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SinkTokens:
-    """Which tokens of some texts are sinks. Positions with fewer than 16 later tokens are never sinks by attention."""
+    """Which tokens of some texts are sinks; by attention, never one of the last 16: too few queries follow it."""
 
     mask: Bool[Tensor, "B T"]
     fired: Bool[Tensor, "B T"]
@@ -57,17 +57,17 @@ def sink_tokens(model: ModelLike, ids: Tokens, *, neurons: SinkNeurons | None = 
 
         sinkscope.sink_tokens(model, ids).mask
 
-    With `neurons`, found once by `sink_neurons` on other text, the mask is theirs and no attention is read.
+    With `neurons`, which `sink_neurons` found on other text, the mask comes from them, and no attention is read.
     Without, it comes from attention, and `fired` from the neurons that agree best with it on these texts.
     """
     loaded = load(model)
     batch = as_batch(loaded, ids)
     check_one_length(batch, "a mask has a row for each")
     if neurons is not None:
-        told, fired = neuron_sinks(loaded, batch.ids, neurons)
-        return SinkTokens(mask=told, fired=fired, rate=None, received=None, neurons=neurons)
+        mask, fired = neuron_sinks(loaded, batch.ids, neurons)
+        return SinkTokens(mask=mask, fired=fired, rate=None, received=None, neurons=neurons)
     mask, rate, received = attention_sinks(loaded, batch)
-    neurons = calibrated(loaded, batch, mask)
+    neurons = find_sink_neurons(loaded, batch, mask)
     _, fired = neuron_sinks(loaded, batch.ids, neurons)
     return SinkTokens(mask=mask, fired=fired, rate=rate, received=received, neurons=neurons)
 
@@ -77,7 +77,7 @@ def sink_neurons(model: ModelLike, ids: Tokens) -> SinkNeurons:
     loaded = load(model)
     batch = as_batch(loaded, ids)
     check_one_length(batch, "a mask has a row for each")
-    return calibrated(loaded, batch, attention_sinks(loaded, batch)[0])
+    return find_sink_neurons(loaded, batch, attention_sinks(loaded, batch)[0])
 
 
 def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,11 +89,12 @@ def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Ten
 
 def neuron_sinks(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> tuple[Tensor, Tensor]:
     """[B, T] each: which tokens are sinks, and at which one of the neurons fires; a few texts at a time."""
-    anatomy, told, fired = anatomy_of(loaded.model), [], []
+    anatomy = anatomy_of(loaded.model)
+    masks, fired = [], []
     check_reading(loaded.model, anatomy)
     for ids in ids_BT.split(max(1, BATCH_TOKENS // ids_BT.shape[1])):
         with without_autograd(loaded), evaluation_mode(loaded.model), SinkWatch(loaded, neurons) as watch:
             anatomy.decoder(input_ids=ids.to(input_device(anatomy)), use_cache=False)
-        told.append(watch.mask)
+        masks.append(watch.mask)
         fired.append(watch.fired)
-    return torch.cat(told), torch.cat(fired)
+    return torch.cat(masks), torch.cat(fired)

@@ -3,8 +3,8 @@
 - `least_error_ranges`: the squared error is least. A few far values are clipped where all others gain more by it, as by
   HistogramObserver, PyTorch's usual choice. Every scheme is measured with these unless others are given.
 - `better_ranges`: also tries those of the least predicted damage, which clip a far value where the loss hardly depends
-  on it; the squared error cannot see that. The prediction holds for small changes. Where it clips a sink away it goes
-  wrong, so they are taken only if the calibration stays nearer to the model as it was.
+  on it; the squared error cannot see that. The prediction holds for small changes only: it is wrong where a sink is
+  clipped away. So these ranges are taken only if the losses of the calibration stay nearer to the model's.
 Axes: N texts, B texts of a pass, T positions, E inputs, O outputs, M magnitudes, R ranges.
 """
 
@@ -28,9 +28,9 @@ from sinkscope.progress import Progress
 
 STATIC = SCHEMES["activations-8-static"]
 RANGE_STEPS = 20
-"""Ranges of which the least squared error is sought: even steps up to the largest input."""
+"""Ranges that are tried for the least squared error: even steps up to the largest input."""
 SHARES = torch.exp2(-torch.arange(9) / 2).tolist()
-"""Ranges of which the least predicted damage is sought, as shares of the largest input: down to a sixteenth."""
+"""Ranges that are tried for the least predicted damage, as shares of the largest input: down to a sixteenth."""
 BINS_AN_OCTAVE, HALF_BINS = 32, 32 * 128
 """Magnitudes are counted in bins of 2 %, over all that float32 holds."""
 MAGNITUDE_M = torch.exp2(torch.arange(1 - HALF_BINS, 1 + HALF_BINS, dtype=torch.float64) / BINS_AN_OCTAVE)
@@ -58,8 +58,9 @@ def least_error_ranges(
 def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
     """The range that rounds numbers of these magnitudes, each so often, with the least squared error.
 
-    Of even steps up to the largest. Within the range the error is that of numbers spread evenly over a step, and below
-    half a step the number itself.
+    It is one of 20 even steps up to the largest magnitude. A number above the range is clipped, so its error is what
+    it is above it. Within the range the error is that of numbers spread evenly over a step, step^2 / 12. Below half a
+    step a number becomes zero, so its error is the number itself.
     """
     seen = count_M > 0
     magnitude_M, count_M = magnitude_M[seen], count_M[seen]
@@ -79,19 +80,19 @@ def better_ranges(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[Ranges, Ranges]:
-    """(the ranges of least squared error, the better ones), both the same where the calibration asks for no others.
+    """(the ranges of least squared error, the better ones), which may be the same.
 
-    The better ones are those under which the calibration stays nearer to the model, with these `modules` rounded, or
-    all. `progress` is called with (texts read, texts in all)."""
+    The better ones are those under which the losses of the calibration stay nearer to the model's, with these `modules`
+    rounded, or all. `progress` is called with (texts read, texts in all)."""
     model = bare_model(model)
-    counts, plain_NT = _magnitudes(model, ids_NT, None, prefix)
+    counts, baseline_NT = _magnitudes(model, ids_NT, None, prefix)
     by_error = _least_error_ranges(counts, STATIC.bits)
     largest = {name: float(MAGNITUDE_M[count_M > 0].max()) for name, count_M in counts.items()}
     by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, seed=seed, progress=progress)
 
     def distance(ranges: Ranges) -> float:
         rounded_NT = scheme_losses(model, STATIC, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
-        return float(np.abs(rounded_NT - plain_NT).mean())
+        return float(np.abs(rounded_NT - baseline_NT).mean())
 
     return by_error, min(by_error, by_damage, key=distance)
 
@@ -117,7 +118,7 @@ def least_damage_ranges(
             damages[name][number] += float((g_BTE * noise_BTE).sum(-1).double().square().sum())
 
     read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed, progress=progress)
-    return {name: largest[name] * SHARES[int(found.argmin())] for name, found in damages.items()}
+    return {name: largest[name] * SHARES[int(damage_R.argmin())] for name, damage_R in damages.items()}
 
 
 def _least_error_ranges(counts: Mapping[str, Tensor], bits: int) -> Ranges:
@@ -128,19 +129,19 @@ def _magnitudes(
     model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None
 ) -> tuple[dict[str, Tensor], np.ndarray]:
     """([M] how often each magnitude is read, by linear layer; [N, T - 1] the losses of the same pass)."""
-    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
-    spared: Tensor | None = None
+    counts: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
+    keep_BT: Tensor | None = None  # of the texts of this pass
 
     def note(name: str, x_BTE: Tensor) -> None:
-        magnitude = without_kept(x_BTE, spared).detach().float().abs().nan_to_num().flatten()
+        magnitude = without_kept(x_BTE, keep_BT).detach().float().abs().nan_to_num().flatten()
         bins = (magnitude.log2() * BINS_AN_OCTAVE).floor().clamp(-HALF_BINS, HALF_BINS - 1).long() + HALF_BINS
-        found[name] += bins.bincount(minlength=2 * HALF_BINS).cpu()
+        counts[name] += bins.bincount(minlength=2 * HALF_BINS).cpu()
 
-    def each(rows: slice) -> contextlib.AbstractContextManager:
-        nonlocal spared
-        spared = None if keep is None else keep[rows]
+    def around_pass(rows: slice) -> contextlib.AbstractContextManager:
+        nonlocal keep_BT
+        keep_BT = None if keep is None else keep[rows]
         return contextlib.nullcontext()
 
     with entering_rows(model, linear_layers(model), note):
-        plain_NT = losses(model, ids_NT, prefix=prefix, each=each)
-    return found, plain_NT
+        baseline_NT = losses(model, ids_NT, prefix=prefix, around_pass=around_pass)
+    return counts, baseline_NT

@@ -1,7 +1,7 @@
 """The texts that an audit or a remedy reads: the first 16 calibrate, and the others are held out.
 
-Of a file they are windows, spread evenly over all of it. Those that calibrate are from its beginning and the others
-from the rest; the cut is the end of a document, where one ends near.
+From a file they are windows, spread evenly over all of it. Those that calibrate are from its beginning and the others
+from the rest; the cut between the two is at the end of a document, if one ends nearby.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def texts_to_measure(
     seed: int,
     prefix: bool = False,
 ) -> TokenBatch:
-    """The calibration texts, and the held-out ones; with `prefix`, refuses those that leave it no room."""
+    """The calibration texts and, after them, the held-out ones.
+
+    With `prefix`, texts so long that they leave no room for one in the model's context are refused.
+    """
     if text is not None and not isinstance(text, str | Path):
         if bos is not None:
             raise InputError(
@@ -72,25 +75,25 @@ def texts_to_measure(
         room_for_prefix(loaded.model, length)
     count = CALIBRATION + num_sequences
     if text is None:
-        return _written(loaded, bos=bos, length=length, num_sequences=count, seed=seed)
+        return _generate_texts(loaded, bos=bos, length=length, num_sequences=count, seed=seed)
     check_batch(f"text:{text}", length=length, num_sequences=count)
     return spread_batch(loaded, str(text), bos=bos, length=length, num_sequences=num_sequences)
 
 
 def usual_length(model: Any) -> int:
-    """Tokens of a text, where none are asked for: a shorter context leaves room for a prefix, if it can."""
+    """The default number of tokens of a text: 128, or what leaves room for a prefix in a shorter context."""
     context = context_length(model)
     return USUAL_LENGTH if context is None else max(AUDIT_LENGTH, min(USUAL_LENGTH, context - MOST_TOKENS))
 
 
-def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequences: int, seed: int) -> TokenBatch:
-    """Texts that the model writes itself, each from two random tokens on, or from BOS and one."""
+def _generate_texts(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequences: int, seed: int) -> TokenBatch:
+    """Texts that the model writes itself, each after two random tokens, or after BOS and one random token."""
     model: Any = loaded.model
     num_first = max(2, len(leading_ids(loaded, bool(bos))) + 1)
     first = token_batch(loaded, "random", bos=bos, length=num_first, num_sequences=num_sequences, seed=seed)
 
     def finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
-        # The largest alone: a token that must not be drawn yet has a logit of minus infinity.
+        # Only the largest must be finite: `min_new_tokens` gives the end of a text a logit of minus infinity.
         if not logits_BV.amax(-1).isfinite().all():
             raise overflow(model, f"in the logits, at position {ids_BT.shape[1] - 1} of a text that it writes")
         return logits_BV
@@ -112,13 +115,13 @@ def _written(loaded: LoadedModel, *, bos: bool | None, length: int, num_sequence
 
 
 def held_out_in_words(count: int, length: int, source: str | None) -> str:
-    """The held-out texts, and where they are from."""
+    """The held-out texts in words: how many, how long and from where."""
     origin = "" if source is None else f", {source if source == WRITTEN else f'from {source}'}"
     return f"{count} held-out texts of {length} tokens{origin}"
 
 
 def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: int, num_sequences: int) -> TokenBatch:
-    """16 windows of a text file that calibrate, and `num_sequences` of the rest of it, each spread evenly."""
+    """16 windows from the beginning of a text file, to calibrate, and `num_sequences` from the rest, spread evenly."""
     tokenizer, (text, _) = tokenizer_of(loaded), read_text(name)
     leading, cut = leading_ids(loaded, bos), _cut(text, CALIBRATION / (CALIBRATION + num_sequences))
     parts = (*_parts(text[:cut], CALIBRATION), *_parts(text[cut:], num_sequences))
@@ -137,8 +140,10 @@ def spread_batch(loaded: LoadedModel, name: str, *, bos: bool | None, length: in
 
 
 def _cut(text: str, share: float) -> int:
-    """Where a text is cut after about that share of it: at the nearest end of a document, if it leaves either side at
-    least half of what it should have; else right there."""
+    """Where a text is cut, after about that share of its characters.
+
+    At the nearest end of a document, if both sides keep at least half of what they should have; else right there.
+    """
     place = int(share * len(text))
     ends = [found.end() for found in re.finditer(re.escape(SEPARATOR), text)]
     near = [end for end in ends if abs(end - place) <= min(place, len(text) - place) / 2]
@@ -146,7 +151,7 @@ def _cut(text: str, share: float) -> int:
 
 
 def _parts(text: str, count: int) -> Iterator[str]:
-    """The text in so many parts of one length, each of which begins with a word."""
+    """The text in `count` parts of equal length, each of which begins with a whole word."""
     for number in range(count):
         start, end = (len(text) * place // count for place in (number, number + 1))
         space = WHITE_SPACE.search(text, start, end)
@@ -154,9 +159,9 @@ def _parts(text: str, count: int) -> Iterator[str]:
 
 
 def _window(tokenizer: PreTrainedTokenizerBase, part: str, size: int, leading: tuple[int, ...]) -> list[int]:
-    """The first ids of the first document in a part that has so many; fewer where none has.
+    """The first `size` ids of the first document in a part that is so long; fewer if none is.
 
-    That is usually one which began before: the others begin with their title pages.
+    The first document of a part usually began before it. The others begin with their title pages.
     """
     longest: list[int] = []
     for document in part.split(SEPARATOR):
