@@ -74,7 +74,12 @@ def test_every_option_changes_what_it_says(option, expected, model_folder, sinks
     first, control_acts = expected
     assert found["after"] != found["before"]
     assert (found["control"] != found["before"]) == control_acts
-    said = json.loads((tmp_path / "run" / "summary.json").read_text())["control_is"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (check,) = summary["checks"]
+    assert check["intervention"] == f"{option[0].strip('-').replace('-', '_')} {option[1]}"
+    assert check["passed"] is not False
+    assert check["text"] in " ".join(result.out.split())
+    said = summary["control_is"]
     assert said.endswith(", nothing") is not control_acts
     assert said.split(",")[0] in " ".join(result.out.split())
     assert found["after"] != found["control"]

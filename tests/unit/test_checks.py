@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinkscope.studies.checks import _miss, missed
+from sinkscope.interventions.checks import Expected, miss
+from sinkscope.studies.checks import missed
 from sinkscope.studies.conditions import Condition, in_words
 
 B, L, SINK, TARGET = 32, 6, 0, 10
@@ -17,23 +18,31 @@ def level(*by_layer: float) -> np.ndarray:
     return np.tile(np.array(by_layer), (B, 1))
 
 
+def miss_of(rule: Any, actual_BL: np.ndarray, expected_BL: np.ndarray) -> str | None:
+    return miss(Expected("variance", "its variance is 1", rule, actual_BL, expected_BL))
+
+
 def test_a_miss_by_hand():
     ones = level(*[1.0] * L)
-    assert _miss("equal", 1.05 * ones, ones) is None
-    assert _miss("equal", 1.2 * ones, ones) == "off by a factor of 1.20, root mean square over layers"
-    assert _miss("equal", ones / 1.2, ones) == "off by a factor of 1.20, root mean square over layers"
+    assert miss_of("equal", 1.05 * ones, ones) is None
+    assert miss_of("equal", 1.2 * ones, ones) == "off by a factor of 1.20, root mean square over layers"
+    assert miss_of("equal", ones / 1.2, ones) == "off by a factor of 1.20, root mean square over layers"
     # Up in one layer and down in the next: their mean is right, the condition is not.
-    assert _miss("equal", level(1.2, 1 / 1.2, 1.2, 1 / 1.2), level(1, 1, 1, 1)) is not None
+    assert miss_of("equal", level(1.2, 1 / 1.2, 1.2, 1 / 1.2), level(1, 1, 1, 1)) is not None
     # log(1.3)^2 / 12 = 0.0057 is below log(1.1)^2 = 0.0091, but this layer is surely off.
-    assert (
-        _miss("equal", level(*[1.0] * 4, 1.3, *[1.0] * 7), level(*[1.0] * 12))
-        == "1.30 times what it should be in layer 4"
+    assert miss_of("equal", level(*[1.0] * 4, 1.3, *[1.0] * 7), level(*[1.0] * 12)) == (
+        "1.30 times what it should be in layer 4"
     )
-    assert _miss("at most", 0.2 * ones, ones) is None
-    assert _miss("at least", 0.2 * ones, ones) is not None
-    assert _miss("at most", 1.2 * ones, ones) is not None
-    assert _miss("equal", 0 * ones, ones) is not None
-    assert _miss("equal", 0 * ones, 0 * ones) is None
+    assert miss_of("at most", 0.2 * ones, ones) is None
+    assert miss_of("at least", 0.2 * ones, ones) is not None
+    assert miss_of("at most", 1.2 * ones, ones) is not None
+    assert miss_of("equal", 0 * ones, ones) is not None
+    assert miss_of("equal", 0 * ones, 0 * ones) is None
+    # One sequence, which has nothing to resample, and layers that do not begin at 0.
+    assert miss_of("equal", 1.05 * ones[:1], ones[:1]) is None
+    assert miss_of("equal", 1.2 * ones[:1], ones[:1]) == "off by a factor of 1.20, root mean square over layers"
+    one_off = Expected("variance", "its variance is 1", "equal", level(1, 1.3, *[1] * 10), level(*[1] * 12))
+    assert miss(one_off, range(3, 15)) == "1.30 times what it should be in layer 4"
 
 
 def test_chance_alone_seldom_marks_and_a_fifth_off_seldom_passes():
@@ -43,7 +52,7 @@ def test_chance_alone_seldom_marks_and_a_fifth_off_seldom_passes():
     for _ in range(100):
         found, wanted = (random.chisquare(24, (B, L)) for _ in range(2))
         for factor in marked:
-            marked[factor] += _miss("equal", factor * found, wanted) is not None
+            marked[factor] += miss_of("equal", factor * found, wanted) is not None
         single += np.abs(np.log(found.mean(0) / wanted.mean(0))).max() > np.log(1.1)
     assert marked[1.0] <= 5
     assert marked[1.25] >= 90
@@ -102,4 +111,6 @@ def test_a_condition_is_held_to_its_name(condition):
     # The control: nothing was done, or for what leaves the variance alone, something was.
     nothing = {"variance": 2.0} if condition.name == "shift_mean" else {}
     nothing |= {"mixing": 1.0, "own": 1.0} if condition.target == SINK else {}
-    assert missed(study(nothing), condition).startswith(f"{in_words(condition.label)}: failed its manipulation check (")
+    assert (missed(study(nothing), condition) or "").startswith(
+        f"{in_words(condition.label)}: failed its manipulation check ("
+    )

@@ -122,7 +122,7 @@ class LiveModel:
         baseline = self._baseline(prompt)
         if not edits:
             return of_trace(baseline.trace)
-        return of_trace(baseline.under(read_specs(_by_kind(edits))), self._reading(prompt, ()))
+        return of_trace(baseline.under(baseline.make(read_specs(_by_kind(edits)))), self._reading(prompt, ()))
 
 
 class FinishedTrace:

@@ -95,5 +95,7 @@ def show(result: InterventionResult, path: Path) -> None:
     out.table("means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):
         out.say(f"{arm.capitalize()}: {getattr(result, arm).story}")
+    for check in result.checks:
+        out.say(check.text)
     out.say(f"The control: {result.control_is}. Calibrated on {result.calibrated_on}.")
     out.say_where(path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,30 @@ from torch import Tensor
 
 from sinkscope.arguments import check_sizes
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import ChangeAggregation
-from sinkscope.interventions.base import MIN_CALIBRATION, together
-from sinkscope.interventions.kinds import Setting
+from sinkscope.interventions.aggregation import BEFORE_NORM, ChangeAggregation
+from sinkscope.interventions.base import MIN_CALIBRATION, Intervention, together
+from sinkscope.interventions.checks import (
+    AtTarget,
+    CheckResult,
+    PassAtTarget,
+    check_result,
+    not_checked,
+    pass_at,
+)
+from sinkscope.interventions.kinds import Kind, Setting
 from sinkscope.interventions.plan import make_plan
 from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVABLES
 from sinkscope.interventions.specs import InterventionSpec, read_specs
 from sinkscope.measures.sink_score import eligible_positions
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loading import LoadedModel, bare_model, load
 from sinkscope.models.prompts import check_one_length, prompt_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result
 from sinkscope.tracing.receipt import described
+from sinkscope.tracing.recorder import CHUNK_TOKENS
+from sinkscope.tracing.replay import Replay
 from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
 
@@ -47,6 +58,8 @@ class InterventionResult(Result):
     """The control in words."""
     calibrated_on: str
     """Where the means of interventions come from, in words."""
+    checks: tuple[CheckResult, ...] = ()
+    """Whether each intervention did what its name says."""
 
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
@@ -109,6 +122,7 @@ class InterventionResult(Result):
             "positions": self.positions,
             "control_is": self.control_is,
             "calibrated_on": self.calibrated_on,
+            "checks": [asdict(check) for check in self.checks],
             **({"texts": texts} if (texts := self._texts) else {}),
             **arms,
             **described(self.after.receipt),
@@ -144,22 +158,81 @@ class Baseline:
             excluded=plan.candidates,
         )
 
-    def under(self, specs: Sequence[InterventionSpec], *, control: bool = False) -> Trace:
-        """A trace under these interventions or, with `control`, under their controls."""
-        if wrong := [position for position in _positions(specs) if not 0 <= position < self.batch.length]:
+    def make(self, specs: Sequence[InterventionSpec], *, control: bool = False) -> list[Sequence[Intervention]]:
+        """The interventions of each spec or, with `control`, those of its control, which knows all specs."""
+        positions = _positions(specs)
+        if wrong := [position for position in positions if not 0 <= position < self.batch.length]:
             is_prompt = self.batch.kind == "text" and self.batch.source is None
             raise InputError(
                 f"There is no position {', '.join(map(str, wrong))}. Choose from 0 to {self.batch.length - 1}, or "
                 f"give a {'longer `prompt`' if is_prompt else 'greater `length`'}."
             )
-        setting = self.setting
+        neurons = [Neuron(*neuron) for spec in specs for neuron in spec.neurons()]
+        setting = replace(self.setting, positions=positions, neurons=neurons)
         with evaluation_mode(self.loaded.model):
-            interventions = [made for spec in specs for made in spec.make(setting, control=control)]
+            return [spec.make(setting, control=control) for spec in specs]
+
+    def under(self, made: Sequence[Sequence[Intervention]]) -> Trace:
+        """A trace under interventions that `make` made."""
+        interventions = list(itertools.chain.from_iterable(made))
         with together(interventions):
             for intervention in interventions:
                 if isinstance(intervention, ChangeAggregation):
                     intervention.check_deviation()
             return trace(self.loaded, self.batch, observables=self.observables, effective_rank=False)
+
+    def check(
+        self, specs: Sequence[InterventionSpec], made: Sequence[Sequence[Intervention]]
+    ) -> tuple[CheckResult, ...]:
+        """Whether each intervention did what its name says, with all of them on."""
+        everything = list(itertools.chain.from_iterable(made))
+        results = []
+        for spec, interventions in zip(specs, made, strict=True):
+            names = [f"{spec.name} {text}" for text in spec.texts]
+            if spec.kind.check is None:
+                results += [not_checked(name, "this kind of intervention has no check") for name in names]
+                continue
+            for name, value, intervention in zip(names, spec.values, interventions, strict=True):
+                results.append(self._check(name, spec.kind, value, intervention, everything))
+        return tuple(results)
+
+    def _check(
+        self, name: str, kind: Kind, value: tuple, intervention: Intervention, everything: list[Intervention]
+    ) -> CheckResult:
+        """The result of one check: `value` is what was asked for, `intervention` what was made of it."""
+        assert kind.check is not None
+        assert kind.acts_at is not None
+        place, position = intervention.place, kind.acts_at(value)
+        if not place.layers:
+            return not_checked(name, "it acts in no layer")
+        if place.heads is not None:
+            return not_checked(name, "it acts on some heads, and the check reads all of them together")
+        others = [other for other in everything if other is not intervention]
+        replay = self._replay  # its baseline is read here, while nothing is on
+
+        def pass_under(interventions: list[Intervention]) -> PassAtTarget:
+            with together(interventions) as first_layer:
+                reading = replay.read(first_layer)
+            return pass_at(reading, position, place.layers, before_norm=place.on == BEFORE_NORM)
+
+        at = AtTarget(
+            position=position,
+            under=pass_under(everything),
+            baseline=pass_under([]),
+            read_without=(lambda: pass_under(others)) if others else None,
+            **({} if kind.second is None else {kind.second: value[1]}),
+        )
+        try:
+            return check_result(name, kind.check(at), place.layers)
+        except InputError as refused:  # as where a variance is amplified that another intervention made
+            return not_checked(name, f"without it the others cannot act ({str(refused).rstrip('.')})")
+
+    @cached_property
+    def _replay(self) -> Replay:
+        """Reads by sequence what checks compare: of the batch, or of as many of its first sequences as one pass of a
+        trace reads."""
+        num_sequences = max(1, CHUNK_TOKENS // self.batch.length)
+        return Replay(self.setting.anatomy, bare_model(self.loaded), self.batch.ids[:num_sequences])
 
 
 def read_prompt(
@@ -226,8 +299,8 @@ def intervene(
         baseline = drawn_batch(load(model), tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
     else:
         baseline = read_prompt(load(model), prompt, tokens, bos=bos, seed=seed)
-    after, control = (baseline.under(specs, control=is_control) for is_control in (False, True))
-    controls = "; ".join(dict.fromkeys(f"for {spec.name}, {spec.kind.control_is}" for spec in specs))
+    made, controls = baseline.make(specs), baseline.make(specs, control=True)
+    after, control = baseline.under(made), baseline.under(controls)
     calibration = baseline.calibration
     kind = "random tokens" if calibration.kind == "random" else f"tokens of {calibration.source or tokens}"
     return InterventionResult(
@@ -235,10 +308,23 @@ def intervene(
         after,
         control,
         positions=_positions(specs),
-        control_is=controls,
+        control_is="; ".join(map(_control_in_words, specs, controls)),
         calibrated_on=f"{MIN_CALIBRATION} other sequences of {calibration.length} {kind}",
+        checks=baseline.check(specs, made),
     )
 
 
 def _positions(specs: Sequence[InterventionSpec]) -> tuple[int, ...]:
     return tuple(sorted({position for spec in specs for position in spec.positions()}))
+
+
+def _control_in_words(spec: InterventionSpec, controls: Sequence[Intervention]) -> str:
+    """The control of one spec, with the neurons that were drawn for it, and the positions it was moved to."""
+    text = f"for {spec.name}, {spec.kind.control_is}"
+    items = {item for control in controls for item in control.place.items or ()}
+    if drawn := sorted((item for item in items if isinstance(item, Neuron)), key=str):
+        text += f" ({', '.join(map(str, drawn))})"
+    positions = {position for control in controls for position in control.place.positions or ()}
+    if moved := sorted(positions - set(spec.positions())):
+        text += f", at position{'' if len(moved) == 1 else 's'} {', '.join(map(str, moved))}"
+    return text

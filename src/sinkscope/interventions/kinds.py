@@ -1,13 +1,19 @@
 """The kinds of interventions that can be asked for in words, such as `amplify 10:4` or `ablate 2:90`.
 
-`KINDS` is the one table of them. The options of `sinkscope intervene` and their help, their parser, what makes the
-interventions, and their controls all come from it: a new kind is one entry. torch is imported only when something
-is made, since the command line reads the table for its help.
+`KINDS` is the one table of them, and a new kind is one entry, a `Kind`. What follows the name comes from it alone:
 
-A control changes as much as the intervention and leaves out what the chain says matters: a mask hides the token from
-itself instead of all others, amplification shifts the mean and leaves the variance, as in a study, and other
-interventions on the aggregation scale it whole; neurons are matched random ones. Where nothing of the kind exists, the
-control is the baseline.
+- `form`, `example`, `does`, `read`: how it is written, its help on the command line, and its parser. `acts_at`,
+  `second` and `names_neuron` say what each of the parsed values is.
+- `make`: makes the interventions, context managers of `mask`, `aggregation`, `matching`, `neurons` and `residual`.
+- `check`: a function of `checks`, which says what must have come about where it acts; None where there is nothing to
+  miss, as where values are set outright. The condition of a study that does the same names the same function.
+- `control`, `control_is`: makes what stands in its place under the control, and says it in words. A control changes as
+  much as the intervention and leaves out what the chain says matters: a mask hides the token from itself instead of all
+  others, amplification shifts the mean and leaves the variance, as in a study, and other interventions on the
+  aggregation scale it whole; neurons are matched random ones. Where nothing of the kind exists, it is the baseline. One
+  that moves elsewhere leaves out what any other request acts on: `Setting.free_positions`, `Setting.neurons`.
+
+torch is imported only when something is made, since the command line reads the table for its help.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.arguments import neuron_of_text, whole_numbers
+from sinkscope.interventions import checks
 
 if TYPE_CHECKING:
     from sinkscope.models.anatomy import Anatomy, Neuron
@@ -38,11 +45,20 @@ class Setting:
     last_layer: int
     """The layer in which disparity appears: interventions on the aggregation act up to it unless layers are chosen."""
     excluded: Sequence[Neuron]
-    """Neurons that a control must not take."""
+    """Neurons of the chain, which a control must not take."""
+    positions: Sequence[int] = ()
+    """The positions that any of the requested interventions acts on."""
+    neurons: Sequence[Neuron] = ()
+    """The neurons that any of them acts on."""
+
+    @property
+    def free_positions(self) -> list[int]:
+        """Positions that no requested intervention acts on: a control that moves elsewhere takes one of these."""
+        return [position for position in range(self.batch.length) if position not in self.positions]
 
 
 Make = Callable[[Setting, Sequence[tuple], dict[str, Any]], Sequence[Any]]
-"""(setting, what was asked for, the layers and heads chosen, if any) -> interventions."""
+"""(setting, the parsed values, the layers and heads chosen, if any) -> interventions, in the order of the values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +73,18 @@ class Kind:
     read: Callable[[str], tuple]
     """Parses the text of one of them; ValueError if it cannot."""
     make: Make
+    check: checks.Check | None = None
+    """What must have come about where one acts, for a kind that acts at positions and makes one intervention for each
+    value; None where there is nothing to miss."""
     control: Make | None = None
     control_is: str = NOTHING
     """The control in words."""
     acts_at: Callable[[tuple], int] | None = None
     """The position that one acts on; None where it acts on all."""
+    second: str | None = None
+    """What the second of its parsed values is to a check: factor or keys."""
+    names_neuron: bool = False
+    """Whether the first of its parsed values is a neuron."""
     takes: tuple[str, ...] = ()
     """Which of layers and heads can be chosen."""
 
@@ -193,8 +216,10 @@ def _on_matched_neurons(make: Make) -> Make:
         from sinkscope.interventions.neurons import matched_neurons
 
         values = list(dict.fromkeys(values))
-        drawn = matched_neurons(setting.anatomy, [neuron for neuron, *_ in values], setting.excluded, seed=0)
-        return make(setting, [(neuron, *rest) for neuron, (_, *rest) in zip(drawn, values, strict=False)], where)
+        excluded = [*setting.excluded, *setting.neurons]
+        matched = matched_neurons(setting.anatomy, [neuron for neuron, *_ in values], excluded, seed=0)
+        # Where a layer has no other neuron left, there are fewer of them than values.
+        return make(setting, [(neuron, *rest) for neuron, (_, *rest) in zip(matched, values, strict=False)], where)
 
     return control
 
@@ -233,13 +258,15 @@ def _last(value: tuple) -> int:
 
 
 _ROWS: dict[str, Any] = dict(acts_at=_first, takes=("layers", "heads"))
-_KEYED: dict[str, Any] = dict(form="QUERY:KEYS", read=_query_keys, **_ROWS)
+_KEYED: dict[str, Any] = dict(form="QUERY:KEYS", read=_query_keys, second="keys", **_ROWS)
 _PLACED: dict[str, Any] = dict(form="POSITION", example="10", read=_position, **_ROWS)
-_DOSED: dict[str, Any] = dict(form="POSITION:FACTOR", example="10:4", read=_position_factor, **_ROWS)
+_DOSED: dict[str, Any] = dict(form="POSITION:FACTOR", example="10:4", read=_position_factor, second="factor", **_ROWS)
 _BY_SCALING: dict[str, Any] = dict(
     control=_aggregation("scale_norm"), control_is="its whole aggregation is scaled by the factor"
 )
-_NEURONS: dict[str, Any] = dict(form="LAYER:NEURON or LAYER:EXPERT:NEURON", example="2:90", read=_neuron)
+_NEURONS: dict[str, Any] = dict(
+    form="LAYER:NEURON or LAYER:EXPERT:NEURON", example="2:90", read=_neuron, names_neuron=True
+)
 
 
 def _by_matched(make: Make) -> dict[str, Any]:
@@ -251,20 +278,32 @@ KINDS: dict[str, Kind] = {
     "mask_to_self": Kind(
         does=" that may attend only to itself",
         make=_mask_to_self,
+        check=checks.attends_only_to_itself,
         control=_mask_but_self,
         control_is="the token is hidden from itself",
         **_PLACED,
     ),
     "block": Kind(
-        example="10:0-4", does=" that may no longer be attended to, such as 10:0-4", make=_mask("block"), **_KEYED
+        example="10:0-4",
+        does=" that may no longer be attended to, such as 10:0-4",
+        make=_mask("block"),
+        check=checks.not_the_named_keys,
+        **_KEYED,
     ),
     "allow": Kind(
         example="0:0-63", does=" that may be attended to, later keys too, such as 0:0-63", make=_mask("allow"), **_KEYED
     ),
-    "only": Kind(example="10:9", does=" that alone may be attended to, such as 10:9", make=_mask("only"), **_KEYED),
+    "only": Kind(
+        example="10:9",
+        does=" that alone may be attended to, such as 10:9",
+        make=_mask("only"),
+        check=checks.only_the_named_keys,
+        **_KEYED,
+    ),
     "amplify": Kind(
         does=", variance amplification",
         make=_aggregation("amplify_variance"),
+        check=checks.variance_scaled,
         control=_shift_mean_alone(),
         control_is="its mean is shifted as far and its variance stays",
         **_DOSED,
@@ -272,13 +311,23 @@ KINDS: dict[str, Kind] = {
     "amplify_before_norm": Kind(
         does=", the same before the norm on the aggregation, in models that have one",
         make=_aggregation("amplify_variance", before_norm=True),
+        check=checks.variance_scaled,
         control=_shift_mean_alone(before_norm=True),
         control_is="its mean is shifted as far before the norm and its variance stays",
         **_DOSED,
     ),
-    "scale_norm": Kind(does=", scales the whole aggregation", make=_aggregation("scale_norm"), **_DOSED),
+    "scale_norm": Kind(
+        does=", scales the whole aggregation",
+        make=_aggregation("scale_norm"),
+        check=checks.energy_scaled,
+        **_DOSED,
+    ),
     "shift_mean": Kind(
-        does=", adds 1 - factor times the mean", make=_aggregation("shift_mean"), **_DOSED, **_BY_SCALING
+        does=", adds 1 - factor times the mean",
+        make=_aggregation("shift_mean"),
+        check=checks.variance_kept_at_first,
+        **_DOSED,
+        **_BY_SCALING,
     ),
     "swap_deviation": Kind(
         does=", with another sequence's deviation", make=_aggregation("swap_deviation"), **_DOSED, **_BY_SCALING
@@ -287,17 +336,27 @@ KINDS: dict[str, Kind] = {
         does=", along a random direction", make=_aggregation("random_direction"), **_DOSED, **_BY_SCALING
     ),
     "equalise": Kind(
-        does=" whose variance is brought down to that of later ones", make=_aggregation("equalise_variance"), **_PLACED
+        does=" whose variance is brought down to that of later ones",
+        make=_aggregation("equalise_variance"),
+        check=checks.variance_of_later,
+        **_PLACED,
     ),
     "match_variance": Kind(
-        does=" whose variance is brought to its level in the baseline", make=_match("variance"), **_PLACED
+        does=" whose variance is brought to its level in the baseline",
+        make=_match("variance"),
+        check=checks.variance_kept,
+        **_PLACED,
     ),
     "match_energy": Kind(
-        does=" whose energy is brought to its level in the baseline", make=_match("energy"), **_PLACED
+        does=" whose energy is brought to its level in the baseline",
+        make=_match("energy"),
+        check=checks.energy_kept,
+        **_PLACED,
     ),
     "match_moments": Kind(
         does=" whose variance and energy are brought to their baseline levels",
         make=_match("variance", "energy"),
+        check=checks.both_kept,
         **_PLACED,
     ),
     "ablate": Kind(does=", set to zero", **_NEURONS, **_by_matched(_ablate("zero"))),
@@ -310,6 +369,7 @@ KINDS: dict[str, Kind] = {
         does=", its activation written at the target too",
         read=_placed(neuron_of_text, num_places=2),
         acts_at=_last,
+        names_neuron=True,
         **_by_matched(_transplant),
     ),
     "zero_dimension": Kind(
@@ -337,6 +397,7 @@ KINDS: dict[str, Kind] = {
         read=_placed(neuron_of_text, num_places=1),
         make=_clamp("neurons"),
         acts_at=_last,
+        names_neuron=True,
     ),
     "clamp_dimension": Kind(
         form="DIMENSION@POSITION",

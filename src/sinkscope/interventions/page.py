@@ -35,6 +35,7 @@ def write_page(run: Run, destination: Path) -> None:
         figures(run),
         f"{many} of {tokens['length']} tokens",
         summary=summary,
+        checks=summary.get("checks") or (),  # a run of an earlier version has none
         columns=list(means),
         means=list(zip(*means.values(), strict=True)),
         command=run.command,

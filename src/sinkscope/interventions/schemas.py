@@ -54,6 +54,7 @@ KINDS = (
             "control": {"story": Text()},
             "control_is": Text(),
             "calibrated_on": Text(),
+            "checks": Maybe([{"intervention": Text(), "passed": Maybe(bool), "text": Text()}]),
             "texts": Maybe([{"position": Int(), "text": Text()}]),
         },
         sized_by="before",

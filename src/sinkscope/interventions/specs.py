@@ -25,6 +25,8 @@ class InterventionSpec:
 
     name: str
     values: tuple[tuple, ...]
+    texts: tuple[str, ...]
+    """The same as on the command line, such as 10:4."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """layers and heads, where they were chosen."""
 
@@ -35,6 +37,10 @@ class InterventionSpec:
     def positions(self) -> list[int]:
         """The positions that they act on."""
         return [] if self.kind.acts_at is None else [self.kind.acts_at(value) for value in self.values]
+
+    def neurons(self) -> list[Any]:
+        """The neurons that they act on, (layer, expert, neuron) each."""
+        return [value[0] for value in self.values] if self.kind.names_neuron else []
 
     def make(self, setting: Setting, *, control: bool) -> Sequence[Any]:
         """The interventions or, with `control`, those of the control."""
@@ -66,8 +72,9 @@ def read_specs(
     for name, interventions in by_kind.items():
         kind = KINDS[name]
         form = f"{kind.form}, such as {kind.example}"
-        values = tuple(_read(one, name, form, kind.read) for one in _several(interventions))
-        specs.append(InterventionSpec(name=name, values=values, where=where))
+        several = _several(interventions)
+        values = tuple(_read(one, name, form, kind.read) for one in several)
+        specs.append(InterventionSpec(name=name, values=values, texts=tuple(map(_written, several)), where=where))
     return specs
 
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from sinkscope.interventions import checks
 
 if TYPE_CHECKING:
     from sinkscope.interventions.base import Intervention
@@ -104,44 +104,6 @@ def draws(name: str, sink: int) -> list[Condition]:
     return [Condition(f"{name}_minimal_set", sink, number=number or None) for number in range(NUM_DRAWS)]
 
 
-class Expected(NamedTuple):
-    """What must be true of the target under a condition. Both numbers are by sequence and layer acted on; what is
-    compared is the ratio of their means over sequences."""
-
-    what: str
-    """What it is, for the message where it is not so."""
-    rule: Literal["equal", "at most", "at least"]
-    actual_BL: np.ndarray
-    expected_BL: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtTarget:
-    """What a condition did to attention and aggregation at its target, by sequence and layer acted on."""
-
-    factor: float
-    variance_BL: np.ndarray
-    """Squared deviation of the aggregation, whose mean over sequences is the variance."""
-    energy_BL: np.ndarray
-    weights_BL: np.ndarray
-    """sum a^2 of the attention: 1 where it goes to one key."""
-    own_weight_BL: np.ndarray
-    """The target's own key's part of that sum."""
-    later_variance_BL: np.ndarray
-    """The squared deviation at the later half of positions, under the same condition."""
-    baseline_variance_BL: np.ndarray
-    baseline_energy_BL: np.ndarray
-    baseline_weights_BL: np.ndarray
-
-
-TOLERANCE = 0.1
-"""A condition fails its check if it is off by more than this share."""
-OPENED = 0.5
-"""Position 0, opened to later keys, counts as averaging if at most this share of its sum a^2 is left."""
-ROUNDING = 1e-10
-"""A variance or squared mean below this share of the energy is rounding error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConditionKind:
     """What all conditions of one name have in common."""
@@ -149,64 +111,13 @@ class ConditionKind:
     name: str
     make: Callable[[Any, Condition], list[Intervention]]
     """(`ConditionRunner`, condition) -> its interventions."""
-    check: Callable[[AtTarget], list[Expected]] = lambda at: []
-    """What must be true at the target. Empty for interventions that set values outright, which cannot miss."""
+    check: checks.Check = lambda at: []
+    """What must be true at the target: a function of `interventions.checks`. Empty for interventions that set values
+    outright, which cannot miss."""
     label: str
     """What is done, in words, for pages."""
     shown_in: tuple[str, ...] = ()
     """Those of REMAINING_FIGURE, MOVED_FIGURE and FACTORIAL_TABLE that show it."""
-
-
-def _attends_to_itself(at: AtTarget) -> list[Expected]:
-    return [Expected("attention to itself alone", "at least", at.own_weight_BL, at.weights_BL)]
-
-
-def _not_to_itself(at: AtTarget) -> list[Expected]:
-    return [Expected("no attention to itself", "at most", at.own_weight_BL, TOLERANCE * at.weights_BL)]
-
-
-def _to_one_other(at: AtTarget) -> list[Expected]:
-    one_key = Expected("attention to one key alone", "at least", at.weights_BL, np.ones_like(at.weights_BL))
-    return [*_not_to_itself(at), one_key]
-
-
-def _to_two(at: AtTarget) -> list[Expected]:
-    return [Expected("attention to two keys alone", "at least", at.weights_BL, np.full_like(at.weights_BL, 0.5))]
-
-
-def _averages(at: AtTarget) -> list[Expected]:
-    return [Expected("averaging", "at most", at.weights_BL, OPENED * at.baseline_weights_BL)]
-
-
-# Amplification and scaling are checked in the first layer alone: in later layers the aggregation that they multiply has
-# already changed, so no factor of the baseline is to be expected there.
-
-
-def _variance_scaled(at: AtTarget) -> list[Expected]:
-    expected_BL = at.factor**2 * at.baseline_variance_BL[:, :1]
-    return [Expected("variance", "equal", at.variance_BL[:, :1], expected_BL)]
-
-
-def _energy_scaled(at: AtTarget) -> list[Expected]:
-    expected_BL = at.factor**2 * at.baseline_energy_BL[:, :1]
-    return [Expected("energy", "equal", at.energy_BL[:, :1], expected_BL)]
-
-
-def _variance_kept(at: AtTarget) -> list[Expected]:
-    return [Expected("variance", "equal", at.variance_BL, at.baseline_variance_BL)]
-
-
-def _variance_of_later(at: AtTarget) -> list[Expected]:
-    return [Expected("variance", "at most", at.variance_BL, at.later_variance_BL)]
-
-
-def _no_mean(at: AtTarget) -> list[Expected]:
-    expected_BL = at.variance_BL + ROUNDING * at.baseline_energy_BL
-    return [Expected("mean of 0", "at most", at.energy_BL, expected_BL)]
-
-
-def _no_variance(at: AtTarget) -> list[Expected]:
-    return [Expected("variance of 0", "at most", at.variance_BL, TOLERANCE * at.energy_BL)]
 
 
 def _formula(runner: Any, condition: Condition) -> list[Intervention]:
@@ -224,54 +135,54 @@ _KINDS = (
     ConditionKind(
         name="mask_to_self",
         make=lambda run, c: [run.mask_to_self(c.target)],
-        check=_attends_to_itself,
+        check=checks.attends_only_to_itself,
         label="attending only to itself in all layers",
     ),
     ConditionKind(
         name="mask_but_self",
         make=lambda run, c: [run.mask_but_self(c.target)],
-        check=_not_to_itself,
+        check=checks.not_to_itself,
         label="attending to all but itself in all layers",
     ),
     ConditionKind(
         name=SEE_SELF,
         make=lambda run, c: [run.attend_only(c.target, [c.target])],
-        check=_attends_to_itself,
+        check=checks.attends_only_to_itself,
         label="attending only to itself",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_PREVIOUS,
         make=lambda run, c: [run.attend_only(c.target, [c.target - 1])],
-        check=_to_one_other,
+        check=checks.to_one_other,
         label="attending only to the previous key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_FAR,
         make=lambda run, c: [run.attend_only(c.target, [1 if run.plan.sink != 1 else 2])],
-        check=_to_one_other,
+        check=checks.to_one_other,
         label="attending only to a distant key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name=SEE_TWO,
         make=lambda run, c: [run.attend_only(c.target, [c.target, c.target - 1])],
-        check=_to_two,
+        check=checks.to_two,
         label="attending to itself and the previous key",
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
         name="open_to_later",
         make=lambda run, c: [run.open_to_later()],
-        check=_averages,
+        check=checks.averages,
         label="position 0 opened to later keys",
         shown_in=(FACTORIAL_TABLE, REMAINING_FIGURE),
     ),
-    ConditionKind(name="amplify_variance", make=_formula, check=_variance_scaled, label="variance amplified"),
-    ConditionKind(name="scale_norm", make=_formula, check=_energy_scaled, label="aggregation scaled"),
+    ConditionKind(name="amplify_variance", make=_formula, check=checks.variance_scaled, label="variance amplified"),
+    ConditionKind(name="scale_norm", make=_formula, check=checks.energy_scaled, label="aggregation scaled"),
     ConditionKind(
-        name="shift_mean", make=lambda run, c: [run.shift_mean(c)], check=_variance_kept, label="mean shifted"
+        name="shift_mean", make=lambda run, c: [run.shift_mean(c)], check=checks.variance_kept, label="mean shifted"
     ),
     ConditionKind(name="swap_deviation", make=_formula, label="another sequence's deviation added"),
     ConditionKind(name="random_direction", make=_formula, label="a random deviation added"),
@@ -298,21 +209,21 @@ _KINDS = (
     ConditionKind(
         name="equalise_variance",
         make=_formula,
-        check=_variance_of_later,
+        check=checks.variance_of_later,
         label="variance lowered to that of later positions",
         shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
     ),
     ConditionKind(
         name="remove_mean",
         make=_formula,
-        check=_no_mean,
+        check=checks.no_mean,
         label="mean removed",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
         name="remove_deviation",
         make=_formula,
-        check=_no_variance,
+        check=checks.no_variance,
         label="deviation removed, mean kept",
         shown_in=(REMAINING_FIGURE,),
     ),

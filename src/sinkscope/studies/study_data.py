@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sinkscope.interventions.checks import ROUNDING
 from sinkscope.measures.thresholds import LEVEL_ELSEWHERE
 from sinkscope.studies.checks import MarkedError, control_unless_marked, missed
-from sinkscope.studies.conditions import ROUNDING, Condition, sides_of_norm
+from sinkscope.studies.conditions import Condition, sides_of_norm
 
 if TYPE_CHECKING:
     from sinkscope.interventions.plan import Plan
