@@ -228,7 +228,7 @@ def test_both_sides_of_the_norm_are_read_as_an_edit_before_it_leaves_them():
         o_BC = entering[name].reshape(64, 20, -1)[:, 5]
         torch.testing.assert_close(squares_BS2T[:, side, 0, 5].mean(), o_BC.var(0).mean(), rtol=1e-4, atol=0)
         torch.testing.assert_close(squares_BS2T[:, side, 1, 5].mean(), o_BC.square().mean(), rtol=1e-4, atol=0)
-    before_BS2T = replay.untouched.squares_LBS2T[0]
+    before_BS2T = replay.baseline.squares_LBS2T[0]
     raised_S = squares_BS2T[:, :, 0, 5].mean(0) / before_BS2T[:, :, 0, 5].mean(0)
     assert float(raised_S[1]) == pytest.approx(16, rel=1e-3)
     assert float(raised_S[0]) < 8  # the control: the norm takes scale away again

@@ -465,10 +465,10 @@ def test_untouched_values_are_untouched_whatever_is_on():
     with left_as_it_was(model), together(one_of_each(model)[:4]) as first_layer:
         held = clamp(model, IDS, neurons=neurons, dimensions=[7])
         for group, values in held.held[0].held.items():
-            assert torch.equal(values, replay.untouched.activations[group])
-        assert torch.equal(held.held[1].held_LBTM, replay.untouched.dimensions_LBTM)
+            assert torch.equal(values, replay.baseline.activations[group])
+        assert torch.equal(held.held[1].held_LBTM, replay.baseline.dimensions_LBTM)
         # Control: what the model does now is something else.
-        assert not torch.equal(replay.read(first_layer).dimensions_LBTM, replay.untouched.dimensions_LBTM)
+        assert not torch.equal(replay.read(first_layer).dimensions_LBTM, replay.baseline.dimensions_LBTM)
 
 
 def test_values_drawn_by_place_in_the_batch_are_not_split_into_chunks():

@@ -88,15 +88,15 @@ def test_a_pass_from_a_later_layer_equals_a_whole_one_to_the_bit(family):
             assert first_layer >= num_layers - 2
             later, whole = replay.read(first_layer, loss=True), replay._read(None, loss=True)
             assert_same_bits(later, whole)
-        assert not torch.equal(later.residual_norm_LBT, replay.untouched.residual_norm_LBT)
+        assert not torch.equal(later.residual_norm_LBT, replay.baseline.residual_norm_LBT)
     with held:  # values held while nothing changes them
-        assert_same_bits(replay.read(held.first_layer, loss=True), replay.untouched)
+        assert_same_bits(replay.read(held.first_layer, loss=True), replay.baseline)
     with together(alone[:2]) as first_layer:
         assert_same_bits(replay.read(first_layer, loss=True), replay._read(None, loss=True))
         # Control: begun a layer too late it is another reading.
         late = replay.read(num_layers - 1, loss=True)
         assert not torch.equal(late.received_LBS, replay.read(num_layers - 2).received_LBS)
-    assert_same_bits(replay.read(0, loss=True), replay.untouched)
+    assert_same_bits(replay.read(0, loss=True), replay.baseline)
 
 
 @every_family
@@ -144,7 +144,7 @@ def test_layers_before_the_restart_are_not_run(family):
             assert calls == [num_layers - 1]
         replay.read(1)
         assert calls[1:] == list(range(1, num_layers))
-        assert replay.read(None) is replay.untouched
+        assert replay.read(None) is replay.baseline
         assert len(calls) == num_layers
     finally:
         for handle in handles:
@@ -171,7 +171,7 @@ def test_moments_are_read_in_the_first_layers_that_are_asked_for():
         with mask_to_self(model, 10, layers=[first_layer, 4]):
             squares_LBS2T = whole.read(first_layer).squares_LBS2T
             assert torch.equal(short.read(first_layer).squares_LBS2T, squares_LBS2T[:2])
-        assert not torch.equal(squares_LBS2T, whole.untouched.squares_LBS2T)
+        assert not torch.equal(squares_LBS2T, whole.baseline.squares_LBS2T)
 
 
 @every_family
@@ -198,7 +198,7 @@ def test_readings_equal_a_trace(family, condition, monkeypatch):
     energy = found.aggregation_norm_LBT.square().mean(1) / channels
     np.testing.assert_allclose(energy, reading["second_moment"], rtol=1e-4)
     if condition != "untouched":  # control
-        assert float((found.received_LBS - replay.untouched.received_LBS).abs().max()) > 1e-3
+        assert float((found.received_LBS - replay.baseline.received_LBS).abs().max()) > 1e-3
 
 
 @every_family
@@ -253,13 +253,13 @@ def own_loss(model, ids) -> list[float]:
 @every_family
 def test_loss_equals_the_models_own(family):
     model, replay = model_of(family), replay_of(family)
-    np.testing.assert_allclose(replay.untouched.loss_B, own_loss(model, IDS), rtol=1e-4)
+    np.testing.assert_allclose(replay.baseline.loss_B, own_loss(model, IDS), rtol=1e-4)
     with mask_to_self(model, 10) as on:
         found = replay.read(on.first_layer, loss=True).loss_B
         np.testing.assert_allclose(found, own_loss(model, IDS), rtol=1e-4)
-    assert not np.allclose(found, replay.untouched.loss_B, rtol=1e-3)
+    assert not np.allclose(found, replay.baseline.loss_B, rtol=1e-3)
     # Control: the loss of the same sequences in another order.
-    assert not np.allclose(replay.untouched.loss_B.flip(0), own_loss(model, IDS), rtol=1e-3)
+    assert not np.allclose(replay.baseline.loss_B.flip(0), own_loss(model, IDS), rtol=1e-3)
     assert replay.read(0).loss_B is None
 
 
@@ -274,7 +274,7 @@ def test_loss_equals_the_models_own(family):
 )
 def test_loss_of_heads_out_of_the_ordinary(family, overrides):
     model = tiny_model(family, **overrides)
-    found = Replay(anatomy_of(model), model, IDS, loss=True).untouched.loss_B
+    found = Replay(anatomy_of(model), model, IDS, loss=True).baseline.loss_B
     np.testing.assert_allclose(found, own_loss(model, IDS), rtol=1e-4)
 
 
@@ -309,7 +309,7 @@ def test_a_model_in_training_mode_is_read_without_dropout():
     with mask_to_self(model, 10, layers=[1]):
         again = [found.read(1).residual_norm_LBT for _ in range(2)]
     assert torch.equal(*again)
-    np.testing.assert_allclose(found.untouched.loss_B, own_loss(model.eval(), IDS), rtol=1e-4)
+    np.testing.assert_allclose(found.baseline.loss_B, own_loss(model.eval(), IDS), rtol=1e-4)
 
 
 def test_neurons_that_do_not_exist_are_refused():
@@ -336,4 +336,4 @@ def test_a_failing_read_leaves_no_hook_behind():
         replay.read(0)
     assert hooks() == before
     assert model.config._attn_implementation == implementation
-    assert_same_bits(replay.read(0, loss=True), replay.untouched)
+    assert_same_bits(replay.read(0, loss=True), replay.baseline)

@@ -139,4 +139,4 @@ def test_the_neuron_that_the_story_names_is_listed_first():
         ]
     ]
     findings = SimpleNamespace(super_neurons=neurons, appears_in=[1, 11], focus=[0, 5])
-    assert [neuron.neuron for neuron in trace_cli._named_in_story_first(findings)] == [83, 1229, 678]
+    assert [neuron.neuron for neuron in trace_cli._listed_neurons(findings)] == [83, 1229, 678]

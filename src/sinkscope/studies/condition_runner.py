@@ -132,7 +132,7 @@ class ConditionRunner:
             return self._matched(condition)
         free = replace(condition, held=None)
         made = free.kind.make(self, free)
-        baseline, where = self.replay.untouched, TokenPlace(positions=condition.target)
+        baseline, where = self.replay.baseline, TokenPlace(positions=condition.target)
         neurons = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.neurons}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
         if condition.held in neurons:

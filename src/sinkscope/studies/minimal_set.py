@@ -134,7 +134,7 @@ class _Search:
         self.loaded, self.sink = loaded, plan.sink
         self.batch = replace(choosing, ids=choosing.ids[:NUM_SEARCHING])
         self._restarts = {neuron.layer for neuron in neurons}
-        self.before = processes.from_first(lambda: self._rate(self.replay.untouched))
+        self.before = processes.from_first(lambda: self._rate(self.replay.baseline))
         self._left: dict[frozenset[Neuron], float] = {}
 
     @cached_property

@@ -306,8 +306,8 @@ class _Run:
             plan=plan,
             anatomy=anatomy,
             link_values=link_values,
-            reading=replay.untouched,
-            baseline=reduced(replay.untouched, plan),
+            reading=replay.baseline,
+            baseline=reduced(replay.baseline, plan),
             results=results,
             minimal=minimal,
             writers=writers,
@@ -334,7 +334,7 @@ class _Run:
             model = rotate(self.loaded.model)
             replay = Replay(anatomy_of(model), model, self.judging.ids, plan.super_neurons, loss=True)
             every_layer = tuple(range(len(replay.anatomy.layers)))
-            return replace(reduced(replay.untouched, plan), acted_in=every_layer).tensors()
+            return replace(reduced(replay.baseline, plan), acted_in=every_layer).tensors()
 
         condition = Condition(TURNED_BASIS, plan.sink)
         try:

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """What is recorded of a batch."""
+    """The options of `sinkscope trace` alone."""
 
     keys: Annotated[
-        str | None, typer.Option(help="Record attention on these keys only, such as 0,10; faster for long contexts.")
+        str | None,
+        typer.Option(help="Record attention on these key positions only, such as 0,10. Faster for long contexts."),
     ] = None
     effective_rank: Annotated[
         bool,
@@ -72,6 +73,7 @@ def trace_command(
 
 
 def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
+    """Prints what a trace shows."""
     import math
 
     from sinkscope.pages.terminal import Terminal, spans
@@ -119,7 +121,7 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
                 f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
-            for u in _named_in_story_first(findings)
+            for u in _listed_neurons(findings)
         ]
         columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
         out.table(f"super neurons at position {findings.focus[0]}", columns, rows)
@@ -127,8 +129,8 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     out.say(f"Tables and summary: {path}")
 
 
-def _named_in_story_first(findings: Findings) -> list[SuperNeuron]:
-    """The super neurons at the foremost position: first those that begin its disparity, which the story names."""
+def _listed_neurons(findings: Findings) -> list[SuperNeuron]:
+    """The super neurons at the foremost position. Those that first write the disparity, which the story names, lead."""
     appears_in = findings.appears_in
     neurons = [neuron for neuron in findings.super_neurons if neuron.position == findings.focus[0]]
     return sorted(

@@ -1,7 +1,7 @@
-"""What feed-forwards write in the baseline's pass, most of a layer's cost, kept for passes under an intervention.
+"""Keeps what feed-forwards write in the baseline's pass, for passes under an intervention.
 
-In a causal model the positions before the first one that an intervention acts on stay as they are, so feed-forwards
-run from that one on. Axes: B sequences, T positions, E width.
+In a causal model, positions before the first one that an intervention acts on stay as they are. So feed-forwards, most
+of a layer's cost, need to run from that position on alone. Axes: B sequences, T positions, E width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sinkscope.tracing.single_reader import in_this_thread
 
 
 class FeedForwardCache:
-    """Of some layers of a model, for one batch."""
+    """The writes of some layers' feed-forwards for one batch."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.modules = {layer.index: layer.feed_forward for layer in layers if layer.feed_forward is not None}
@@ -35,7 +35,8 @@ class FeedForwardCache:
 
     def _keep(self, layer: int):
         def hook(module, args, kwargs, output) -> None:
-            # From one state of each token to one write. Some feed-forwards take or give more: they run whole.
+            # Only feed-forwards that map each token's state to its write can run on some positions alone. Those that
+            # take or return more are left out, and run whole.
             if len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.shape == args[0].shape:
                 self.writes[layer] = output.clone()  # Falcon adds to it in place
 
@@ -43,8 +44,8 @@ class FeedForwardCache:
 
     @contextlib.contextmanager
     def used_before(self, position: int, *, but_in: Collection[int] = ()) -> Iterator[None]:
-        """While open, feed-forwards run from a position on, and write what they wrote before it; those of some layers
-        run whole."""
+        """While open, feed-forwards run from a position on; before it they write what is in the cache. `but_in`: layers
+        whose feed-forwards run whole."""
 
         def later(module, args):
             return (args[0][:, position:].contiguous(),)

@@ -1,4 +1,8 @@
-"""The five panels of the chain, and what all figures of a trace share."""
+"""The five panels of the chain: variance, neurons, output vectors, dimensions, attention received; and what other
+figures of a trace share with them.
+
+Each function takes a Run, a saved folder or a result at hand, and reads its tables alone.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,12 @@ from sinkscope.results.run import Run, before_the_sink, curve_layers
 NUM_POSITIONS_DRAWN = 64
 """Most positions in a curve."""
 NUM_NEURONS_DRAWN = 6
+"""Most super neurons with a bar."""
 NUM_CURVES_DRAWN = 3
 """Most layers, or super neurons, with a curve each in one panel."""
 PANEL_HEIGHT = 230
 IDENTITIES = ("amplify_variance", "amplify_variance+before_norm", "scale_norm", "shift_mean")
-"""Interventions that change nothing at a factor of 1; those with a random or another sequence's deviation do."""
+"""Conditions that change nothing at a factor of 1. Those that put in a random or another sequence's deviation do."""
 NOTHING = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 
@@ -39,37 +44,38 @@ def chain_panels(run: Run) -> list[Figure]:
 
 
 def position_texts(run: Run) -> dict[int, str]:
-    """The tokens by position, where one sequence was read; several have no token in common."""
+    """The tokens by position, if one sequence was read; several don't have the same tokens."""
     if run.summary["tokens"]["count"] > 1:
         return {}
     return {row["position"]: token_text(row["text"]) for row in run.rows("tokens", sequence=0)}
 
 
-def with_tokens(run: Run, drawn: Figure) -> Figure:
-    """A figure by position with the token at each in its hover and its table, where one sequence was read."""
-    return with_texts(position_texts(run), drawn)
+def with_tokens(run: Run, figure: Figure) -> Figure:
+    """A figure by position with the tokens in its hover and its table, if one sequence was read."""
+    return with_texts(position_texts(run), figure)
 
 
-def with_texts(texts: Mapping[int, str], drawn: Figure) -> Figure:
+def with_texts(texts: Mapping[int, str], figure: Figure) -> Figure:
     """The same with the tokens given by position; unchanged without any."""
-    if not texts or "position" not in drawn.columns:
-        return drawn
-    at = drawn.columns.index("position") + 1
+    if not texts or "position" not in figure.columns:
+        return figure
+    at = figure.columns.index("position") + 1
     traces = []
-    for trace in drawn.traces:
-        own = [plotted(texts.get(position, "")) for position in trace["x"]]
+    for trace in figure.traces:
+        tokens = [plotted(texts.get(position, "")) for position in trace["x"]]
         if trace["type"] == "heatmap":
             hover = trace["hovertemplate"].replace("%{x}", "%{x}, %{text}")
-            traces.append(trace | {"text": [own] * len(trace["z"]), "hovertemplate": hover})
+            traces.append(trace | {"text": [tokens] * len(trace["z"]), "hovertemplate": hover})
         else:
-            traces.append(trace | {"text": own, "hovertemplate": "position %{x}, %{text}<br>%{y:.4g}"})
-    rows = [(*row[:at], texts.get(row[at - 1], ""), *row[at:]) for row in drawn.rows]
-    return replace(drawn, traces=traces, columns=(*drawn.columns[:at], "token", *drawn.columns[at:]), rows=rows)
+            traces.append(trace | {"text": tokens, "hovertemplate": "position %{x}, %{text}<br>%{y:.4g}"})
+    rows = [(*row[:at], texts.get(row[at - 1], ""), *row[at:]) for row in figure.rows]
+    columns = (*figure.columns[:at], "token", *figure.columns[at:])
+    return replace(figure, traces=traces, columns=columns, rows=rows)
 
 
 def shown_neurons(run: Run, most: int) -> tuple[list[dict], str]:
-    """Super neurons at the strongest key, first those that begin the disparity, which the answer names; and how many
-    were left out, in words."""
+    """(at most `most` super neurons at the strongest key, a note on how many were left out). Those that first write the
+    disparity, which the answer names, come first."""
     rows = run.rows("neurons", position=run.strongest)
     begins = [row for layer in run.births for row in rows if row["layer"] == layer and row["role"] == "writes"]
     ordered = begins + [row for row in rows if row not in begins]
@@ -81,10 +87,8 @@ def _cut(shown: int, total: int, things: str) -> str:
 
 
 def is_drawn(run: Run, position: int, *targets: int | None) -> bool:
-    """Whether a curve of sink rates shows this position: the first ones, the strongest, and what was acted on.
-
-    The last keys have so few queries that they would look like sinks.
-    """
+    """Whether a curve of sink rates shows this position: the first ones, the strongest key, and the targets of
+    interventions. The last keys are left out: they have so few queries that they would look like sinks."""
     if position >= run.summary["tokens"]["length"] - LATER_QUERIES:
         return False
     return position < NUM_POSITIONS_DRAWN or position in (run.strongest, *targets)
@@ -190,27 +194,26 @@ def _output_energy(run: Run) -> Figure:
     entries = run.rows("output_energy")
     neurons = list(dict.fromkeys((row["kind"], neuron_name(row)) for row in entries))
     first = {neuron_name(neuron): place for place, neuron in enumerate(shown_neurons(run, len(neurons))[0])}
-    supers = sorted(
-        (neuron for neuron in neurons if neuron[0] == "super"), key=lambda neuron: first.get(neuron[1], len(first))
-    )
-    shown = supers[:NUM_CURVES_DRAWN] + [neuron for neuron in neurons if neuron[0] == "median"][:1]
+    supers = [neuron for neuron in neurons if neuron[0] == "super"]
+    supers.sort(key=lambda neuron: first.get(neuron[1], len(first)))
+    medians = [neuron for neuron in neurons if neuron[0] == "median"]
     traces, listed = [], []
-    for look, (kind, name) in enumerate(shown):
-        # Super neurons of one layer share its median neuron, which is then listed for each of them.
-        ranks = {row["rank"]: row for row in entries if row["kind"] == kind and neuron_name(row) == name}
-        own = [ranks[rank] for rank in sorted(ranks)]
+    for look, (kind, name) in enumerate([*supers[:NUM_CURVES_DRAWN], *medians[:1]]):
+        # Super neurons of one layer share its median neuron, whose rows then stand in the table once for each of them.
+        by_rank = {row["rank"]: row for row in entries if row["kind"] == kind and neuron_name(row) == name}
+        rows = [by_rank[rank] for rank in sorted(by_rank)]
         label = name if kind == "super" else "median"
         traces.append(
             line(
-                [row["rank"] + 1 for row in own],
-                [row["energy_share"] for row in own],
+                [row["rank"] + 1 for row in rows],
+                [row["energy_share"] for row in rows],
                 label,
                 5 if kind == "median" else look,
-                customdata=[row["dimension"] for row in own],
+                customdata=[row["dimension"] for row in rows],
                 hovertemplate="dimension %{customdata}<br>energy share %{y:.3g}",
             )
         )
-        listed += [(name, kind, row["rank"] + 1, row["dimension"], row["energy_share"]) for row in own[:10]]
+        listed += [(name, kind, row["rank"] + 1, row["dimension"], row["energy_share"]) for row in rows[:10]]
     return Figure(
         "output-vectors",
         "Down-projection energy",
@@ -240,8 +243,8 @@ def _dom_ratio(run: Run) -> Figure:
     return Figure(
         "dom-ratio",
         "Residual dimensions",
-        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks. What is left "
-        "in every basis is one direction; the table has its share of the energy.",
+        "DomRatio, max |h| / mean |h|, by layer. Elsewhere: mean over the positions that are not sinks. In a random "
+        "basis massive dimensions vanish, but a shared direction does not: the table has its share of the energy.",
         ("layers",),
         traces,
         {
@@ -261,7 +264,7 @@ def _dom_ratio(run: Run) -> Figure:
 
 
 def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
-    """Positions, sink rates, and the ends of their intervals, where a study measured them."""
+    """(positions, sink rates, lower ends, upper ends); the ends of intervals are None unless a study measured them."""
     measured = run.rows("rates", condition="untouched")
     if measured:
         measured = [row for row in measured if is_drawn(run, row["position"])]
@@ -273,8 +276,8 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
 
 
 def dose_curve(run: Run, condition: str, target: int) -> list[dict]:
-    """Rows of `rates` at the target by factor. Several doses begin with the untouched rate, at factor 1, where that
-    changes nothing; one dose alone is a point, not a line."""
+    """Rows of `rates` at the target, by factor. A curve begins with the baseline's rate at factor 1 if the condition
+    changes nothing there. A single dose stays a point."""
     at_target = run.rows("rates", condition=condition, target=target, position=target)
     dosed = sorted((row for row in at_target if row["factor"] is not None), key=lambda row: row["factor"])
     if len(dosed) > 1 and condition in IDENTITIES and dosed[0]["factor"] > 1:
@@ -286,7 +289,7 @@ def _received(run: Run) -> Figure:
     positions, rates, low, high = sink_rates(run)
     if not positions:
         return _received_unjudged(run)
-    # Between chosen keys nothing was recorded.
+    # Points without a line: between chosen keys nothing was recorded.
     chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
     return Figure(
         "received",
@@ -307,7 +310,7 @@ def _received(run: Run) -> Figure:
 
 
 def _received_unjudged(run: Run) -> Figure:
-    """The attention itself, of a text that is too short for a sink rate."""
+    """The panel of a text that is too short for a sink rate: attention received itself."""
     means = by_layer_and_position(run, "attention_received").mean(0)
     positions = np.flatnonzero(np.isfinite(means)).tolist()
     means = means[positions].tolist()

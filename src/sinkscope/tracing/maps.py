@@ -1,4 +1,4 @@
-"""Maps of a trace over layers, positions and heads, and its curves over layers and distances."""
+"""Figures of all layers: maps by position and by head, the effective rank by layer, and attention by distance."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from sinkscope.results.run import Run
 from sinkscope.tracing.figures import by_layer_and_position, with_tokens
 
 NUM_POSITIONS_MAPPED = 256
-"""Most positions in a map; of a longer sequence it shows the first ones and evenly spaced later ones."""
+"""Most positions in a map. Of a longer sequence it shows the first ones, and evenly spaced later ones."""
 NUM_CELLS_LISTED = 20
+"""Cells in the table under a map, the largest first."""
 
 
 def maps(run: Run) -> list[Figure]:
@@ -33,7 +34,7 @@ def maps(run: Run) -> list[Figure]:
         _position_map(run, "largest_write", "Largest neuron write", "of any neuron in any sequence", True),
     ]
     return [
-        *(with_tokens(run, drawn) for drawn in by_position),
+        *(with_tokens(run, figure) for figure in by_position),
         *([head_map(run, "sink_rate", "Sink rate by head", "heads-sink-rate")] if is_judged else []),
         head_map(run, "attention_received", "Attention received by head", "heads-attention-received"),
         *_locks(run),
@@ -49,11 +50,11 @@ def _variance_map(run: Run) -> Figure:
 
 
 def _locks(run: Run) -> list[Figure]:
-    """How far each head's score for the strongest key rests on the massive dimensions; no figure without any."""
+    """A map of how far each head's scores for the strongest key rest on the massive dimensions; none without these."""
     if all(row["lock_share"] is None for row in run.rows("heads", position=run.strongest)):
         return []
-    drawn = head_map(run, "lock_share", "Lock share by head", "heads-lock-share")
-    return [replace(drawn, caption=f"{drawn.caption} Share of q . k that is gone without the massive dimensions.")]
+    figure = head_map(run, "lock_share", "Lock share by head", "heads-lock-share")
+    return [replace(figure, caption=f"{figure.caption} Share of q . k that is lost without the massive dimensions.")]
 
 
 def layer_curves(run: Run) -> list[Figure]:
@@ -79,10 +80,10 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
         caption += f"; {len(positions)} of {length} positions"
     largest = None
     if name == "attention_received":
-        # The last keys have few queries: they would take the whole scale without being sinks.
+        # The last keys have few queries. Without being sinks they would stretch the scale.
         judged = [column for column, position in enumerate(positions) if position < length - LATER_QUERIES]
-        known = values[:, judged][np.isfinite(values[:, judged])]
-        largest = float(known.max(initial=RECEIVED_THRESHOLD))
+        recorded = values[:, judged][np.isfinite(values[:, judged])]
+        largest = float(recorded.max(initial=RECEIVED_THRESHOLD))
         caption += f"; the last {LATER_QUERIES} keys have few queries"
     where = "layer %{y}, position %{x}"
     return Figure(
@@ -101,7 +102,7 @@ def _position_map(run: Run, name: str, title: str, caption: str, logarithmic: bo
                 largest=largest,
             )
         ],
-        # Gaps between positions that were left out would make a long map unreadable: equal width for each.
+        # Shown positions are equally wide, since gaps for the others would make a long map unreadable.
         {"xaxis": axis("position", type="category" if len(positions) < length else "linear"), "yaxis": axis("layer")},
         ("layer", "position", title.lower()),
         _largest(values, range(len(values)), positions),

@@ -1,4 +1,4 @@
-"""Refuses a pass whose numbers overflowed. NaN is above no threshold, so it would look like a model without a sink."""
+"""Refuses a pass with NaN or infinity. NaN is above no threshold, so a model that overflows would show no sink."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WIDER = {"float16": "float32", "bfloat16": "float32", "float32": "float64"}
 
 
 def check_finite(model: nn.Module, largest_LT: Tensor, *, first_layer: int = 0) -> None:
-    """Refuses NaN and infinity among the largest magnitudes of the residual stream, by where they begin.
+    """Refuses NaN and infinity among the largest magnitudes [L, T] of the residual stream, and says where they begin.
 
     The first row leaves `first_layer`; -1 is the stream that enters layer 0. Whatever overflows inside a layer leaves
-    it as NaN or infinity, so nothing else need be looked at.
+    it as NaN or infinity, so it is enough to look at the residual stream.
     """
     wrong = largest_LT.isfinite().logical_not().nonzero()
     if len(wrong):

@@ -1,4 +1,4 @@
-"""The page of a trace: what it found, the five panels of the chain, maps of all layers, and the method."""
+"""The page of a trace: what it shows, the five panels of the chain, maps of all layers, and the method."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from sinkscope.tracing.figures import NUM_POSITIONS_DRAWN, chain_panels, neuron_
 from sinkscope.tracing.maps import layer_curves, maps
 
 NUM_NEURONS_LISTED = 8
+"""Most super neurons in the table of the page."""
 
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a trace."""
-    shown, texts = shared(run), position_texts(run)
+    parts, texts = shared(run), position_texts(run)
     token = ("token",) if texts else ()
     neurons, neurons_cut = shown_neurons(run, NUM_NEURONS_LISTED)
     html.write_page(
         destination,
         "tracing/page.html",
         title(run),
-        [*shown["panels"], *shown["all_maps"]],
+        [*parts["panels"], *parts["all_maps"]],
         run.circumstances,
         sink_columns=("sink at position", *token, "rate", "interval", "layers", "mean attention"),
         sinks=[_sink(row, texts) for row in run.rows("sinks")],
@@ -34,7 +35,7 @@ def write_page(run: Run, destination: Path) -> None:
             for row in neurons
         ],
         neurons_cut=neurons_cut,
-        **shown,
+        **parts,
     )
 
 
@@ -49,7 +50,7 @@ def title(run: Run) -> str:
 
 
 def shared(run: Run) -> dict[str, Any]:
-    """What the page of a study shows too."""
+    """What the template of a study's page needs too."""
     dimensions = run.rows("dimensions", position=run.strongest)
     tokens = run.rows("tokens", sequence=0)
     return {
@@ -73,5 +74,6 @@ def _sink(row: dict[str, Any], texts: dict[int, str]) -> tuple:
 
 
 def _token_sink(sink: dict[str, Any]) -> tuple:
+    """A row of the table of tokens that are sinks within texts."""
     positions = ", ".join(map(str, sink["positions"][:8])) + (", ..." if len(sink["positions"]) > 8 else "")
     return token_text(sink["text"]), sink["num_sequences"], sink["num_with"], positions

@@ -1,8 +1,9 @@
-"""The few numbers by sequence that a study compares between conditions.
+"""Runs one batch under many interventions, and keeps a few numbers of each pass, by sequence.
 
-A trace records everything once. A study runs the same batch under dozens of interventions and needs numbers by
-sequence, for intervals. The untouched pass keeps what enters each block, so that a pass under an intervention begins
-at the first layer that the intervention can touch, and what feed-forwards write (`FeedForwardCache`).
+A trace records everything once. A study runs the same batch under dozens of conditions and compares a few numbers,
+which it needs by sequence for intervals. To save time, the baseline's pass keeps what enters some blocks, so that a
+pass under an intervention begins at the last of them before the intervention acts. It may also keep what feed-forwards
+write, so that they run from the first changed position on (FeedForwardCache).
 Axes: L layers, B sequences, T positions, S keys, H heads, E width, M chosen dimensions, n neurons of one group.
 """
 
@@ -30,19 +31,19 @@ from sinkscope.tracing.reducers import Reducer, Rows, SelfJoining
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
 LOSS_TOKENS = 1024
-"""Tokens whose logits are held at once."""
+"""Most tokens whose logits are held at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionReading:
-    """What one pass gave, by layer and sequence, on the CPU."""
+    """What one pass recorded, by layer and sequence, on the CPU."""
 
     sink_heads_LBS: Tensor
     """How many heads count each key as their sink."""
     later_heads_LBS: Tensor
-    """The same by later queries alone: a token that is masked to itself does not count for itself."""
+    """The same by later queries alone, so that a token which is masked to itself does not count for itself."""
     received_LBS: Tensor
-    """alpha, mean over heads."""
+    """Attention received, mean over heads."""
     entropy_LBT: Tensor
     mixing_LBT: Tensor
     """sum_j a_tj^2, mean over heads."""
@@ -50,12 +51,13 @@ class ConditionReading:
     residual_norm_LBT: Tensor
     dom_ratio_LBT: Tensor
     own_mixing_LBT: Tensor
-    """The part of it that a position's own key has: a_tt^2, mean over heads."""
+    """The part of `mixing_LBT` of the query's own key: a_tt^2, mean over heads."""
     squares_LBS2T: Tensor
-    """Of the aggregation: squared deviation from the batch's mean, whose mean is the batch variance; and energy. As it
-    enters the output projection and, where a norm comes before that, as it enters the norm. L are the first layers, as
-    many as were asked for."""
+    """Two squares of the aggregation, mean over channels: its deviation from the batch's mean (whose mean is the
+    variance across sequences), and itself (the energy). S sides: as it enters the output projection and, in models with a norm
+    before that, as it enters the norm. L: only the first `moment_layers` layers."""
     dimensions_LBTM: Tensor
+    """Values of the chosen dimensions in the residual stream."""
     dimensions: tuple[int, ...]
     activations: dict[Group, Tensor]
     """By (layer, expert): [B, T, n] activations of the recorded neurons, in the order of `recorded`."""
@@ -63,7 +65,7 @@ class ConditionReading:
     """By (layer, expert): which neurons were recorded."""
     num_heads: int
     loss_B: Tensor | None = None
-    """Mean next-token loss of each sequence, where it was asked for."""
+    """Mean next-token loss of each sequence; None unless requested."""
 
     @property
     def rate_BS(self) -> Tensor:
@@ -79,9 +81,9 @@ class ConditionReading:
         return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
 
     def group_values(self, group: Group, neurons: Sequence[int]) -> Tensor:
-        """[B, T, n] activations of some of the recorded neurons."""
-        places = [self.recorded[group].index(neuron) for neuron in neurons]
-        return self.activations[group][..., places]
+        """[B, T, n] activations of some of the recorded neurons of a group."""
+        columns = [self.recorded[group].index(neuron) for neuron in neurons]
+        return self.activations[group][..., columns]
 
     def neuron_values(self, neuron: Neuron) -> Tensor:
         """[B, T] activation of one neuron."""
@@ -101,7 +103,7 @@ BY_SEQUENCE = {
     "residual_norm_LBT": (HookPoint.RESIDUAL_OUT, lambda call: call.residual.float().norm(dim=-1)),
     "dom_ratio_LBT": (HookPoint.RESIDUAL_OUT, lambda call: dom_ratio(call.residual.float())),
 }
-"""Where each is recorded, and what a layer's call leaves of it."""
+"""Fields of ConditionReading that need nothing but a layer's call: their hook point, and their value."""
 
 
 def _observables(
@@ -110,6 +112,7 @@ def _observables(
     dimensions: tuple[int, ...],
     moment_layers: int | None,
 ) -> list[Observable]:
+    """What a replay records: an observable for each field of ConditionReading, and what leaves the last layer."""
     layers = range(len(anatomy.layers))
 
     def by_sequence(
@@ -139,7 +142,8 @@ def _observables(
 
 
 def _activations(neurons: dict[Group, tuple[int, ...]]) -> Observable:
-    """By group [B, T, n], of the positions that the feed-forward runs at."""
+    """An observable of chosen neurons: by group [B, T, n]. T are the positions that the feed-forward runs at, which may
+    be only the last ones."""
 
     def chosen_activations(call: LayerCall) -> dict[Group, Tensor]:
         values = {
@@ -155,19 +159,22 @@ def _activations(neurons: dict[Group, tuple[int, ...]]) -> Observable:
     )
 
 
-def _by_group(found: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:
-    """The activations of all layers."""
-    return {group: x for in_layer in found.pop("activations", {}).values() for group, x in in_layer.items()}
+def _by_group(results: dict[str, dict[int, Any]]) -> dict[Group, Tensor]:
+    """Takes the activations of all layers out of the results."""
+    activations: dict[Group, Tensor] = {}
+    for of_layer in results.pop("activations", {}).values():
+        activations |= of_layer
+    return activations
 
 
 def _squares(call: LayerCall) -> Tensor:
-    """[B, S, 2, T]."""
+    """[B, S, 2, T] of each side of the aggregation, squared deviation and energy: see `squares_LBS2T`."""
     return torch.stack([torch.stack([squared_deviation(side), side.square().mean(-1)], 1) for side in call.sides], 1)
 
 
 @dataclass
 class Replay:
-    """Runs one batch untouched, and then under one condition after another from the first layer that differs."""
+    """Runs the baseline on one batch when it is made, and then one condition after another with `read`."""
 
     anatomy: Anatomy
     model: Any
@@ -175,15 +182,16 @@ class Replay:
     neurons: Collection[Neuron] = ()
     dimensions: tuple[int, ...] = ()
     restarts: Collection[int] = (0,)
-    """Layers that a pass may begin at: what enters them is kept."""
+    """Layers at which a pass may begin: the baseline keeps what enters them."""
     keep_writes: bool = False
-    """Whether what each feed-forward writes is kept, for passes that begin at a later position."""
+    """Whether the baseline keeps what each feed-forward writes, for interventions that act from a later position on."""
     loss: bool = False
+    """Whether the baseline's loss is computed."""
     moment_layers: int | None = None
-    """How many layers, from the first one on, the moments of the aggregation are read in; None means all."""
-    untouched: ConditionReading = field(init=False)
+    """In how many layers, from the first on, the squares of the aggregation are recorded; None for all."""
+    baseline: ConditionReading = field(init=False)
     num_layer_passes: int = 0
-    """Blocks run so far, a measure of what a study costs."""
+    """How many blocks have run so far, which measures what a study costs."""
 
     def __post_init__(self) -> None:
         self._groups = checked_neurons(self.anatomy, self.neurons)
@@ -197,7 +205,7 @@ class Replay:
                 hook = layer.block.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
             stack.enter_context(self._cache.filling())
-            self.untouched = self._read(None, loss=self.loss)
+            self.baseline = self._read(None, loss=self.loss)
 
     def read(
         self,
@@ -207,10 +215,14 @@ class Replay:
         changed_neurons: Collection[int] = (),
         loss: bool = False,
     ) -> ConditionReading:
-        """The reading under the active interventions, which act from `first_layer` and `first_position` on; None if
-        there are none. `changed_neurons`: layers whose neurons they change, by their positions among all."""
+        """The reading under the interventions that are on.
+
+        `first_layer`, `first_position`: where they begin to act; without any, None gives the baseline.
+        `changed_neurons`: layers whose neurons they change. Their feed-forwards run at all positions, since such an
+        intervention finds its positions by their index.
+        """
         if first_layer is None:
-            return self.untouched
+            return self.baseline
         start = max(layer for layer in self.restarts if layer <= first_layer)
         with self._cache.used_before(first_position, but_in=changed_neurons):
             return self._read(start, loss=loss)
@@ -237,10 +249,10 @@ class Replay:
                     hidden_BTE = leaving(layer.block(hidden_BTE, *args, **kwargs))
         check_acted(self.anatomy.decoder)
         self.num_layer_passes += len(layers)
-        found = recorder.results()
-        (last_BTE,) = found.pop("last").values()
-        activations = _by_group(found)
-        stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in found.items()}
+        results = recorder.results()
+        (last_BTE,) = results.pop("last").values()
+        activations = _by_group(results)
+        stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in results.items()}
         loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
         if start is None:
             return ConditionReading(
@@ -251,7 +263,8 @@ class Replay:
                 num_heads=self.anatomy.num_heads,
                 loss_B=loss_B,
             )
-        before = self.untouched
+        # Layers and positions that did not run are as in the baseline.
+        before = self.baseline
         stacked = {name: torch.cat([getattr(before, name)[:start], rows]) for name, rows in stacked.items()}
         for group, x_BTn in activations.items():
             activations[group] = torch.cat([before.activations[group][:, : shape[1] - x_BTn.shape[1]], x_BTn], 1)
@@ -266,16 +279,16 @@ def read_condition(
     neurons: Collection[Neuron] = (),
     dimensions: tuple[int, ...] = (),
 ) -> ConditionReading:
-    """An untouched reading of a batch, whatever interventions are on."""
+    """A reading of the baseline, whatever interventions are on."""
     owner = bare_model(model)
     with suspend():
-        return Replay(anatomy or anatomy_of(owner), owner, ids_BT, neurons, dimensions).untouched
+        return Replay(anatomy or anatomy_of(owner), owner, ids_BT, neurons, dimensions).baseline
 
 
 def read_neurons(
     anatomy: Anatomy, model: torch.nn.Module, ids_BT: Tensor, neurons: dict[Group, tuple[int, ...]]
 ) -> dict[Group, Tensor]:
-    """By group [B, T, n], what some neurons are in an untouched pass, whatever interventions are on."""
+    """By group [B, T, n], activations of some neurons in the baseline, whatever interventions are on."""
     if not neurons:
         return {}
     with suspend():

@@ -19,15 +19,17 @@ _EXPERT = Column("expert", "int", "Expert of the neuron; -1 is the shared expert
 
 def columns(observable: Observable) -> list[Column]:
     """The columns that an observable fills."""
-    found = [Column(observable.column or observable.name, "float", observable.meaning, observable.nullable)]
+    filled = [Column(observable.column or observable.name, "float", observable.meaning, observable.nullable)]
     place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
     if place == "neuron":
         meaning = "Expert of that neuron; -1 is the shared expert; null in a dense layer"
-        found.append(Column(f"{observable.name}_expert", "int", meaning, True))
-        found.append(Column(f"{observable.name}_neuron", "int", "Number of that neuron"))
+        filled.append(Column(f"{observable.name}_expert", "int", meaning, True))
+        filled.append(
+            Column(f"{observable.name}_neuron", "int", "That neuron, counted from 0 within its layer or expert")
+        )
     elif place is not None:
-        found.append(Column(f"{observable.name}_{place}", "int", f"Its {place}"))
-    return found
+        filled.append(Column(f"{observable.name}_{place}", "int", f"The {place} of that value, counted from 0"))
+    return filled
 
 
 def schema_with(schema: Schema, observables: Iterable[Observable]) -> Schema:
@@ -44,12 +46,18 @@ SINKS = Schema(
     (
         _POSITION,
         Column(
-            "rate", "float", "Sink rate: share of sequences, layers and heads whose mean attention received exceeds 0.3"
+            "rate",
+            "float",
+            "Sink rate: share of sequences, layers and heads that give this key more than 0.3 of their attention",
         ),
         Column("low", "float", "Lower end of the rate's 95 % bootstrap interval over sequences", nullable=True),
         Column("high", "float", "Upper end of the rate's 95 % bootstrap interval over sequences", nullable=True),
-        Column("num_sequences", "int", "Sequences that the rate is a mean over"),
-        Column("num_layers", "int", "Layers in which at least 5 % of heads and sequences count the position"),
+        Column("num_sequences", "int", "How many sequences the rate is a mean over"),
+        Column(
+            "num_layers",
+            "int",
+            "How many layers have at least 5 % of heads and sequences that count the position as a sink",
+        ),
         Column("first_layer", "int", "First such layer", nullable=True),
         Column("last_layer", "int", "Last such layer", nullable=True),
         Column("mean_attention", "float", "Attention received, mean over sequences, layers and heads"),
@@ -84,34 +92,36 @@ NEURONS = Schema(
         _POSITION,
         _LAYER,
         _EXPERT,
-        Column("neuron", "int", "Neuron within the layer or expert"),
+        Column("neuron", "int", "Neuron, counted from 0 within its layer or expert"),
         Column("dimension", "int", "Massive dimension that the neuron writes into most"),
-        Column("role", "str", "'writes' if it pushes the dimension the way it points, 'erases' if against it"),
-        Column("activation", "float", "Mean activation at the position, times the routing weight"),
+        Column("role", "str", "'writes' if its write has the sign of the dimension's value, 'erases' if the opposite"),
+        Column(
+            "activation", "float", "Mean activation at the position, times the routing weight in a mixture of experts"
+        ),
         Column("write", "float", "Mean write into the dimension at the position"),
         Column("write_share", "float", "Share of the layer's squared write into the massive dimensions there"),
-        Column("contrast", "float", "Root mean square write at the position over that at all others"),
+        Column("contrast", "float", "Root mean square write at the position, over that at all other positions"),
         Column(
             "max_over_median",
             "float",
-            "Largest over median magnitude of the neuron's output vector; null where the median is 0",
+            "Largest over median magnitude of the entries of the neuron's output vector; null if the median is 0",
             True,
         ),
         Column("top_share", "float", "Energy share of the top dimension of the output vector"),
         Column("participation_ratio", "float", "(sum w^2)^2 / sum w^4 of the output vector"),
         Column("kurtosis", "float", "Kurtosis of the output vector"),
-        Column("layer_top_share", "float", "Median top share over the layer's neurons"),
+        Column("layer_top_share", "float", "Median of top_share over all neurons of the layer"),
     ),
 )
 DIMENSIONS = Schema(
     "dimensions",
     (
-        Column("layer", "int", "Layer whose residual it is; -1 is the stream that enters layer 0"),
+        Column("layer", "int", "Layer that the residual stream leaves; -1 is the stream that enters layer 0"),
         _POSITION,
         Column("dimension", "int", "Massive dimension"),
         Column("value", "float", "Mean value over sequences"),
         Column("magnitude", "float", "Mean magnitude over sequences"),
-        Column("ratio", "float", "Magnitude over the position's mean magnitude over dimensions"),
+        Column("ratio", "float", "Magnitude over the mean magnitude of all dimensions at the position"),
         Column("contrast", "float", "Magnitude over that of the same dimension at the other positions"),
     ),
 )
@@ -121,19 +131,19 @@ HEADS = schema_with(
         (
             _LAYER,
             Column("head", "int", "Query head"),
-            Column("position", "int", "Key position: every sink, or the strongest key where there is none"),
+            Column("position", "int", "Key position: each sink or, without a sink, the key with the largest sink rate"),
             Column("attention_received", "float", "Mean attention received by the key from this head"),
             Column("sink_rate", "float", "Share of sequences in which the head counts the key as a sink"),
             Column(
                 "positive_queries",
                 "float",
-                "Share of later queries with q . k > 0; null where the lock was not measured",
+                "Share of later queries with q . k > 0; null if the lock was not measured at the position",
                 True,
             ),
             Column(
                 "lock_share",
                 "float",
-                "Share of q . k of later queries gone without the massive dimensions; null where there are none",
+                "Share of q . k of later queries that is lost without the massive dimensions; null if there are none",
                 True,
             ),
         ),
@@ -147,13 +157,13 @@ LAYERS = Schema(
         Column(
             "variance_ratio",
             "float",
-            "Value variance at position 0 over the later half; null where not applicable",
+            "Value variance at position 0 over its mean over the later half of positions; null if position 0 has none",
             True,
         ),
         Column(
             "averaging_law_r_squared",
             "float",
-            "Share of log variance by position that the averaging law explains",
+            "R^2 of the averaging law: the share of the log variance by position that it explains",
             True,
         ),
         Column(
@@ -165,33 +175,47 @@ LAYERS = Schema(
         Column(
             "averaging_law_r_squared_before_norm",
             "float",
-            "averaging_law_r_squared there: values are averaged before the norm",
+            "averaging_law_r_squared before that norm, where values are averaged",
             True,
         ),
         Column(
             "kendall_positions",
             "float",
-            "Kendall's tau of the standard deviations by position before and after W_O",
+            "Kendall's tau between variances by position before and after the output projection",
             True,
         ),
         Column(
             "kendall_channels",
             "float",
-            "Kendall's tau of the channels' standard deviations and the column norms of W_O",
+            "Kendall's tau between variances of channels and column norms of the output projection",
             True,
         ),
         Column("dom_ratio_sink", "float", "DomRatio at the strongest sink; null without a sink", True),
         Column("dom_ratio_elsewhere", "float", "DomRatio, mean over positions that are no sink", True),
         Column("dom_ratio_turned_sink", "float", "DomRatio at the strongest sink in a fixed random basis", True),
-        Column("direction_share_sink", "float", "Energy share of one direction across sequences there", True),
-        Column("median_magnitude", "float", "Median |h| over the tokens of the effective rank", True),
-        Column("massive_activations_sink", "int", "Dimensions over 100 and 1000 medians at the strongest sink", True),
+        Column(
+            "direction_share_sink",
+            "float",
+            "direction_share at the strongest sink",
+            True,
+        ),
+        Column(
+            "median_magnitude", "float", "Median |h| over the tokens that the effective rank is computed from", True
+        ),
+        Column(
+            "massive_activations_sink",
+            "int",
+            "Dimensions at the strongest sink with |h| above 100 and above 1,000 times the median",
+            True,
+        ),
         Column("effective_rank", "float", "Effective rank of up to 1,024 tokens", True),
         Column(
             "effective_rank_without_sink", "float", "The same without the tokens at sinks; null without a sink", True
         ),
-        Column("born", "bool", "Whether disparity is born in this layer at a position in focus"),
-        Column("erased", "bool", "Whether it is erased here"),
+        Column(
+            "born", "bool", "Whether disparity appears in this layer, at the strongest sink or else where it is largest"
+        ),
+        Column("erased", "bool", "Whether disparity disappears in this layer there"),
     ),
     ordered_by="layer",
 )
@@ -203,7 +227,7 @@ DISTANCES = Schema(
         Column(
             "attention",
             "float",
-            "Mean attention on that key, over at most 256 queries that have one, heads and sequences",
+            "Mean attention on that key, over at most 256 queries, heads and sequences",
         ),
     ),
     ordered_by="distance",
@@ -221,13 +245,13 @@ TOKENS = Schema(
         Column(
             "sink_rate",
             "float",
-            "Share of layers and heads that count the token as a sink of its sequence; null if it was not recorded",
+            "Share of layers and heads that count the token as a sink of its sequence; null if not recorded",
             True,
         ),
         Column(
             "attention_received",
             "float",
-            "Attention received, mean over the queries from the token on, layers and heads; null likewise",
+            "Attention received, mean over the queries from the token on, layers and heads; null if not recorded",
             True,
         ),
     ),
@@ -248,12 +272,13 @@ TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES,
 
 
 def check_heads(run: Run) -> None:
-    """Refuses a table whose rows at a key are not those of every layer and head, one after the other."""
+    """Refuses a table `heads` that does not have one row for each layer and head, in order, at each position: pages
+    turn it into a map."""
     table, num_layers = run.tables["heads"], run.summary["num_layers"]
-    found: dict[int, list[tuple[int, int]]] = {run.strongest: []}
+    by_position: dict[int, list[tuple[int, int]]] = {run.strongest: []}
     for position, layer, head in zip(table["position"], table["layer"], table["head"], strict=True):
-        found.setdefault(position, []).append((layer, head))
-    for position, rows in found.items():
+        by_position.setdefault(position, []).append((layer, head))
+    for position, rows in by_position.items():
         expected = [(layer, head) for layer in range(num_layers) for head in range(len(rows) // num_layers)]
         if not rows or rows != expected:
             raise refused(run.path / "heads.parquet", f"other rows at position {position} than a layer's heads each")
@@ -272,7 +297,7 @@ TRACED = {
     "variance_ratio": Maybe([Maybe(Real())]),
     "dom_ratio": {"position": Int(0, "length"), "sink": Maybe([Maybe(Real())]), "elsewhere": [Maybe(Real())]},
 }
-"""The summary of a trace, which that of a study holds too."""
+"""The checked entries of a trace's summary. Those of a study's summary include them."""
 KINDS = (
     Kind(
         name="trace",

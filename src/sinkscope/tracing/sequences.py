@@ -1,7 +1,9 @@
-"""Each sequence's own sinks, by token. A mean over sequences by position hides a sink that moves from text to text.
+"""The sinks of each sequence by itself, and which tokens they are. The mean over sequences by position, which a trace
+reports first, hides a sink that stands at another position in each text.
 
-A token is a sink of its sequence by the rule for a batch, applied to that sequence alone: at least 5 % of layers and
-heads give it more than 0.3 of the attention of the queries from it on, and it has 16 later queries.
+A token is a sink of its sequence by the same rule: at least 5 % of layers and heads give it more than 0.3 of the
+attention of the queries from it on, and it has at least 16 later queries.
+Axes: B sequences, S recorded keys.
 """
 
 from __future__ import annotations
@@ -19,38 +21,45 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.tracing.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
 
-TOLD_SHARE = 0.1
-"""A token is reported as a sink where it is one in at least this share of the sequences."""
+REPORTED_SHARE = 0.1
+"""A token is reported if it is a sink in at least this share of the sequences."""
 
 
 @dataclass(frozen=True)
 class SequenceSink:
+    """A sink of one sequence."""
+
     sequence: int
     position: int
     id: int
+    """Of the token."""
     rate: float
+    """Share of layers and heads that count the position as a sink."""
     mean_attention: float
+    """Attention received, mean over the queries from it on, layers and heads."""
 
 
 @dataclass(frozen=True)
 class TokenSink:
-    """A token that is a sink within sequences."""
+    """A token that is a sink in some sequences."""
 
     id: int
     num_sequences: int
-    """In which it is a sink."""
+    """The sequences in which it is a sink."""
     num_with: int
-    """In which it stands where it could be one."""
+    """The sequences that have it at a position where it could be one."""
     positions: tuple[int, ...]
+    """Where it is a sink, in any of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What each key of each sequence receives. Lists are by sequence, each as long as it is."""
+    """What each key of each sequence receives: one tensor for each sequence, as long as it has recorded keys."""
 
     ids: Sequence[Tensor]
+    """The tokens, all of them."""
     keys: Sequence[Tensor]
-    """Positions that were recorded."""
+    """The positions of the recorded keys."""
     rates: Sequence[Tensor]
     """Share of layers and heads that count the key as a sink."""
     received: Sequence[Tensor]
@@ -59,45 +68,46 @@ class Sequences:
     @cached_property
     def sinks(self) -> list[SequenceSink]:
         """Every sink of every sequence."""
-        found = []
-        for sequence, (ids, keys, rates, received) in enumerate(
-            zip(self.ids, self.keys, self.rates, self.received, strict=True)
-        ):
-            is_sink = are_sinks(rates, len(ids), keys)
-            for at in is_sink.nonzero().flatten().tolist():
-                position = int(keys[at])
-                found.append(
-                    SequenceSink(sequence, position, int(ids[position]), float(rates[at]), float(received[at]))
+        sinks = []
+        of_sequences = zip(self.ids, self.keys, self.rates, self.received, strict=True)
+        for sequence, (ids, keys, rates, received) in enumerate(of_sequences):
+            for key in are_sinks(rates, len(ids), keys).nonzero().flatten().tolist():
+                position = int(keys[key])
+                sinks.append(
+                    SequenceSink(sequence, position, int(ids[position]), float(rates[key]), float(received[key]))
                 )
-        return found
+        return sinks
 
     def by_token(self, besides: Collection[int] = ()) -> list[TokenSink]:
-        """Tokens that are sinks at other positions than these in some share of the sequences, most sequences first."""
-        places: dict[int, list[SequenceSink]] = defaultdict(list)
+        """The tokens that are sinks in at least REPORTED_SHARE of the sequences, most sequences first. `besides`:
+        positions that don't count, such as those that are sinks on average."""
+        sinks_of: dict[int, list[SequenceSink]] = defaultdict(list)
         for sink in self.sinks:
             if sink.position not in besides:
-                places[sink.id].append(sink)
-        found = []
-        for token, own in places.items():
-            sequences = {sink.sequence for sink in own}
-            if len(sequences) >= TOLD_SHARE * len(self.ids):
-                positions = tuple(sorted({sink.position for sink in own}))
-                found.append(TokenSink(token, len(sequences), self._num_with(token, besides), positions))
-        return sorted(found, key=lambda each: (-each.num_sequences, each.id))
+                sinks_of[sink.id].append(sink)
+        tokens = []
+        for token, sinks in sinks_of.items():
+            num_sequences = len({sink.sequence for sink in sinks})
+            if num_sequences >= REPORTED_SHARE * len(self.ids):
+                positions = tuple(sorted({sink.position for sink in sinks}))
+                tokens.append(TokenSink(token, num_sequences, self._num_with(token, besides), positions))
+        return sorted(tokens, key=lambda token: (-token.num_sequences, token.id))
 
     def _num_with(self, token: int, besides: Collection[int]) -> int:
-        return sum(
-            any(
-                position not in besides
-                for position in ((ids == token) & eligible_positions(len(ids))).nonzero().flatten().tolist()
-            )
-            for ids in self.ids
-        )
+        """How many sequences have the token at a position where it could be a sink."""
+        count = 0
+        for ids in self.ids:
+            positions = ((ids == token) & eligible_positions(len(ids))).nonzero().flatten().tolist()
+            count += any(position not in besides for position in positions)
+        return count
 
 
 def read_sequences(loaded: LoadedModel, recording: Recording, chunk_tokens: int = CHUNK_TOKENS) -> Sequences | None:
-    """The sequences of a recording; texts that it holds cut are read whole, those of one length together. None where
-    the recording lacks what is needed."""
+    """The sequences of a recording; None if it lacks the observables for them.
+
+    Of texts of unequal length a recording holds the beginnings alone. So they are read once more, whole, those of one
+    length together.
+    """
     if not {SINK_HEADS.name, RECEIVED_BY_SEQUENCE.name} <= recording.by_layer.keys():
         return None
     batch = recording.batch
@@ -121,10 +131,12 @@ def read_sequences(loaded: LoadedModel, recording: Recording, chunk_tokens: int 
 
 
 def _of_recording(recordings: Sequence[Recording], numbers: Sequence[Sequence[int]]) -> Sequences:
-    found: dict[int, tuple[Tensor, ...]] = {}
-    for recording, own in zip(recordings, numbers, strict=True):
+    """The sequences of several recordings, in the order of their numbers in the batch."""
+    by_number: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+    for recording, numbers_in_it in zip(recordings, numbers, strict=True):
         received_BS = recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
         rates_BS = recording.sequence_sink_rate
-        for row, number in enumerate(own):
-            found[number] = recording.batch.ids[row], recording.keys, rates_BS[row], received_BS[row]
-    return Sequences(*(list(each) for each in zip(*(found[number] for number in sorted(found)), strict=True)))
+        for row, number in enumerate(numbers_in_it):
+            by_number[number] = recording.batch.ids[row], recording.keys, rates_BS[row], received_BS[row]
+    ids, keys, rates, received = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
+    return Sequences(ids, keys, rates, received)

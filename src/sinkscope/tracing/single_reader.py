@@ -1,7 +1,7 @@
-"""Lets one thread at a time read a model, through hooks that act only in passes of that thread.
+"""Lets one thread at a time read a model, through hooks that act in that thread's passes alone.
 
-Reading changes what all threads share: hooks, the attention implementation, the mode of dropout. So a second thread
-that wants to read the same model is refused. A plain forward pass in another thread is not affected.
+Reading changes what threads share: hooks, the attention implementation, whether dropout is on. So while one thread
+reads a model, another one that wants to read it is refused. A forward pass in another thread is not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _eager = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def single_reader(model: nn.Module) -> Iterator[None]:
-    """Keeps other threads from reading the model; the same thread may enter again. Meanwhile nothing runs compiled,
+    """While open, other threads may not read the model; this thread may enter again. Nothing runs compiled meanwhile,
     since a compiled graph may leave out our hooks."""
     check_owner(model)
     with _making:
@@ -42,7 +42,8 @@ def single_reader(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def everything_eager() -> Iterator[None]:
-    """Runs compiled modules eagerly. torch has one switch for all threads, which the last one to need it resets."""
+    """While open, compiled modules run eagerly. torch has one switch for all threads, so the last reader switches it
+    back."""
     global _num_readings
     with _making:
         _num_readings += 1
@@ -58,14 +59,14 @@ def everything_eager() -> Iterator[None]:
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook on a module that does nothing in passes of other threads."""
+    """The hook, made to do nothing in passes of other threads."""
     thread = threading.get_ident()
     return lambda *call: hook(*call) if threading.get_ident() == thread else None
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off while reading, by this thread alone; each module's own mode is put back."""
+    """While open, dropout is off and this thread alone may read the model. Afterwards each module has its mode back."""
     with single_reader(model):
         training = [module for module in model.modules() if module.training]
         for module in training:

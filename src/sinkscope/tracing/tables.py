@@ -1,4 +1,4 @@
-"""A trace and its findings as the columns of the tables declared in trace_schemas."""
+"""A trace and its findings as columns of the tables that schemas.py declares."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from sinkscope.tracing.schemas import (
 from sinkscope.tracing.sequences import Sequences
 
 KENDALL_POINTS = 1024
-"""Kendall's tau compares all pairs, so longer curves are cut down to this many evenly spaced points."""
+"""Kendall's tau compares all pairs of points, so of longer curves this many evenly spaced points are taken."""
 
 BY_HEAD = {"attention_received": "received", "sink_rate": "head_sink_rate"}
-"""Columns of what a key receives, and the observables [L, H, S] that they are taken from."""
+"""Columns on what a key receives, and the observables [L, H, S] that fill them."""
 
 
 def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray]]:
@@ -54,13 +54,15 @@ def sequence_tables(sequences: Sequences, text_of: Callable[[int], str]) -> dict
     """The tables `tokens` and `sequence_sinks`."""
     ids = torch.cat(list(sequences.ids))
     texts = {token: text_of(token) for token in ids.unique().tolist()}
-    lengths = [len(each) for each in sequences.ids]
+    lengths = [len(ids) for ids in sequences.ids]
     recorded = {}
     for name, by_sequence in (("sink_rate", sequences.rates), ("attention_received", sequences.received)):
-        whole = [torch.full((length,), float("nan")) for length in lengths]
-        for values, keys, own in zip(whole, sequences.keys, by_sequence, strict=True):
-            values[keys] = own.float()
-        recorded[name] = torch.cat(whole).numpy()
+        columns = []
+        for length, keys, values in zip(lengths, sequences.keys, by_sequence, strict=True):
+            column = torch.full((length,), float("nan"))  # null at keys that were not recorded
+            column[keys] = values.float()
+            columns.append(column)
+        recorded[name] = torch.cat(columns).numpy()
     return {
         TOKENS.name: {
             "sequence": np.repeat(np.arange(len(lengths)), lengths),
@@ -74,11 +76,9 @@ def sequence_tables(sequences: Sequences, text_of: Callable[[int], str]) -> dict
 
 
 def _rows(schema: Schema, entries: list, **columns: list) -> dict[str, list]:
-    """Columns from the attributes of the same name, or as given."""
-    return {
-        c.name: columns[c.name] if c.name in columns else [getattr(entry, c.name) for entry in entries]
-        for c in schema.columns
-    }
+    """The columns of a schema: those given, and the others from the entries' attributes of the same name."""
+    names = [column.name for column in schema.columns]
+    return {name: columns[name] if name in columns else [getattr(entry, name) for entry in entries] for name in names}
 
 
 def _sinks(findings: Findings) -> dict:
@@ -94,15 +94,16 @@ def _sinks(findings: Findings) -> dict:
 
 
 def recorded_columns(recording: Recording, axes: str) -> dict[str, np.ndarray]:
-    """The columns of the observables with these axes, flat; empty where one could not be recorded."""
-    found: dict[str, np.ndarray] = {}
+    """The columns of the observables with these axes, flattened."""
+    filled: dict[str, np.ndarray] = {}
     for observable in recording.observables:
         if observable.axes == axes:
-            found |= _of_observable(recording, observable)
-    return found
+            filled |= _columns_of(recording, observable)
+    return filled
 
 
-def _of_observable(recording: Recording, observable: Observable) -> dict[str, np.ndarray]:
+def _columns_of(recording: Recording, observable: Observable) -> dict[str, np.ndarray]:
+    """The columns of one observable; null in every row if it could not be recorded, as a variance of one sequence."""
     declared = [column.name for column in columns(observable)]
     if observable.name not in recording:
         return dict.fromkeys(declared, np.full(_num_rows(recording, observable.axes), np.nan))
@@ -122,6 +123,7 @@ def _of_observable(recording: Recording, observable: Observable) -> dict[str, np
 
 
 def _num_rows(recording: Recording, axes: str) -> int:
+    """How many rows a table with these axes has."""
     sizes = {"L": recording.num_layers, "T": recording.batch.length, "H": recording.anatomy.num_heads}
     return math.prod(sizes[axis] for axis in axes)
 
@@ -131,13 +133,13 @@ def recorded_tables(recording: Recording) -> dict[str, dict[str, np.ndarray]]:
     axis_names = {"L": ("layer",), "LT": ("layer", "position"), "LH": ("layer", "head")}
     tables = {}
     for axes, name in TABLE_OF_AXES.items():
-        if found := recorded_columns(recording, axes):
-            tables[name] = dict(zip(axis_names[axes], _numbered(recording, axes), strict=True)) | found
+        if filled := recorded_columns(recording, axes):
+            tables[name] = dict(zip(axis_names[axes], _numbered(recording, axes), strict=True)) | filled
     return tables
 
 
 def _numbered(recording: Recording, axes: str) -> list[np.ndarray]:
-    """The number of each row along each axis."""
+    """By axis, the index of each row along it: the columns layer, position or head."""
     shape = [_num_rows(recording, axis) for axis in axes]
     return [numbers.flatten() for numbers in np.indices(shape)]
 
@@ -163,6 +165,7 @@ def _neurons(findings: Findings) -> dict:
 
 
 def _heads(findings: Findings) -> dict:
+    """The table `heads`: a block of rows, one for each layer and head, for each sink (else for the strongest key)."""
     recording = findings.recording
     positions = [sink.position for sink in findings.sinks] or [findings.strongest[0]]
     layer, head = _numbered(recording, "LH")
@@ -171,10 +174,11 @@ def _heads(findings: Findings) -> dict:
     rows = []
     for position in positions:
         key = int((recording.keys == position).nonzero()[0])
-        at_lock = (findings.lock_positions == position)[:, None, :]
-        seen = at_lock.any(-1).expand(positive_LHQ.shape[:2])
+        # In each layer the lock was measured at other positions: its value at this one, or null.
+        at_lock_L1Q = (findings.lock_positions == position)[:, None, :]
+        measured_LH = at_lock_L1Q.any(-1).expand(positive_LHQ.shape[:2])
         locks = {
-            name: torch.where(at_lock, values_LHQ, 0).sum(-1).where(seen, float("nan"))
+            name: torch.where(at_lock_L1Q, values_LHQ, 0).sum(-1).where(measured_LH, float("nan"))
             for name, values_LHQ in (("positive_queries", positive_LHQ), ("lock_share", lock_share_LHQ))
         }
         received = {
@@ -234,16 +238,19 @@ def _distances(findings: Findings) -> dict:
 
 
 def _floats(values: Tensor | None, count: int) -> list:
+    """The values as a list; a column of nulls if there are none."""
     return [None] * count if values is None else values.tolist()
 
 
 def _kendall_positions(findings: Findings) -> list[float | None]:
+    """Do positions keep their order of variance through the output projection?"""
     if findings.variance_ratio is None or "projected_variance" not in findings.recording:
         return [None] * findings.recording.num_layers
     return _thinned_tau(findings.recording["value_variance"], findings.recording["projected_variance"])
 
 
 def _kendall_channels(findings: Findings) -> list[float | None]:
+    """Does the output projection read channels of more variance more strongly?"""
     recording = findings.recording
     if "value_variance_by_channel" not in recording:
         return [None] * recording.num_layers
@@ -251,6 +258,7 @@ def _kendall_channels(findings: Findings) -> list[float | None]:
 
 
 def _thinned_tau(x_LN: Tensor, y_LN: Tensor) -> list[float | None]:
+    """Kendall's tau of two curves in each layer, from at most KENDALL_POINTS points."""
     num_points = x_LN.shape[1]
     index = torch.linspace(0, num_points - 1, min(num_points, KENDALL_POINTS)).long()
     return kendall_tau(x_LN[:, index].numpy(), y_LN[:, index].numpy()).tolist()

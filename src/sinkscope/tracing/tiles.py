@@ -1,8 +1,8 @@
 """Exact causal attention in tiles of queries, reduced while it is computed: nothing of size T x T is ever held.
 
-One tile holds the scores of a few queries with all keys they may see. Its softmax gives the value aggregation, and
-before it is dropped the attention received by each key, the row entropies and the sums of squared weights. Output and
-readings thus share one `q k^T`, so on a CPU reading costs a few passes over a tile that lies in the cache.
+A tile holds the scores of a few queries with all keys that they may see. Its weights give the value aggregation and,
+before they are dropped, attention received by each key, row entropies and sums of squared weights. So output and
+readings share one `q k^T`, and on a CPU reading costs a few passes over a tile that lies in the cache.
 
 Axes: B batch, H query heads, K key-value heads, G query heads per key-value head, T query position, S key position, D
 head size, N = B * K, n queries of a tile, P chosen keys, R distances.
@@ -26,21 +26,20 @@ from sinkscope.tracing.attention_rule import (
 )
 
 TILE_ELEMENTS = 1 << 21
-"""Scores in one tile at most: large enough that the threads of one operation have work to share, and still in the
-cache."""
+"""Most scores in a tile: enough work for all threads, and still few enough for the cache."""
 TILE_QUERIES = 128
-"""Queries in one tile at most, and no more than half of them: what a tile computes past its diagonal is wasted."""
+"""Most queries in a tile, and never more than half of all: what a tile computes beyond its diagonal is wasted."""
 FAINTEST = -80.0
-"""Scores this far below a row's largest count as no attention at all."""
+"""Scores are clamped to this far below a row's largest: exp(-80) is no attention at all."""
 HIDDEN = -1e30
-"""Score of a hidden key. Finite, since its weight of 0 times its score must count as 0 in the entropy."""
+"""Score of a hidden key. Finite, since the entropy needs weight * score = 0 where the weight is 0."""
 
 
 @torch.no_grad()
 def tiled_attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: AttentionRule, request: ReadingRequest
 ) -> AttentionReading:
-    """Attention and its readings, in float32, or in float64 for float64 inputs."""
+    """Attention and what is recorded of it, in float32, or in float64 for float64 inputs."""
     num_queries, num_kv_heads = query_BHTD.shape[2], key_BKSD.shape[1]
     num_groups = query_BHTD.shape[1] // num_kv_heads
     kind = {"dtype": torch.promote_types(query_BHTD.dtype, torch.float32), "device": query_BHTD.device}
@@ -49,12 +48,12 @@ def tiled_attention(
     num_pairs = key_NSD.shape[0]
 
     keys_per_tile = num_queries if rule.window is None else min(num_queries, rule.window + TILE_QUERIES)
-    # Long rows: fewer queries per tile.
+    # Long rows leave room for fewer queries in a tile.
     fitting = max(16, min(TILE_QUERIES, num_queries // 2, TILE_ELEMENTS // (num_groups * keys_per_tile)))
     queries_per_tile = min(num_queries, 1 << (fitting.bit_length() - 1))
     size = num_groups * queries_per_tile * keys_per_tile
     buffer = torch.empty(min(num_pairs * size, max(size, TILE_ELEMENTS)), **kind)
-    # Positions first in memory, as the model wants them of a single sequence.
+    # Positions first in memory, the layout that the model gets for a single sequence without a copy.
     output_TNGD = value_BKSD.new_empty(num_queries, num_pairs, num_groups, value_NSD.shape[-1])
     output_NGTD = output_TNGD.permute(1, 2, 0, 3)
     reader = TileReader(rule, request, query_NGTD, num_kv_heads, queries_per_tile)
@@ -86,9 +85,12 @@ class Tile:
     """Some queries, the keys that any of them may see, and the key-value heads that both belong to."""
 
     pairs: slice
+    """Of N: pairs of a sequence and a key-value head."""
     start: int
     stop: int
+    """Queries start to stop."""
     low: int
+    """Keys low to stop."""
 
     @property
     def rows(self) -> tuple[slice, slice, slice]:
@@ -97,10 +99,8 @@ class Tile:
 
 
 class TileReader:
-    """Turns one tile's scores into weights and reduces them.
-
-    Tiles leave sums of each row; what follows from them is worked out for all rows together.
-    """
+    """Turns the scores of tiles into weights, and reduces them. Tiles leave sums of each row, from which `reading`
+    computes entropies and the like for all rows at once."""
 
     def __init__(
         self, rule: AttentionRule, request: ReadingRequest, query_NGTD: Tensor, num_kv_heads: int, queries_per_tile: int
@@ -129,7 +129,7 @@ class TileReader:
         self.buffer = like.new_empty(0)
 
     def read(self, tile: Tile, scores_NGnS: Tensor) -> tuple[Tensor, Tensor]:
-        """([N, G, n, S] weights, 0 where a query does not see a key; [N, G, n] what they are to be multiplied by)."""
+        """([N, G, n, S] weights before normalisation, 0 for hidden keys; [N, G, n] the factor that normalises them)."""
         rule, sinks_NG, keys_P = self.rule, self.sinks_NG, self.request.keys
         here, pairs, low, stop, scores = tile.rows, tile.pairs, tile.low, tile.stop, scores_NGnS
         if self.buffer.numel() < scores.numel():
@@ -138,14 +138,14 @@ class TileReader:
         _mask(scores, self.future_nn, tile.start, low, rule.window)
         largest = torch.amax(scores, -1, out=self.largest_NGT[here])
         if rule.sigmoid_bias is not None:
-            # The logarithms of the weights themselves, so that what follows divides them by nothing.
+            # The logarithms of the weights themselves. A largest score of 0 then leaves them as they are below.
             scores.copy_(logsigmoid(scores.add_(rule.sigmoid_bias)))
             largest.zero_()
         if sinks_NG is not None:
             torch.maximum(largest, sinks_NG[pairs, :, None], out=largest)
         scores -= largest.unsqueeze(-1)
-        # On arguments that underflow a vectorised exp is many times slower. What is hidden stands at the tile's two
-        # edges, and e^-80 of a row's largest weight is nothing.
+        # A vectorised exp is many times slower on arguments that underflow. Hidden keys, whose scores are that low, lie
+        # at the two edges of the tile.
         for edge in [slice(tile.start - low, None)] + ([] if rule.window is None else [slice(stop - tile.start)]):
             scores[..., edge].clamp_(min=FAINTEST)
         torch.exp(scores, out=weights)
@@ -178,7 +178,7 @@ class TileReader:
             self.weights_NGnR[tile.pairs, :, sampled] = chosen.view(*weights_NGnS.shape[:2], *places_nR.shape)
 
     def reading(self, output_NGTD: Tensor) -> AttentionReading:
-        """What all tiles gave, beside the aggregation that their weights made."""
+        """The reading of all tiles, with the aggregation that was computed from their weights."""
         window, whole_NGT = self.rule.window, self.whole_NGT
         distances_R = distance_tensor(self.request.distances, whole_NGT.device)
         weights_NGnR = self.weights_NGnR.div_(whole_NGT.index_select(2, self.queries_n).unsqueeze(-1))
@@ -202,7 +202,7 @@ class TileReader:
 
 
 def _mask(scores_NGnS: Tensor, future_nn: Tensor, start: int, low: int, window: int | None) -> None:
-    """Hides, in place, the keys after each query and those before its window; only the tile's two edges are touched."""
+    """Hides the keys after each query and those before its window, in place and only at the tile's two edges."""
     num_rows, num_keys = scores_NGnS.shape[-2:]
     scores_NGnS[..., start - low :] += future_nn[:num_rows, :num_rows]
     if window is not None and num_keys > window:
@@ -213,7 +213,7 @@ def _mask(scores_NGnS: Tensor, future_nn: Tensor, start: int, low: int, window: 
 
 
 def _clear_hidden(weights_NGnS: Tensor, seen_nn: Tensor, tile: Tile, window: int | None) -> None:
-    """Sets hidden weights to exactly 0, in place: a token that sees only a value of zeros must stay zero."""
+    """Sets hidden weights to exactly 0, in place: the aggregation of values that are all zero must be zero."""
     num_rows = weights_NGnS.shape[-2]
     weights_NGnS[..., tile.start - tile.low :] *= seen_nn[:num_rows, :num_rows]  # tril_ is several times slower
     if window is not None:
@@ -224,8 +224,8 @@ def _clear_hidden(weights_NGnS: Tensor, seen_nn: Tensor, tile: Tile, window: int
 def _places_by_distance(
     length: int, queries_per_tile: int, window: int | None, distances: tuple[int, ...], device: torch.device
 ) -> list[tuple[slice, Tensor]]:
-    """By tile of queries: which of the sampled queries lie in it, and [n, R] where in the tile, laid out flat, the
-    weight on the key each distance back stands; anywhere inside for a key that the tile does not hold."""
+    """By tile of queries: which of the sampled queries lie in it, and [n, R] the index, in the flattened tile, of the
+    weight on the key at each distance back. For keys that are not in the tile it is any index; `reading` masks them."""
     queries_n, distances_R = sampled_queries(length, device), distance_tensor(distances, device)
     starts = range(0, length, queries_per_tile)
     ends = torch.searchsorted(queries_n, torch.tensor([*starts, length], device=device)).tolist()
