@@ -1,7 +1,7 @@
-"""What becomes of the value aggregation of each head before the output projection, with learned or kept numbers.
+"""Modules between attention and the output projection, which change the value aggregation of each head.
 
-HeadRMSNorm divides it by its root mean square, HeadScale only scales it, and EqualisedFirst takes the excess variance
-of position 0 away. Axes: B sequences, T positions, H heads, D head size.
+HeadRMSNorm divides it by its root mean square, HeadScale only scales it, and EqualisedFirst removes the excess variance
+of position 0. Axes: B sequences, T positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sinkscope.kernels.head_rms_norm import EPS, Path, head_rms_norm
 class HeadRMSNorm(nn.Module):
     """o / RMS(o) * lambda per head; lambda is shared across heads unless `per_head`, and an offset may be added.
 
-    With `initial_lambda=1`, as in other norms, heads of a model at its random start write far more than the embeddings
-    hold: the presets of `sinkscope pretrain` begin at 0.25 (docs/variants.md).
+    With `initial_lambda=1`, as in other norms, the heads of a model with random weights write far more than the
+    embeddings hold. So the presets of `sinkscope pretrain` begin at 0.25 (docs/variants.md).
     `path` forces the kernel ("triton") or plain torch ("torch"); `head_rms_norm_path` says which one "auto" takes.
     """
 
@@ -65,7 +65,7 @@ class HeadRMSNorm(nn.Module):
 
 
 class HeadScale(nn.Module):
-    """o * lambda per head, without the division: the control for what a small lambda alone does."""
+    """o * lambda per head, without the division. It is the control for HeadRMSNorm: what a small lambda alone does."""
 
     def __init__(self, head_size: int, *, initial_lambda: float) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class EqualisedFirst(nn.Module):
     """o <- mu + s (o - mu) at position 0 only, s = min(1, sqrt(variance of later positions / variance of position 0)).
 
     mu [H, D] is the mean of o at position 0 over sequences. A variance is taken over sequences, unbiased, and averaged
-    over channels; the later one also over the later half of the positions. All three follow the training batches with
-    `MEMORY`, are constants to the gradient, and stay as they are outside training: a sequence's output does not depend
-    on the others in its batch.
+    over channels; the later one also over the later half of the positions. All three are running means over training
+    batches, and constants to the gradient. Outside training they stay as they are, so that a sequence's output does not
+    depend on the others in its batch.
     """
 
     MEMORY = 0.99
@@ -111,6 +111,7 @@ class EqualisedFirst(nn.Module):
 
     @torch.no_grad()
     def _follow(self, o_BTHD: Tensor) -> None:
+        """Updates the running means with one training batch."""
         wide = o_BTHD.to(self.mean.dtype)
         self.num_batches.add_(1)
         weight = (1 / self.num_batches).clamp(min=1 - self.MEMORY)

@@ -1,8 +1,9 @@
-"""Attention variants: softmax attention with one of its steps changed. A new variant is one class and its entry.
+"""Attention variants: softmax attention with one of its steps changed. A new variant is one class and its entry in
+VARIANTS.
 
-The steps, in order: `prepare` queries, keys and values before their rotation; `attend`, the weighted sum of values;
-`leave`, what happens to the value aggregation before the output projection. `attend_plain` writes the weights of
-`attend` out as T x T; it runs in float64, and the fast `attend` is tested against it.
+The steps, in order: `prepare` changes queries, keys and values before their rotation; `attend` computes the weighted
+sum of values; `leave` changes this value aggregation before the output projection. `attend_plain` is `attend` with the
+T x T weights written out: the definition, in float64 too, against which the fast `attend` is tested.
 Axes: B batch, T query position, S key position, H query heads, K key-value heads, D head size, E width, C = H * D.
 """
 
@@ -25,6 +26,7 @@ from sinkscope.errors import InputError
 from sinkscope.kernels.head_rms_norm import head_rms_norm_path
 
 SIGMOID_QUERIES = 256
+"""Queries whose sigmoid attention is computed at once."""
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin [.., T, D / 2] of the rotary angles."""
@@ -75,11 +77,12 @@ class Softmax(nn.Module):
         return o_BTHD.flatten(2)
 
     def arguments(self, q_BHTD: Tensor) -> dict[str, Any]:
-        """Further arguments for a function of the attention registry, beside queries, keys and values."""
+        """What a function of the attention registry must know beside queries, keys and values, so that a trace reads
+        the variant's own rule."""
         return {}
 
     def weights(self, scores_BHTS: Tensor) -> Tensor:
-        """[B, H, T, S] attention from scores, which are the lowest number where a key is hidden. The definition."""
+        """[B, H, T, S] attention weights, from scores that are the lowest number at hidden keys. The definition."""
         return scores_BHTS.softmax(-1)
 
     def attend_plain(
@@ -215,7 +218,8 @@ class Sigmoid(Softmax):
         return (scores_BHTS + self.bias).sigmoid()
 
     def attend(self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-        """In runs of queries, so that most of the future, which no query sees, is never computed."""
+        """Computes a few queries at a time with the keys up to the last of them, so that most hidden scores are never
+        computed."""
         if mask is not None:
             return self.attend_plain(q_BHTD, k_BKSD, v_BKSD, mask)[0]
         first = k_BKSD.shape[2] - q_BHTD.shape[2]
@@ -325,7 +329,7 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
 
 
 def _options_of(variant: type[Softmax]) -> dict[str, Any]:
-    """The options of a variant and of those it builds on, with their defaults."""
+    """The options of a variant and of its base classes, with their defaults."""
     return {
         parameter.name: parameter.default
         for ancestor in variant.__mro__
@@ -336,8 +340,8 @@ def _options_of(variant: type[Softmax]) -> dict[str, Any]:
 
 
 def _is_first(rotation: Rotation) -> Tensor:
-    """[.., T, 1] which tokens are at position 0, also after a cache or padding: there alone the first angle's sine,
-    the position's own, is 0."""
+    """[.., T, 1] which tokens are at position 0, also with a cache or padding. The first rotary angle is the position
+    itself, and its sine is 0 at position 0 alone."""
     return rotation[1][..., :1] == 0
 
 
@@ -347,7 +351,7 @@ def _repeated(x_BKSD: Tensor, num_heads: int) -> Tensor:
 
 
 def _visible(q_BHTD: Tensor, k_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-    """[.., T, S] whether a query may see a key: the mask's word, or all keys up to the query's own."""
+    """[.., T, S] whether a query may see a key: by the mask or, without one, all keys up to the query's own."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]

@@ -10,10 +10,10 @@ from sinkscope.measures.spectrum import eigenvectors
 
 
 def pairwise_cosine(unit_NE: Float[Tensor, "N E"]) -> Float[Tensor, " N"]:
-    """Values of the states whose mean is the mean cosine of all pairs, and whose spread gives that mean's error.
+    """[N] values whose mean is the mean cosine over all pairs, and whose spread gives that mean's error.
 
-    With h_n the mean cosine of state n to the others, the mean over pairs is m = mean h, and its linear part
-    m + 2 (h_n - m): each state is in two places of a pair, so resampling h alone would halve the interval.
+    With h_n the mean cosine of state n to the others, the mean over pairs is m = mean h. Returned is m + 2 (h_n - m):
+    a state stands in both places of a pair, so resampling h itself would halve the interval.
     """
     unit_NE, one_N = unit_NE.double(), (unit_NE != 0).any(-1)
     others_NE = unit_NE.sum(0) - unit_NE
@@ -28,13 +28,13 @@ class Principal(NamedTuple):
     alignment: float
     """|cosine| of the mean with the direction."""
     share: float
-    """Of the energy: 1 where all vectors lie on one line, 1 / E where they point everywhere alike."""
+    """The direction's share of the energy: 1 if all vectors lie on one line, 1 / E if they point everywhere alike."""
 
 
 def principal(unit_NE: Float[Tensor, "N E"]) -> Principal:
     """The mean's alignment with the top principal direction, and the direction's share of the energy.
 
-    From the smaller of the two matrices of inner products: the top direction loses nothing by squaring.
+    Computed from the smaller of the two Gram matrices. Squaring costs precision in small directions, not in the top.
     """
     unit_NE = unit_NE.double()
     num_states, width = unit_NE.shape
@@ -50,6 +50,6 @@ def principal(unit_NE: Float[Tensor, "N E"]) -> Principal:
 
 
 def split_half_cosine(unit_NE: Float[Tensor, "N E"]) -> float:
-    """Cosine of the means of every other state: near 1 where the mean direction does not depend on which states."""
+    """Cosine between the means of two halves of the states: near 1 if any states give the same mean direction."""
     unit_NE = unit_NE.double()
     return float(torch.nn.functional.cosine_similarity(unit_NE[::2].mean(0), unit_NE[1::2].mean(0), dim=0))

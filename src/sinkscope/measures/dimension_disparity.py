@@ -1,6 +1,6 @@
-"""How far a few dimensions dominate a token's residual. E is the width, N tokens.
+"""How far a few dimensions dominate a token's residual stream. E width, N tokens, P positions, B states.
 
-A token of zeros has no ratio: every one of them is NaN there, which means empty.
+For a token of zeros every ratio is 0 / 0, NaN, which tables write as null.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from torch import Tensor
 from sinkscope.measures.spectrum import eigenvalues
 
 MASSIVE_RATIO = 10.0
-"""A dimension is massive at a position when its mean magnitude is this many times the position's mean over dimensions
-... A Gaussian token stays under 7 at any width in use, so chance alone never reaches it."""
+"""A dimension is massive at a position if its mean magnitude is this many times the mean over dimensions there. A
+Gaussian token stays under 7 at any width in use, so chance alone does not reach it."""
 MASSIVE_CONTRAST = 3.0
-"""... and this many times the same dimension's magnitude at the other positions: a dimension that is large everywhere
-marks no token."""
+"""It must also be this many times its own magnitude at the other positions: a dimension that is large everywhere marks
+no token."""
 MASSIVE_ACTIVATION = 100.0
 MASSIVE_ACTIVATION_RATIO = 1000.0
-"""A massive activation exceeds the first and the second times the median magnitude (Sun et al.); not scale-free, so
-never used alone."""
+"""A massive activation is above MASSIVE_ACTIVATION, and above this many times the median magnitude (Sun et al.). The
+first bound depends on the scale of the model, so this count is never used alone."""
 
 
 def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
@@ -31,22 +31,25 @@ def dom_ratio(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
 
 
 def dom_ratio_turned(h: Float[Tensor, "... E"]) -> Float[Tensor, "..."]:
-    """The DomRatio of the vector in another orthonormal basis, always the same one: random signs, then a Hartley
-    transform. It spreads what one coordinate holds over all, and costs E log E."""
+    """The DomRatio of the vector in another orthonormal basis, always the same one.
+
+    Random signs and then a Hartley transform (real minus imaginary part of a Fourier transform) spread one coordinate
+    over all of them, in E log E steps; a random rotation matrix would take E^2.
+    """
     spectrum = torch.fft.fft(h * _signs(h.shape[-1], h.device), norm="ortho")
     return dom_ratio(spectrum.real - spectrum.imag)
 
 
 @lru_cache(maxsize=64)
 def _signs(width: int, device: torch.device) -> Tensor:
-    """[E] kept per device: a copy from the host would make every layer wait for the one before."""
+    """[E] random signs. Kept per device: a copy from the host would make every layer wait for the one before."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(0, 2, (width,), generator=generator) * 2 - 1).to(device)
 
 
 def direction_share(x_BE: Float[Tensor, "... B E"]) -> Float[Tensor, "..."]:
-    """Energy share of the top direction of B states: the largest eigenvalue of their Gram matrix over its trace. The
-    same in every basis; not centred, so it is 1 where all states are multiples of one vector."""
+    """Energy share of the top direction of B states: the largest eigenvalue of their Gram matrix over its trace. It is
+    the same in every basis. The states are not centred, so it is 1 if all are multiples of one vector."""
     return direction_share_of_gram(x_BE @ x_BE.mT)
 
 
@@ -99,7 +102,7 @@ def _in_units_of_largest(h: Tensor) -> Tensor:
 
 
 def num_massive_activations(h: Float[Tensor, "... E"], median: Float[Tensor, "..."]) -> Tensor:
-    """How many dimensions of each token exceed 100 and 1000 times the median magnitude of the hidden state."""
+    """How many dimensions of each token have |h| > 100 and |h| > 1000 times the median magnitude of the layer."""
     magnitude = h.abs()
     return ((magnitude > MASSIVE_ACTIVATION) & (magnitude > MASSIVE_ACTIVATION_RATIO * median)).sum(-1)
 
@@ -127,9 +130,9 @@ def median_magnitude(h: Float[Tensor, "..."]) -> Float[Tensor, ""]:
 def effective_rank(x_NE: Float[Tensor, "N E"], fell_back: Callable[[str], None] = lambda note: None) -> float:
     """exp of the entropy of the normalised singular values (Roy and Vetterli), of the tokens as they are, not centred.
 
-    From the smaller Gram matrix in float64, two to four times faster than a decomposition of the tokens. Directions
-    that squaring loses lie 1e-7 below a massive one and weigh as little: beside a dimension 1e9 times the others the
-    result is right to 1e-4. `fell_back` as in `eigenvalues`.
+    Computed from the smaller Gram matrix in float64, two to four times faster than a decomposition of the tokens.
+    Squaring loses directions that lie 1e-7 below a massive one, but these weigh as little: beside a dimension 1e9 times
+    the others the result is right to 1e-4. `fell_back` as in `eigenvalues`.
     """
     return effective_ranks(x_NE, torch.zeros(len(x_NE), dtype=torch.bool, device=x_NE.device), fell_back)[0]
 
@@ -137,12 +140,13 @@ def effective_rank(x_NE: Float[Tensor, "N E"], fell_back: Callable[[str], None] 
 def effective_ranks(
     x_NE: Float[Tensor, "N E"], apart_N: Bool[Tensor, " N"], fell_back: Callable[[str], None] = lambda note: None
 ) -> tuple[float, float]:
-    """(the effective rank of all tokens, that of the tokens which are not apart), from one Gram matrix."""
+    """(effective rank of all tokens, that of the tokens without those marked in `apart_N`), from one Gram matrix."""
     has_apart = bool(apart_N.any())
     if x_NE.shape[0] > x_NE.shape[1]:
         rest_nE, apart_nE = x_NE[~apart_N].double(), x_NE[apart_N].double()
         rest = _upper_gram(rest_nE.T)
-        # Added, not taken away: massive tokens would leave nothing but their rounding behind.
+        # The Gram matrix of the rest is computed first, and the others are added. Subtracting massive tokens from the
+        # whole would leave nothing but their rounding.
         whole = rest + apart_nE.T @ apart_nE
     else:
         whole = _upper_gram(x_NE.double())
@@ -152,7 +156,7 @@ def effective_ranks(
 
 
 def _upper_gram(x_nm: Float[Tensor, "n m"]) -> Float[Tensor, "n n"]:
-    """x x^T without its lower left quarter, for three quarters of the products: `eigenvalues` reads the upper half."""
+    """x x^T without its lower left quarter, a quarter of the products: `eigenvalues` reads the upper half alone."""
     half = len(x_nm) // 2
     gram = x_nm.new_zeros(len(x_nm), len(x_nm))
     torch.mm(x_nm[:half], x_nm.T, out=gram[:half])
@@ -161,6 +165,7 @@ def _upper_gram(x_nm: Float[Tensor, "n m"]) -> Float[Tensor, "n n"]:
 
 
 def _rank_of_gram(gram: Float[Tensor, "n n"], fell_back: Callable[[str], None]) -> float:
+    """The effective rank of vectors, from their Gram matrix."""
     energies = eigenvalues(gram, fell_back)
     rounding = len(gram) * torch.finfo(gram.dtype).eps * energies[-1]
     values = energies.where(energies > rounding, 0).sqrt()

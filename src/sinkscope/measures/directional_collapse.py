@@ -1,6 +1,6 @@
-"""Whether a position's normalised state is one direction whatever the sequence. B sequences, T positions, E width.
+"""Does the state at a position have the same direction in every sequence? B sequences, T positions, E width.
 
-A state of zeros has no direction: a mean is over the pairs of sequences that have one, and NaN where no pair is left.
+A state of zeros has no direction. The mean is over pairs of sequences that both have one, and NaN if there is no pair.
 """
 
 import torch

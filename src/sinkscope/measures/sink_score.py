@@ -1,7 +1,7 @@
 """Attention received per key, and the sink rate over sequences, layers and heads.
 
-Axes: B sequences, L layers, H heads, T query position, S key position. torch is imported inside the functions: options
-are checked against these constants before it is known whether torch is needed.
+Axes: B sequences, L layers, H heads, T query position, S key position. torch is imported inside the functions: the
+command line checks options against these constants before it imports torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECEIVED_THRESHOLD = 0.3
-"""Of one head: it counts a key as its sink when the key's mean attention received is above this (eps of Gu et al.)."""
+"""A head counts a key as a sink if the attention that the key receives from it is above this (eps of Gu et al.)."""
 MIN_SINK_RATE = 0.05
-"""Of a position: it is a sink when at least this share of heads, layers and sequences count it as theirs."""
+"""A position is a sink if at least this share of sequences, layers and heads count it as one."""
 LATER_QUERIES = 16
-"""Only keys with at least this many later queries can be sinks: with few queries a key looks like one by chance."""
+"""A key needs this many later queries to be judged. With few queries a key may look like a sink by chance."""
 
 
 def mean_received(
     received_sum: Float[Tensor, "... S"], positions: Tensor | None = None, length: int | None = None
 ) -> Tensor:
-    """alpha_k = mean over queries i >= k of a_ik, from sums over queries; `positions` says which keys were recorded,
-    if not all."""
+    """Attention received, alpha_k = mean over queries i >= k of a_ik, from the sums over queries. `positions`: which
+    keys were recorded, if not all."""
     import torch
 
     if positions is None:
@@ -36,7 +36,7 @@ def mean_received(
 
 
 def mean_received_later(received_sum: Float[Tensor, "... S"], own: Float[Tensor, "... S"]) -> Float[Tensor, "... S"]:
-    """The mean over later queries alone, i > k: what a query makes of its own position is no sink; NaN for the last."""
+    """The mean over later queries alone, i > k: a query's attention on its own position is none; NaN for the last."""
     import torch
 
     length = received_sum.shape[-1]
@@ -53,7 +53,7 @@ def eligible_positions(length: int, device: torch.device | None = None) -> Bool[
 def are_sinks(
     rate: Float[Tensor, "... S"], length: int | None = None, keys: Tensor | None = None
 ) -> Bool[Tensor, "... S"]:
-    """Which keys are sinks, from the share of heads that count each; `keys` of `length` were recorded, if not all."""
+    """Which keys are sinks, from their sink rates. `keys`: which positions of `length` were recorded, if not all."""
     eligible = eligible_positions(rate.shape[-1] if length is None else length)
     return (rate >= MIN_SINK_RATE) & (eligible if keys is None else eligible[keys])
 

@@ -1,6 +1,7 @@
-"""Feed-forward neurons that write the massive dimensions, and how sparse their output vectors are.
+"""How much each neuron writes into the massive dimensions, and how sparse output vectors are.
 
-A neuron's write into dimension c is its activation times its output vector's entry there. E width, U neurons.
+A neuron's write into a dimension is its activation times the entry of its output vector there.
+Axes: E width, U neurons, M massive dimensions.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ def write_share(mean_square_U: Float[Tensor, " U"], output_MU: Float[Tensor, "M 
 
 
 class ChannelSparsity(NamedTuple):
-    """How far few dimensions carry a neuron's output vector; one value per neuron, NaN for a vector of zeros."""
+    """How far a neuron's output vector is concentrated on few dimensions. [U] each; NaN for a vector of zeros."""
 
     max_over_median: Tensor
     """NaN where more than half of the entries are zero."""

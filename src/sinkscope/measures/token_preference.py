@@ -1,7 +1,6 @@
-"""How far a model prefers some tokens whatever it reads. N sequences, V tokens of the vocabulary.
+"""How far a model prefers some tokens, whatever it reads. N sequences, V tokens of the vocabulary.
 
-Each measure comes as one value for each sequence whose mean is the measure, so an interval over sequences is one of a
-mean.
+Each measure is given as one value for each sequence, and its mean is the measure: so the interval of a mean applies.
 """
 
 import math
@@ -12,11 +11,11 @@ from torch import Tensor
 
 
 def prediction_ratio(predicted_N: Int64[Tensor, " N"], vocabulary: int) -> Float[Tensor, " N"]:
-    """V where a sequence's most likely next token is the one most often predicted elsewhere, else 0.
+    """[N] V if a sequence's most likely next token is the preferred one, else 0.
 
-    Their mean is the share of the preferred token over that of a model without preference, 1 / V. The token is chosen
-    on every other sequence and looked for in the rest, both ways round: the commonest of few predictions, counted where
-    it was chosen, is common by selection.
+    The mean is the share of the preferred token over 1 / V, its share in a model without preference. The preferred
+    token is the most often predicted one in one half of the sequences, and is counted in the other half, both ways
+    round: counted where it was chosen, the commonest of few predictions would be common by selection.
     """
     values_N = torch.empty(len(predicted_N), dtype=torch.float64)
     for own, others in _halves():
@@ -26,7 +25,7 @@ def prediction_ratio(predicted_N: Int64[Tensor, " N"], vocabulary: int) -> Float
 
 
 def probability_ratio(probability_NV: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
-    """V times a sequence's probability of the token that is most probable on average elsewhere; chosen as above."""
+    """[N] V times a sequence's probability of the preferred token, the most probable one in the other half."""
     values_N = torch.empty(len(probability_NV), dtype=torch.float64)
     for own, others in _halves():
         token = probability_NV[others].mean(0).argmax()
@@ -35,7 +34,7 @@ def probability_ratio(probability_NV: Float[Tensor, "N V"]) -> Float[Tensor, " N
 
 
 def prediction_surprise(predicted_N: Int64[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """-log of the share of sequences that predict what this one does: the mean is the entropy of the histogram."""
+    """[N] -log of the share of sequences with the same prediction. The mean is the entropy of the histogram."""
     _, inverse_N, count = predicted_N.unique(return_inverse=True, return_counts=True)
     return -(count[inverse_N].double() / len(predicted_N)).log()
 
@@ -48,7 +47,7 @@ def uniform_entropy(num_sequences: int, vocabulary: int) -> float:
     j = torch.arange(num_sequences, dtype=torch.float64)
     others = num_sequences - 1
     choose = math.lgamma(others + 1) - (j + 1).lgamma() - (others - j + 1).lgamma()
-    # xlogy: a vocabulary of one token leaves no other.
+    # xlogy gives 0 log 0 = 0, for a vocabulary of one token.
     log_pmf = (
         choose
         - j * math.log(vocabulary)
@@ -58,5 +57,6 @@ def uniform_entropy(num_sequences: int, vocabulary: int) -> float:
 
 
 def _halves() -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """(every other sequence, the rest), both ways round."""
     even, odd = slice(0, None, 2), slice(1, None, 2)
     return (even, odd), (odd, even)

@@ -1,4 +1,4 @@
-"""Variance of the value aggregation by position, and the fall that averaging predicts.
+"""Variance of the value aggregation by position, and what averaging independent values predicts for it.
 
 Axes: B sequences, T query position, S key position, H heads, D head size, C channels.
 """
@@ -14,15 +14,15 @@ def value_variance(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, " T
 
 
 def squared_deviation(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, "B T"]:
-    """n / (n - 1) times each sequence's squared deviation from the mean, averaged over channels: what the variance is a
-    mean of; NaN for a single sequence."""
+    """n / (n - 1) times each sequence's squared deviation from the mean over sequences, averaged over channels. Its
+    mean over sequences is the variance. NaN for a single sequence."""
     count = len(aggregation_BTC)
     unbiased = count / (count - 1) if count > 1 else float("nan")
     return (aggregation_BTC - aggregation_BTC.mean(0)).square().mean(-1) * unbiased
 
 
 def second_moment(aggregation_BTC: Float[Tensor, "B T C"]) -> Float[Tensor, " T"]:
-    """E[o^2] by position: what can be said where there is no variance across sequences."""
+    """E[o^2] by position, which is reported if there is no variance across sequences."""
     return aggregation_BTC.square().mean(dim=(0, 2))
 
 
@@ -42,13 +42,13 @@ def averaging_law(
 
 
 def variance_ratio(variance_T: Float[Tensor, "... T"]) -> Float[Tensor, "..."]:
-    """Position 0 over the mean of the later half of positions."""
+    """Variance at position 0 over its mean over the later half of the positions."""
     length = variance_T.shape[-1]
     return variance_T[..., 0] / variance_T[..., length - length // 2 :].mean(-1)
 
 
 def log_r_squared(observed_T: Float[Tensor, "... T"], predicted_T: Float[Tensor, "... T"]) -> Float[Tensor, "..."]:
-    """Share of the spread of log observed that log predicted explains, with nothing fitted: 1 - residual / total."""
+    """R^2 of log predicted for log observed, 1 - residual / total. Nothing is fitted, so it may be negative."""
     observed, predicted = observed_T.log(), predicted_T.log()
     residual = (observed - predicted).square().sum(-1)
     total = (observed - observed.mean(-1, keepdim=True)).square().sum(-1)

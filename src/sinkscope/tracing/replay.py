@@ -54,8 +54,8 @@ class ConditionReading:
     """The part of `mixing_LBT` of the query's own key: a_tt^2, mean over heads."""
     squares_LBS2T: Tensor
     """Two squares of the aggregation, mean over channels: its deviation from the batch's mean (whose mean is the
-    variance across sequences), and itself (the energy). S sides: as it enters the output projection and, in models with a norm
-    before that, as it enters the norm. L: only the first `moment_layers` layers."""
+    variance across sequences), and itself (the energy). S: as it enters the output projection and, in models with a
+    norm before that, as it enters the norm. L: only the first `moment_layers` layers."""
     dimensions_LBTM: Tensor
     """Values of the chosen dimensions in the residual stream."""
     dimensions: tuple[int, ...]
