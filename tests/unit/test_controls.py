@@ -26,7 +26,14 @@ from sinkscope.studies.study import study
 
 IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
 PLAN = Plan(
-    sink=4, targets=(), last_layer=0, births=(), alive=(0, 2), dimensions=(5, 9), super_neurons=(), candidates=()
+    sink=4,
+    targets=(),
+    last_layer=0,
+    appears_in=(),
+    layers_with_disparity=(0, 2),
+    dimensions=(5, 9),
+    super_neurons=(),
+    candidates=(),
 )
 
 

@@ -113,7 +113,7 @@ def test_a_study_and_its_page_survive_zero_tokens(monkeypatch, tmp_path):
     by_id = {judgement.id: judgement for judgement in found.judgements}
     assert all(np.isfinite(judgement.effect) for judgement in by_id.values() if judgement.effect is not None)
     # DomRatio at the sink is that of the sequences that have one.
-    ratio = found.trace.recording["dom_ratio"][list(found.plan.alive), 0].mean()
+    ratio = found.trace.recording["dom_ratio"][list(found.plan.layers_with_disparity), 0].mean()
     assert f"{ratio:.3g} at the sink" in by_id["dimension_disparity"].note
     assert by_id["dimension_disparity"].verdict == by_id["directional_collapse"].verdict == "holds"
     effects = found.tables["effects"]

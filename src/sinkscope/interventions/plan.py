@@ -14,10 +14,10 @@ from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.super_neurons import SuperNeuron
 
 SUPER_NEURON_SHARE = 0.005
-"""Super neurons are at most this share of a layer's neurons, each with a write at the sink of LEVEL_ELSEWHERE times its
-level at other positions."""
+"""Super neurons are at most this share of a layer's neurons. Each writes at the sink LEVEL_ELSEWHERE times what it
+writes at other positions."""
 LATER_SHARE = 0.1
-"""After the birth only neurons with this share of their layer's write count."""
+"""In layers after the one where disparity appears, only neurons with this share of their layer's write count."""
 FIRST_TARGET = 10
 """The position that the paper intervenes at; two more follow it."""
 NUM_TARGETS = 3
@@ -30,49 +30,52 @@ class Plan:
     """The choices of one study."""
 
     sink: int
-    """The strongest position, sink or not."""
+    """The position with the highest sink rate, whether it is a sink or not."""
     targets: tuple[int, ...]
     """Positions at which interventions try to make a sink; none of them is one in the baseline."""
     last_layer: int
-    """Interventions on the aggregation act in layers 0 to this one: the birth of disparity, or where none is born the
-    first layer with a sink."""
-    births: tuple[int, ...]
-    alive: tuple[int, ...]
-    """Layers after which the sink has disparity or, if there is none, the layers with a sink."""
+    """Interventions on the aggregation act in layers 0 to this one: where disparity appears first or, if it never
+    does, the first layer with a sink."""
+    appears_in: tuple[int, ...]
+    """The layers in which disparity appears at the sink: more than one where it disappears in between."""
+    layers_with_disparity: tuple[int, ...]
+    """Layers after which the sink has disparity or, if there are none, the layers with a sink."""
     dimensions: tuple[int, ...]
+    """The massive dimensions at the sink, largest first."""
     super_neurons: tuple[Neuron, ...]
-    """Strongest write first: those of the layers of birth, and those that carry much of the write in a later one."""
+    """Those of the layers where disparity appears, and those of later layers with much of the layer's write; strongest
+    write first."""
     candidates: tuple[Neuron, ...]
-    """Every neuron that moves a massive dimension at the sink or, where there is none, the strongest along the
-    direction of its states; strongest write first: for the minimal set."""
+    """The neurons among which the minimal set is searched, strongest write first: all that move a massive dimension at
+    the sink or, if there is no such dimension, the strongest along the direction of the sink's states."""
     writers: tuple[Neuron, ...] = ()
-    """Where no minimal set was found: those before the first head with the sink that write most along the direction of
-    its states, as many as are searched, however many of a layer, strongest first."""
+    """Where no minimal set was found: the neurons before the first head with the sink that write most along the
+    direction of its states, strongest first."""
 
     sink_heads: tuple[tuple[int, int], ...] = ()
     """(layer, head) of those that have the sink."""
 
     @property
-    def birth_neurons(self) -> tuple[Neuron, ...]:
-        """The super neurons in layers of birth, which the claims about the baseline use."""
-        return tuple(neuron for neuron in self.super_neurons if neuron.layer in self.births)
+    def appearance_neurons(self) -> tuple[Neuron, ...]:
+        """The super neurons of the layers where disparity appears, which the claims about the baseline use."""
+        return tuple(neuron for neuron in self.super_neurons if neuron.layer in self.appears_in)
 
     @property
-    def before_sink(self) -> range:
-        """Layers whose aggregations the sink can come from: up to the birth of disparity or, where none is born, up to
-        the layer before the first with a sink."""
-        born = any(birth >= 0 for birth in self.births)
-        return range(self.last_layer + 1) if born else range(max(1, self.last_layer))
+    def layers_before_sink(self) -> range:
+        """Layers whose aggregations can cause the sink: up to the one where disparity appears or, if it never does, up
+        to the layer before the first with a sink."""
+        appears = any(layer >= 0 for layer in self.appears_in)  # -1: it is in the embeddings already
+        return range(self.last_layer + 1) if appears else range(max(1, self.last_layer))
 
     @property
-    def mixed(self) -> range:
-        """Layers up to the last birth, where the factorial changes what a token sees: where disparity is erased and
-        born again, what happens before the first birth alone makes no sink."""
-        return range(max(self.births) + 1) if len(self.births) > 1 else self.layers
+    def factorial_layers(self) -> range:
+        """Layers in which the factorial changes whom a token attends to: up to the last one where disparity appears.
+        Where it disappears and appears again, a change in the layers before the first alone makes no sink."""
+        return range(max(self.appears_in) + 1) if len(self.appears_in) > 1 else self.layers
 
     @property
     def layers(self) -> range:
-        """Layers up to the birth of disparity."""
+        """Layers up to `last_layer`."""
         return range(self.last_layer + 1)
 
 
@@ -81,35 +84,46 @@ def make_plan(findings: Findings) -> Plan:
     sink, _ = findings.strongest
     recording = findings.recording
     anatomy = recording.anatomy
-    births, erasures = findings.disparity_layers.get(sink, ([], []))
-    sink_layers = (recording["head_sink_rate"][:, :, sink].mean(1) >= MIN_SINK_RATE).nonzero().flatten().tolist()
-    first = next((layer for layer in births if layer >= 0), None)
-    if first is not None and anatomy.parallel:
-        first -= 1  # attention and feed-forward read the same input: the birth layer's aggregation comes too late
-    last_layer = first if first is not None else next(iter(sink_layers), 0)
-    alive = _alive(births, erasures, recording.num_layers)
-    here = [neuron for neuron in findings.super_neurons if neuron.position == sink and neuron.role == "writes"]
-    sharp = [neuron for neuron in here if neuron.contrast >= LEVEL_ELSEWHERE]
-    sharp.sort(key=lambda neuron: -neuron.write_share)
-    chosen: list[SuperNeuron] = []
-    for layer in sorted({neuron.layer for neuron in sharp}):
-        in_layer = [neuron for neuron in sharp if neuron.layer == layer][: most_super_neurons(anatomy.layers[layer])]
-        chosen += [neuron for neuron in in_layer if layer in births or neuron.write_share >= LATER_SHARE]
-    chosen.sort(key=lambda neuron: -abs(neuron.write))
+    head_rate_LH = recording["head_sink_rate"][:, :, sink]
+    appears_in, disappears_in = findings.disparity_layers.get(sink, ([], []))
+    sink_layers = (head_rate_LH.mean(1) >= MIN_SINK_RATE).nonzero().flatten().tolist()
+
+    first = next((layer for layer in appears_in if layer >= 0), None)
+    if first is None:
+        last_layer = sink_layers[0] if sink_layers else 0
+    elif anatomy.parallel:
+        # Attention and feed-forward read the same input, so that layer's aggregation comes too late to cause it.
+        last_layer = max(0, first - 1)
+    else:
+        last_layer = first
+
+    with_disparity = _layers_with_disparity(appears_in, disappears_in, recording.num_layers)
+    sink_head_pairs = (head_rate_LH >= MIN_HEAD_SINK_RATE).nonzero().tolist()
     return Plan(
         sink=sink,
         targets=_targets(recording.sink_rate, sink, recording.batch.length),
-        last_layer=max(0, last_layer),
-        births=tuple(births),
-        alive=tuple(alive or sink_layers or range(recording.num_layers)),
+        last_layer=last_layer,
+        appears_in=tuple(appears_in),
+        layers_with_disparity=tuple(with_disparity or sink_layers or range(recording.num_layers)),
         dimensions=tuple(findings.massive_dimensions_at(sink)[:MAX_DIMENSIONS]),
-        super_neurons=tuple(map(as_neuron, chosen)),
+        super_neurons=tuple(map(as_neuron, _super_neurons(findings, sink, appears_in))),
         candidates=tuple(candidate_neurons(findings, sink)),
-        sink_heads=tuple(
-            (layer, head)
-            for layer, head in (recording["head_sink_rate"][:, :, sink] >= MIN_HEAD_SINK_RATE).nonzero().tolist()
-        ),
+        sink_heads=tuple((layer, head) for layer, head in sink_head_pairs),
     )
+
+
+def _super_neurons(findings: Findings, sink: int, appears_in: list[int]) -> list[SuperNeuron]:
+    """Of each layer the neurons with the largest share of its write at the sink, as many as can be super neurons;
+    strongest write first."""
+    at_sink = [neuron for neuron in findings.super_neurons if neuron.position == sink and neuron.role == "writes"]
+    sharp = [neuron for neuron in at_sink if neuron.contrast >= LEVEL_ELSEWHERE]
+    sharp.sort(key=lambda neuron: -neuron.write_share)
+    selected: list[SuperNeuron] = []
+    for layer in sorted({neuron.layer for neuron in sharp}):
+        most = most_super_neurons(findings.recording.anatomy.layers[layer])
+        largest = [neuron for neuron in sharp if neuron.layer == layer][:most]
+        selected += [neuron for neuron in largest if layer in appears_in or neuron.write_share >= LATER_SHARE]
+    return sorted(selected, key=lambda neuron: -abs(neuron.write))
 
 
 def most_super_neurons(layer: Layer) -> int:
@@ -118,9 +132,10 @@ def most_super_neurons(layer: Layer) -> int:
 
 
 def candidate_neurons(findings: Findings, sink: int) -> list[Neuron]:
-    """Neurons that write massive dimensions at the sink: those of layers where one stands, and sharp ones of any other.
+    """Neurons that write massive dimensions at the sink, among which the minimal set is searched: those of layers where
+    the dimension is massive, and those of any other layer that write much less elsewhere.
 
-    A dimension that is not massive yet, or no more, can still be what a head reads.
+    A dimension that is not massive yet, or no longer, can still be what a head reads.
     """
     return [
         as_neuron(neuron)
@@ -129,21 +144,23 @@ def candidate_neurons(findings: Findings, sink: int) -> list[Neuron]:
     ]
 
 
-def _alive(births: list[int], erasures: list[int], num_layers: int) -> list[int]:
+def _layers_with_disparity(appears_in: list[int], disappears_in: list[int], num_layers: int) -> list[int]:
     """Layers after which there is disparity."""
-    alive: list[int] = []
-    for number, birth in enumerate(births):
-        end = erasures[number] if number < len(erasures) else num_layers
-        alive += range(max(0, birth), end)
-    return alive
+    layers: list[int] = []
+    for number, first in enumerate(appears_in):
+        end = disappears_in[number] if number < len(disappears_in) else num_layers
+        layers += range(max(0, first), end)
+    return layers
 
 
 def _targets(rate_S: torch.Tensor, sink: int, length: int) -> tuple[int, ...]:
-    """Position 10 and two more, evenly spaced among those with enough later queries, where the baseline has no sink."""
+    """Position 10 and two more, evenly spaced among those with enough later queries; where the baseline has a sink at
+    one of them, the next position without."""
     last = length - LATER_QUERIES - 1
-    wanted = torch.linspace(FIRST_TARGET, last, NUM_TARGETS + 1)[:NUM_TARGETS].round().long().tolist()
+    # One more than needed, and the last left out: it would have the fewest later queries.
+    starts = torch.linspace(FIRST_TARGET, last, NUM_TARGETS + 1)[:NUM_TARGETS].round().long().tolist()
     targets: list[int] = []
-    for start in wanted:
+    for start in starts:
         free = (p for p in range(start, last + 1) if p != sink and p not in targets and rate_S[p] < MIN_SINK_RATE)
         if (position := next(free, None)) is not None:
             targets.append(position)

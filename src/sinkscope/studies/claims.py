@@ -52,7 +52,7 @@ def _ratio_in_last_layer(means: np.ndarray) -> np.ndarray:
 def _variance_discrepancy(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    layers = study.plan.before_sink
+    layers = study.plan.layers_before_sink
     deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
     note = f"in layer {layers[-1]}; geometric mean over the layers up to it: {_mean_ratios(deviation_BLST.mean(0))}"
     if study.fresh_variance_NLST is None:
@@ -101,21 +101,21 @@ def _averaging_law(study: StudyData) -> ClaimNumbers | Empty:
 
 
 def _super_neurons(study: StudyData) -> ClaimNumbers | Empty:
-    if not study.plan.birth_neurons:
+    if not study.plan.appearance_neurons:
         return Empty(NO_NEURONS, "does not hold")
     link_values = study.link_values
     elsewhere, here = link_values.super_write_elsewhere_B, link_values.super_write_B
     return ClaimNumbers(
         by_bar=[np.stack([link_values.all_write_B, here], 1), np.stack([here, elsewhere], 1)],
         control=float(np.sqrt(elsewhere.mean() / here.mean())),
-        note=f"neurons {some_of(study.plan.birth_neurons)}",
+        note=f"neurons {some_of(study.plan.appearance_neurons)}",
     )
 
 
 def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
-    if not study.plan.birth_neurons:
+    if not study.plan.appearance_neurons:
         return Empty(NO_NEURONS)
-    top_share, median = study.top_shares(study.plan.birth_neurons)
+    top_share, median = study.top_shares(study.plan.appearance_neurons)
     every_sequence = np.ones(len(study.baseline.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
     return ClaimNumbers(by_bar=by_bar, control=median, note="read from the weights, so it has no sampling error")
@@ -130,12 +130,12 @@ def _elsewhere(study: StudyData) -> np.ndarray:
 
 def _dimension_disparity(study: StudyData) -> ClaimNumbers | Empty:
     plan, elsewhere = study.plan, _elsewhere(study)
-    ratio_BT = study.reading.dom_ratio_LBT[list(plan.alive)].double().nanmean(0).numpy()
+    ratio_BT = study.reading.dom_ratio_LBT[list(plan.layers_with_disparity)].double().nanmean(0).numpy()
     by_position = seen_mean(ratio_BT)
     return ClaimNumbers(
         by_bar=[np.stack([seen_mean(ratio_BT[:, elsewhere], 1), ratio_BT[:, plan.sink]], 1)],
         control=float(by_position[elsewhere].max() / seen_mean(ratio_BT[:, elsewhere], None)),
-        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.alive)} layers; "
+        note=f"DomRatio {by_position[plan.sink]:.3g} at the sink, mean over {len(plan.layers_with_disparity)} layers; "
         f"{_any_basis(study)}",
     )
 

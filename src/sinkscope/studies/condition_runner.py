@@ -68,7 +68,7 @@ class ConditionRunner:
     @cached_property
     def calibration(self) -> CachedBatch:
         """The sequences that every condition is calibrated on."""
-        return cached_batch(self.loaded.model, self._calibration, self.plan.mixed)
+        return cached_batch(self.loaded.model, self._calibration, self.plan.factorial_layers)
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that has meaning for this model."""
@@ -153,11 +153,11 @@ class ConditionRunner:
 
     def attend_only(self, target: int, keys: Sequence[int]) -> Intervention:
         """In layers up to the birth the target attends to these keys and no others."""
-        return edit_mask(self.loaded, target, "only", keys, layers=self.plan.mixed)
+        return edit_mask(self.loaded, target, "only", keys, layers=self.plan.factorial_layers)
 
     def open_to_later(self) -> Intervention:
         length = self.replay.ids_BT.shape[1]
-        return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.mixed)
+        return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.factorial_layers)
 
     def shift_mean(self, condition: Condition) -> Intervention:
         """With the variance of the baseline in every layer: the mean alone is moved."""
@@ -175,7 +175,7 @@ class ConditionRunner:
         """The sink's values of some dimensions, at the target too."""
         plan = self.plan
         return set_dimensions(
-            self.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.alive
+            self.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.layers_with_disparity
         )
 
     def transplant_neurons(self, neurons: Sequence[Neuron], target: int) -> Intervention:
@@ -225,7 +225,7 @@ class ConditionRunner:
             energy=energy,
             calibration=self.calibration,
             nearest=True,
-            layers=self.plan.mixed,
+            layers=self.plan.factorial_layers,
             before_norm=condition.before_norm,
         )
         return [*mixing, matched]
@@ -234,7 +234,7 @@ class ConditionRunner:
         if (key := (mixing, target, before_norm)) not in self._levels:
             made = CONDITIONS[mixing].make(self, Condition(mixing, target))
             on = BEFORE_NORM if before_norm else AGGREGATION
-            place = Place(on=on, layers=tuple(self.plan.mixed), positions=(target,))
+            place = Place(on=on, layers=tuple(self.plan.factorial_layers), positions=(target,))
             self._levels[key] = moments_under(made, self.loaded.model, self.calibration, place)
         return self._levels[key]
 

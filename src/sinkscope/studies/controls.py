@@ -116,7 +116,7 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
         experts, counts = zip(*((expert, weight.shape[1]) for expert, weight in layer.down_weights()), strict=True)
         groups = recording["writes"][layer.index].cpu().split(counts)
         writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
-    alive = [recording["magnitude"][layer].cpu() for layer in plan.alive]
+    alive = [recording["magnitude"][layer].cpu() for layer in plan.layers_with_disparity]
     return Activity(
         writes=writes,
         magnitude_E=torch.stack(alive).mean(0),

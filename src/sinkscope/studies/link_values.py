@@ -91,8 +91,13 @@ def _observables(plan: Plan) -> list[Observable]:
 
     return [
         by_sequence("averaging_law", HookPoint.ATTENTION, averaging_law, plan.layers, asks="averaging law"),
-        by_sequence("cosine", HookPoint.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.alive]),
-        by_sequence("direction_share", HookPoint.RESIDUAL_OUT, lambda call: _direction_share(call, plan), plan.alive),
+        by_sequence("cosine", HookPoint.ATTENTION_IN, _cosine, [layer + 1 for layer in plan.layers_with_disparity]),
+        by_sequence(
+            "direction_share",
+            HookPoint.RESIDUAL_OUT,
+            lambda call: _direction_share(call, plan),
+            plan.layers_with_disparity,
+        ),
         Observable(
             name="lock",
             hook_point=HookPoint.ATTENTION,
@@ -104,7 +109,7 @@ def _observables(plan: Plan) -> list[Observable]:
             "writes",
             HookPoint.NEURONS,
             lambda call: _writes(call, plan),
-            {neuron.layer for neuron in plan.birth_neurons},
+            {neuron.layer for neuron in plan.appearance_neurons},
         ),
     ]
 
@@ -167,7 +172,7 @@ def _writes(call: LayerCall, plan: Plan) -> Tensor:
     written_U = layer.written_rows(dimensions_M).square().sum(0).cpu()
     every_write_B = (here_BU * scale_N[sink_tokens, None]).square() @ written_U
     write_BT = torch.zeros(num_sequences, length)
-    for neuron in plan.birth_neurons:
+    for neuron in plan.appearance_neurons:
         if neuron.layer == call.index:
             values_N = neurons.values(neuron.expert, torch.tensor([neuron.neuron])).flatten().cpu() * scale_N
             vector_E = layer.written_vectors(neuron.expert)[:, neuron.neuron].cpu()

@@ -159,7 +159,7 @@ def _manipulation(study: StudyData) -> Rows:
     for condition in study.results:
         if condition.number is not None:
             continue
-        for side, layer in product(study.sides, study.plan.mixed):
+        for side, layer in product(study.sides, study.plan.factorial_layers):
             variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
             yield dict(
                 condition=condition.label,
