@@ -112,12 +112,16 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim >= 2:
-                    parameter.mul_(scale)
-                else:
-                    # Gains, biases and learned sinks away from their neutral values: a path that drops one of them
-                    # must show.
-                    parameter.add_(0.3 * torch.randn_like(parameter))
+        roughen(model, scale)
     return model
+
+
+def roughen(model, scale: float) -> None:
+    """Scales weights up, and moves gains, biases and learned sinks away from their neutral values: a path that drops
+    one of them must show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(scale)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))

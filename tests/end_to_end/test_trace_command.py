@@ -125,7 +125,7 @@ def not_a_number(folder):
 
 REFUSED_FOLDERS = {
     bert: "causal",
-    bloom: "Add a row for 'bloom'",
+    bloom: "does not ask the attention interface",
     truncated: "safetensors",
     pickled: "safetensors",
     not_a_number: "model.norm.weight",

@@ -134,9 +134,9 @@ OUTSIDERS = {
 
 
 @pytest.mark.parametrize("model_type", OUTSIDERS)
-def test_a_family_outside_the_table_is_refused(model_type):
-    """The message names the row to add, and where."""
-    told = (f"'{model_type}'", "llama", "deepseek_v3", f"Add a row for '{model_type}'", "families.py")
+def test_attention_that_nobody_can_be_asked_for_is_refused(model_type):
+    """The message names the family, what is missing, and what to do."""
+    told = (f"'{model_type}'", "does not ask the attention interface of transformers", "`sinkscope_anatomy`")
     refusal(lambda: trace(OUTSIDERS[model_type](), tokens()), *told)
 
 

@@ -20,6 +20,7 @@ from sinkscope.arguments import neuron_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
+from sinkscope.models.finding import find_family
 from sinkscope.models.loaded import Model, bare_model
 
 AnyModule = Any
@@ -99,6 +100,9 @@ class Layer:
     experts: AnyModule | None
     shared_down_projection: AnyModule | None
     post_norm: AnyModule | None
+    attention_scale: float
+    """What is multiplied with the attention's output where it is added to the residual stream."""
+    feed_forward_scale: float
     attention_exit: AnyModule
     """The module whose output the attention adds to the residual stream: its output projection, or a norm after it."""
     feed_forward: AnyModule | None
@@ -188,7 +192,17 @@ class Layer:
         """The norm between attention and the output projection, where there is one: the model's own, or inserted."""
         return next((module for module in self.attention.modules() if isinstance(module, HeadRMSNorm)), None)
 
+    @property
+    def has_write_gain(self) -> bool:
+        """Whether what leaves the down projection is changed before the residual stream gets it."""
+        return self.post_norm is not None or self.feed_forward_scale != 1
+
     def write_gain(self) -> Tensor:
+        """[E] float32: what each dimension of the down projection's output is multiplied by on its way into the
+        residual stream, apart from what a post-norm divides by."""
+        return self.post_norm_gain() * self.feed_forward_scale
+
+    def post_norm_gain(self) -> Tensor:
         """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through
         it."""
         if self.post_norm is None:
@@ -223,6 +237,8 @@ class Anatomy:
             "layers_of_experts": [layer.index for layer in self.layers if layer.experts is not None],
             "post_norm": self.family.post_norm,
             "attention_and_feed_forward_in_parallel": self.parallel,
+            "attention_scale": self.family.attention_scale,
+            "feed_forward_scale": self.family.feed_forward_scale,
             "context": self.context,
             "blocks": f"{type(self.decoder).__name__}.{self.family.blocks}",
             "attention": self.family.attention,
@@ -274,7 +290,7 @@ def anatomy_of(model: Model) -> Anatomy:
             f"This {type(bare).__name__} is not a model of transformers, and has no attribute sinkscope_anatomy. "
             "Give it one, as examples/own_gpt.py does."
         )
-    return describe(_family_of(bare.config.get_text_config().model_type), bare)
+    return describe(_family_of(bare), bare)
 
 
 def describe(family: Family, model: AnyModule) -> Anatomy:
@@ -323,16 +339,11 @@ def described(
     )
 
 
-def _family_of(model_type: str) -> Family:
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    names = ", ".join(family.name for family in FAMILIES)
-    raise InputError(
-        f"The model type '{model_type}' belongs to none of the families {names}. "
-        f"Add a row for '{model_type}' to FAMILIES in sinkscope/models/families.py, as CONTRIBUTING.md says. "
-        "Or give the model the attribute sinkscope_anatomy, as examples/own_gpt.py does."
-    )
+def _family_of(model: AnyModule) -> Family:
+    """The row of the table, or what a short pass finds."""
+    model_type = model.config.get_text_config().model_type
+    row = next((family for family in FAMILIES if model_type in family.model_types), None)
+    return find_family(model) if row is None else row
 
 
 def _layer(family: Family, index: int, block: AnyModule) -> Layer:
@@ -362,6 +373,8 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
         experts=experts,
         shared_down_projection=shared_down_projection,
         post_norm=_submodule(block, family.post_norm),
+        attention_scale=family.attention_scale,
+        feed_forward_scale=family.feed_forward_scale,
         attention_exit=_submodule(block, family.post_attention_norm) or output_projection,
         feed_forward=_submodule(block, family.feed_forward),
         activations=tuple(part for part in activations if part is not None),

@@ -26,6 +26,9 @@ class Family:
     """A norm between the down projection and the residual stream; what neurons write is what leaves it."""
     post_attention_norm: str | None = None
     """A norm between the output projection and the residual stream."""
+    attention_scale: float = 1.0
+    feed_forward_scale: float = 1.0
+    """What either is multiplied by where it is added to the residual stream."""
     feed_forward: str | None = "mlp"
     """The module that holds the whole feed-forward; None where the block itself carries it out."""
     activations: tuple[str, ...] = ("mlp.act_fn",)

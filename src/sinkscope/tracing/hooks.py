@@ -209,7 +209,8 @@ def between_parts(layer: Layer, stack: contextlib.ExitStack, on_residual: Callab
 
     def leave_attention(module, args, output) -> None:
         state_BTE = entered.pop()
-        on_residual(state_BTE + leaving(output).reshape(state_BTE.shape))
+        attended_BTE = leaving(output).reshape(state_BTE.shape)
+        on_residual(state_BTE + (attended_BTE * layer.attention_scale if layer.attention_scale != 1 else attended_BTE))
 
     stack.callback(layer.block.register_forward_pre_hook(in_this_thread(enter), with_kwargs=True).remove)
     stack.callback(layer.attention_exit.register_forward_hook(in_this_thread(leave_attention)).remove)

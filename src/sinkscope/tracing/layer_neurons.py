@@ -75,7 +75,7 @@ class LayerNeurons:
     def _keep_write_scale(self, module, args, output) -> None:
         # The norm returns gain * x / rms(x). Projecting its output on gain * x gives 1 / rms(x) without knowing its
         # epsilon. If the feed-forward's output x is zero there is nothing to scale.
-        scaled = args[0].float() * self.layer.write_gain()
+        scaled = args[0].float() * self.layer.post_norm_gain()
         energy = scaled.square().sum(-1)
         self.write_scale_N = ((output.float() * scaled).sum(-1) / energy).masked_fill(energy == 0, 0).flatten()
 
@@ -138,7 +138,7 @@ class LayerNeurons:
 
     def _output_norms(self, weight_EF: Tensor) -> Tensor:
         """[F] the same for one group of neurons, in float32."""
-        if self.layer.post_norm is not None:
+        if self.layer.has_write_gain:
             weight_EF = weight_EF * self.layer.write_gain().to(weight_EF)[:, None]
         # On a CPU this is several times faster than torch.linalg.vector_norm along the first axis.
         return weight_EF.square().sum(0, dtype=torch.promote_types(weight_EF.dtype, torch.float32)).sqrt()

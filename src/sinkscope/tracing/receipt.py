@@ -214,7 +214,16 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
         with _final_state(anatomy) as owners_states:
             model(ids_BT)
         with _final_state(anatomy) as read_states, _checked_calls(anatomy), attention_hook(anatomy, attend):
-            anatomy.decoder(input_ids=ids_BT, use_cache=False)
+            try:
+                anatomy.decoder(input_ids=ids_BT, use_cache=False)
+            except (TypeError, AttributeError) as error:
+                # While it is read a mask is a CausalMask, which only attention knows what to do with.
+                if "CausalMask" not in str(error):
+                    raise
+                raise InputError(
+                    f"{type(anatomy.decoder).__name__} computes with the attention mask itself, before attention gets "
+                    "it (to choose the keys that are seen, say). Such a model cannot be read."
+                ) from error
     if not owners_states:
         raise InputError(
             f"The forward pass of {type(model).__name__} does not call its decoder, {type(anatomy.decoder).__name__}. "
