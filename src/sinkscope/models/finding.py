@@ -41,20 +41,35 @@ SOFTMAXES = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
 _found: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()
 
 
+class NotFoundError(Exception):
+    """What does not fit, as the end of a sentence about the model."""
+
+
 @dataclass(eq=False)
 class Call:
-    """One call of a module, or of attention itself."""
+    """One call of a module, or of attention within it."""
 
     path: str
     """Of the module, below the decoder."""
     module: nn.Module
     order: int
-    entered: Tensor | None = None
-    left: Tensor | None = None
+    state_in: Tensor | None = None
+    """The first argument or `hidden_states`, where that is a tensor."""
+    state_out: Tensor | None = None
 
+    @property
+    def entered(self) -> Tensor:
+        """The tensor that it got."""
+        if self.state_in is None:
+            raise NotFoundError(f"{self.path} gets no tensor")
+        return self.state_in
 
-class NotFoundError(Exception):
-    """What does not fit, as the end of a sentence about the model."""
+    @property
+    def left(self) -> Tensor:
+        """The tensor that it gave."""
+        if self.state_out is None:
+            raise NotFoundError(f"{self.path} gives no tensor")
+        return self.state_out
 
 
 def find_family(model: Any) -> Family:
@@ -73,33 +88,31 @@ def find_family(model: Any) -> Family:
 
 def _find(model: Any) -> Family:
     decoder, config = model.get_decoder(), model.config.get_text_config()
-    blocks_path, blocks = _blocks(decoder, config.num_hidden_layers)
-    calls, attentions = _record(decoder, config)
-    rows = [_Block(f"{blocks_path}.{index}", block, calls, attentions) for index, block in enumerate(blocks)]
-    without = [index for index, row in enumerate(rows) if not row.attentions]
+    blocks_path, num_blocks = _blocks(decoder, config.num_hidden_layers)
+    calls, attentions = _record(decoder)
+    blocks = [_Block(f"{blocks_path}.{index}", calls, attentions) for index in range(num_blocks)]
+    without = [str(index) for index, block in enumerate(blocks) if not block.attentions]
     if without:
-        layers = ", ".join(map(str, without[:8])) + (", ..." if len(without) > 8 else "")
+        layers = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
         raise NotFoundError(f"no attention over all keys is computed in layer {layers}, and every layer needs one")
-    fields = [row.fields(config) for row in rows]
-    widths = {row.aggregation_width for row in rows}
-    if len(widths) > 1:
-        raise NotFoundError(f"its value aggregations have {' and '.join(map(str, sorted(widths)))} channels by layer")
-    last_state = rows[-1].whole.left
-    finals = [call for call in calls if not call.path.startswith(f"{blocks_path}.") and _same(call.entered, last_state)]
-    if not finals:
+    fields = [block.fields(config) for block in blocks]
+    last_state = blocks[-1].whole.left
+    outside = (call for call in calls if not _is_within(call.path, blocks_path))
+    final_norm = next((call for call in outside if _same(call.state_in, last_state)), None)
+    if final_norm is None:
         raise NotFoundError("no norm follows its last block")
     return Family(
         name=config.model_type,
         model_types=(config.model_type,),
         blocks=blocks_path,
-        final_norm=finals[0].path,
-        notes="found",
+        final_norm=final_norm.path,
+        notes="found by a short pass, and proven on it",
         **_merged(fields, config),
     )
 
 
-def _blocks(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """(path, list) of the blocks: of all lists of that length, the one with most parameters."""
+def _blocks(decoder: nn.Module, num_layers: int) -> tuple[str, int]:
+    """(path, number) of the blocks: of all lists of that length, the one with most parameters."""
     lists = [
         (path, part)
         for path, part in decoder.named_modules()
@@ -107,7 +120,8 @@ def _blocks(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
     ]
     if not lists:
         raise NotFoundError(f"its decoder has no list of {num_layers} blocks")
-    return max(lists, key=lambda named: sum(parameter.numel() for parameter in named[1].parameters()))
+    path, _ = max(lists, key=lambda named: sum(parameter.numel() for parameter in named[1].parameters()))
+    return path, num_layers
 
 
 def _merged(fields: list[dict[str, Any]], config: Any) -> dict[str, Any]:
@@ -115,7 +129,10 @@ def _merged(fields: list[dict[str, Any]], config: Any) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in fields[0]:
         values = {field[name] for field in fields} - {None}
-        if name == "activations":
+        if name == "aggregation_width":
+            if len(values) > 1:
+                raise NotFoundError(f"its value aggregations have {sorted(values)} channels, each layer its own")
+        elif name == "activations":
             row[name] = tuple(sorted(set().union(*values)))
         elif name == "scales":
             row["attention_scale"], row["feed_forward_scale"] = _one_pair(values, config)
@@ -132,7 +149,8 @@ def _merged(fields: list[dict[str, Any]], config: Any) -> dict[str, Any]:
 def _one_pair(pairs: set[tuple[float, float]], config: Any) -> tuple[float, float]:
     """The scales of attention and feed-forward, of the pairs that were fitted block by block.
 
-    A fit is as exact as the model's type: to 2 % in bfloat16. The configuration's own number is taken where it says one.
+    A fit is as exact as the model's type: to 2 % in bfloat16. The configuration's own number is
+    taken where it says one.
     """
     middle = sorted(pairs)[len(pairs) // 2]
     if any(abs(one - other) > FITTED * abs(other) for pair in pairs for one, other in zip(pair, middle, strict=True)):
@@ -144,105 +162,88 @@ def _one_pair(pairs: set[tuple[float, float]], config: Any) -> tuple[float, floa
 
 
 class _Block:
-    """One block, with the calls that it made."""
+    """One block, with the calls that were made in it."""
 
-    def __init__(self, path: str, block: nn.Module, calls: list[Call], attentions: list[Call]) -> None:
-        self.path, self.block = path, block
-        self.calls = [call for call in calls if call.path.startswith(f"{path}.")]
-        self.attentions = [call for call in attentions if call.path.startswith(f"{path}.")]
+    def __init__(self, path: str, calls: list[Call], attentions: list[Call]) -> None:
+        self.path = path
+        self.calls = _below(calls, path)
+        self.attentions = _below(attentions, path)
         wholes = [call for call in calls if call.path == path]
         if len(wholes) != 1:
             raise NotFoundError(f"block {path} runs {len(wholes)} times in a pass")
         self.whole = wholes[0]
-        self.aggregation_width = 0
+        for state, direction in ((self.whole.entered, "enters"), (self.whole.left, "leaves")):
+            if state.shape[:-1] != SHAPE:
+                raise NotFoundError(
+                    f"what {direction} {path} is no state of {list(SHAPE)} tokens but {list(state.shape)}"
+                )
+        self.width = self.whole.left.shape[-1]
 
     def fields(self, config: Any) -> dict[str, Any]:
         """The fields of a family's row, proven on this block."""
-        attention = self.attentions[0]
         if len(self.attentions) > 1:
             raise NotFoundError(f"attention is computed {len(self.attentions)} times in {self.path}")
-        module = sys.modules[type(attention.module).__module__]
-        if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-            raise NotFoundError(
-                f"its {type(attention.module).__name__} does not ask the attention interface of transformers"
-            )
-        projection = self._first(
-            call for call in self._within(attention.path) if call.order > attention.order and _is_linear(call.module)
-        )
+        attention = self.attentions[0]
+        if not hasattr(sys.modules[type(attention.module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+            name = type(attention.module).__name__
+            raise NotFoundError(f"its {name} does not ask the attention interface of transformers")
+        inside = [call for call in self.calls if _is_within(call.path, attention.path)]
+        fed = [call for call in self.calls if not _is_within(call.path, attention.path)]
+        projection = next((call for call in inside if call.order > attention.order and _is_linear(call)), None)
         if projection is None:
             raise NotFoundError(f"no linear layer follows attention in {attention.path}")
-        self.aggregation_width = projection.entered.shape[-1]
         self._check_heads(attention, projection, config)
-        fed = [call for call in self.calls if call not in self._within(attention.path)]
-        experts = self._first(call for call in fed if _is_experts(call.module))
-        width = self._state(self.whole.entered, "enters").shape[-1]
-        linear = [call for call in fed if _is_linear(call.module) and _writes(call, width)]
-        down = linear[-1] if linear else None
-        if experts is None and down is None:
+
+        experts = next((call for call in fed if _is_experts(call)), None)
+        down = next((call for call in reversed(fed) if _is_linear(call) and self._is_as_wide(call)), None)
+        writer = experts or down
+        if writer is None:
             raise NotFoundError(f"no feed-forward was found in {self.path}")
-        feed_forward = self._feed_forward(experts or down, attention.path)
-        added = feed_forward.left if feed_forward else (experts or down).left
-        attention_exit, feed_forward_exit = self._after(projection.left, fed), self._after(added, fed)
-        if experts is not None:
-            self._check_experts(experts, down, feed_forward)
-        elif not _equal(added, down.left):
-            raise NotFoundError(f"{feed_forward.path} changes what its {self._below(down)} gives")
-        attended = attention_exit.left if attention_exit else projection.left
-        written = feed_forward_exit.left if feed_forward_exit else added
-        scales = self._scales(attended, written)
-        reader = feed_forward or self._first(call for call in fed if _is_linear(call.module))
+        feed_forward = self._feed_forward(writer, attention)
+        whole_feed_forward = feed_forward or writer
+        self._check_feed_forward(whole_feed_forward, experts, down)
+
+        attention_norm = self._norm_of(projection.left, fed)
+        feed_forward_norm = self._norm_of(whole_feed_forward.left, fed)
+        attended = (attention_norm or projection).left
+        scales = self._scales(attended, (feed_forward_norm or whole_feed_forward).left)
+        reader = feed_forward or next(call for call in fed if _is_linear(call))
         return {
-            "attention": self._below(attention),
-            "output_projection": self._below(projection),
-            "down_projection": self._below(down) if experts is None else None,
-            "experts": self._below(experts),
-            "shared_down_projection": self._below(down) if experts is not None else None,
-            "post_norm": self._below(feed_forward_exit),
-            "post_attention_norm": self._below(attention_exit),
-            "feed_forward": self._below(feed_forward),
-            "activations": frozenset(
-                self._below(call) for call in fed if next(call.module.parameters(), None) is None and _is_leaf(call)
-            ),
+            "attention": self._name(attention),
+            "output_projection": self._name(projection),
+            "down_projection": None if experts else self._name(down),
+            "experts": self._name(experts),
+            "shared_down_projection": self._name(down) if experts else None,
+            "post_norm": self._name(feed_forward_norm),
+            "post_attention_norm": self._name(attention_norm),
+            "feed_forward": self._name(feed_forward),
+            "activations": frozenset(self._name(call) for call in fed if _is_activation(call)),
             "parallel": self._is_parallel(scales[0] * attended, reader),
             "scales": scales,
+            "aggregation_width": projection.entered.shape[-1],
         }
 
-    def _below(self, call: Call | None) -> str | None:
+    def _name(self, call: Call | None) -> str | None:
         """The path of a call's module below the block."""
         return None if call is None else call.path.removeprefix(f"{self.path}.")
 
-    def _within(self, path: str) -> list[Call]:
-        return [call for call in self.calls if call.path == path or call.path.startswith(f"{path}.")]
+    def _is_as_wide(self, call: Call) -> bool:
+        return call.state_out is not None and call.state_out.shape[-1] == self.width
 
-    @staticmethod
-    def _first(calls: Iterator[Call]) -> Call | None:
-        return next(calls, None)
-
-    def _feed_forward(self, down: Call, attention_path: str) -> Call | None:
-        """The largest module below the block that holds the down projection and not the attention."""
-        parts = self._below(down).split(".")
-        for length in range(1, len(parts)):
-            path = ".".join([self.path, *parts[:length]])
-            called = self._first(call for call in self.calls if call.path == path)
-            if called is not None and not attention_path.startswith(f"{path}."):
-                return called
+    def _feed_forward(self, writer: Call, attention: Call) -> Call | None:
+        """The largest module of the block that holds what writes, and not the attention."""
+        for call in self.calls:  # an outer module is called before what it holds
+            if call is not writer and _is_within(writer.path, call.path) and not _is_within(attention.path, call.path):
+                return call
         return None
 
-    def _after(self, state: Tensor | None, calls: list[Call]) -> Call | None:
-        """The norm that gets just this state."""
-        return self._first(
-            call for call in calls if _same(call.entered, state) and next(call.module.parameters(), None) is not None
-        )
-
-    def _state(self, state: Tensor | None, does: str) -> Tensor:
-        if state is None or state.shape[:-1] != SHAPE:
-            shape = None if state is None else list(state.shape)
-            raise NotFoundError(f"what {does} {self.path} is no state of {list(SHAPE)} tokens but {shape}")
-        return state
+    def _norm_of(self, state: Tensor, calls: list[Call]) -> Call | None:
+        """The module with parameters that gets just this state."""
+        return next((call for call in calls if _same(call.state_in, state) and _has_parameters(call)), None)
 
     def _check_heads(self, attention: Call, projection: Call, config: Any) -> None:
         """The output projection reads the heads as attention gives them: in order, and nothing else."""
-        if attention.left is None:
+        if attention.state_out is None:  # written out by the model, step by step: the receipt compares what it gives
             return
         num_heads = attention.left.shape[1]
         if num_heads != config.num_attention_heads:
@@ -250,28 +251,33 @@ class _Block:
                 f"{attention.path} has {num_heads} heads, and the configuration says {config.num_attention_heads}"
             )
         read = projection.entered.reshape(*SHAPE, num_heads, -1)
+        # Attention may have been given values that are padded to the width of keys.
         heads = attention.left.transpose(1, 2)[..., : read.shape[-1]]
         if not _equal(read, heads):
-            raise NotFoundError(f"{self._below(projection)} reads something else than the heads of attention, in order")
+            raise NotFoundError(f"{self._name(projection)} reads something else than the heads of attention, in order")
 
-    def _check_experts(self, experts: Call, shared: Call | None, feed_forward: Call | None) -> None:
-        """What the experts and the shared one give is all that the feed-forward gives."""
-        added = _plain(experts.left)
-        if shared is not None and shared.left.numel() == len(added):
-            added = added + _plain(shared.left)
-        if feed_forward is not None and not _equal(added, feed_forward.left, experts.left.dtype):
+    def _check_feed_forward(self, feed_forward: Call, experts: Call | None, down: Call | None) -> None:
+        """What the feed-forward gives is what its neurons write: the down projection, or experts and a shared one."""
+        if experts is None:
+            if down is not None and not _equal(down.left, feed_forward.left):
+                raise NotFoundError(f"{feed_forward.path} changes what its {down.path.rpartition('.')[2]} gives")
+            return
+        written = _plain(experts.left)
+        if down is not None and down.left.numel() == len(written):
+            written = written + _plain(down.left)
+        if not _equal(written, feed_forward.left, experts.left.dtype):
             raise NotFoundError(f"{feed_forward.path} gives something else than the sum of its experts")
 
     def _scales(self, attended: Tensor, written: Tensor) -> tuple[float, float]:
         """What attention and feed-forward are multiplied by where they are added to the residual stream; refuses a
         block whose output is no such sum."""
-        entered, left = self._state(self.whole.entered, "enters"), self._state(self.whole.left, "leaves")
         columns = torch.stack([_plain(attended), _plain(written)], dim=1)
-        change = _plain(left) - _plain(entered)
+        entered, left = _plain(self.whole.entered), _plain(self.whole.left)
+        change = left - entered
         # One is by far the most frequent, and tried first: where one of the two is nearly zero a fit says nothing.
         fitted = torch.linalg.lstsq(columns, change[:, None]).solution.flatten()
         for scales in (torch.ones_like(fitted), fitted):
-            if _equal(_plain(entered) + columns @ scales, _plain(left), left.dtype):
+            if _equal(left, entered + columns @ scales, self.whole.left.dtype):
                 return float(f"{scales[0]:.5g}"), float(f"{scales[1]:.5g}")
         rest = float((change - columns @ fitted).abs().max() / change.abs().max().clamp(min=1e-30))
         raise NotFoundError(
@@ -281,17 +287,19 @@ class _Block:
 
     def _is_parallel(self, attended: Tensor, reader: Call) -> bool:
         """Whether the feed-forward reads what enters the block, and not that plus attention."""
-        norm = self._first(call for call in reversed(self.calls) if call is not reader and _same(call.left, reader.entered))
-        source = reader.entered if norm is None else norm.entered
-        entered = self.whole.entered
-        if source is not None and _equal(source, entered):
+        norms = (call for call in reversed(self.calls) if call is not reader and _same(call.state_out, reader.state_in))
+        source = next(norms, reader)
+        read = source.entered
+        if _equal(read, self.whole.entered):
             return True
-        if source is not None and _equal(source, entered + attended.reshape(entered.shape)):
+        if _equal(read, self.whole.entered + attended.reshape(self.whole.entered.shape)):
             return False
-        raise NotFoundError(f"the feed-forward of {self.path} reads neither what enters the block nor that plus attention")
+        raise NotFoundError(
+            f"the feed-forward of {self.path} reads neither what enters the block nor that plus attention"
+        )
 
 
-def _record(decoder: nn.Module, config: Any) -> tuple[list[Call], list[Call]]:
+def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
     """(calls of modules, calls of attention) of one pass of the decoder over a few ids."""
     calls: list[Call] = []
     running: list[Call] = []
@@ -303,7 +311,7 @@ def _record(decoder: nn.Module, config: Any) -> tuple[list[Call], list[Call]]:
             if threading.get_ident() != thread:
                 return
             state = args[0] if args else kwargs.get("hidden_states")
-            call = Call(path, module, len(calls), entered=state if isinstance(state, Tensor) else None)
+            call = Call(path, module, len(calls), state_in=state if isinstance(state, Tensor) else None)
             calls.append(call)
             running.append(call)
 
@@ -313,7 +321,7 @@ def _record(decoder: nn.Module, config: Any) -> tuple[list[Call], list[Call]]:
         if threading.get_ident() != thread:
             return
         state = output[0] if isinstance(output, tuple) else output
-        running.pop().left = state if isinstance(state, Tensor) else None
+        running.pop().state_out = state if isinstance(state, Tensor) else None
 
     with ExitStack() as stack:
         for path, module in decoder.named_modules():
@@ -366,29 +374,40 @@ class _Attentions(TorchFunctionMode):
             self._keep(None)
         return result
 
-    def _keep(self, left: Tensor | None) -> None:
+    def _keep(self, state: Tensor | None) -> None:
         inner = self.running[-1]
-        self.seen.append(Call(inner.path, inner.module, len(self.calls) - 1, left=left))
+        self.seen.append(Call(inner.path, inner.module, len(self.calls) - 1, state_out=state))
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def _below(calls: list[Call], path: str) -> list[Call]:
+    return [call for call in calls if call.path.startswith(f"{path}.")]
 
 
-def _is_experts(module: nn.Module) -> bool:
+def _is_within(path: str, other: str) -> bool:
+    """Whether a module is another one, or part of it."""
+    return path == other or path.startswith(f"{other}.")
+
+
+def _has_parameters(call: Call) -> bool:
+    return next(call.module.parameters(), None) is not None
+
+
+def _is_linear(call: Call) -> bool:
+    return isinstance(call.module, nn.Linear) or type(call.module).__name__ == "Conv1D"
+
+
+def _is_experts(call: Call) -> bool:
     """Whether a module keeps the experts of a layer as 3-D parameters."""
-    down = getattr(module, "down_proj", None)
+    down = getattr(call.module, "down_proj", None)
     return isinstance(down, Tensor) and down.ndim == 3
 
 
-def _is_leaf(call: Call) -> bool:
-    """Whether a call is that of a function of single values, such as an activation."""
-    same = call.left is not None and call.entered is not None and call.left.shape == call.entered.shape
-    return same and next(call.module.children(), None) is None and not isinstance(call.module, nn.Dropout | nn.Identity)
-
-
-def _writes(call: Call, width: int) -> bool:
-    return call.left is not None and call.left.shape[-1] == width
+def _is_activation(call: Call) -> bool:
+    """Whether a call is that of a function of single values."""
+    if call.state_in is None or call.state_out is None or call.state_in.shape != call.state_out.shape:
+        return False
+    is_leaf = not _has_parameters(call) and next(call.module.children(), None) is None
+    return is_leaf and not isinstance(call.module, nn.Dropout | nn.Identity)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
