@@ -245,6 +245,9 @@ class Anatomy:
             "output_projection": self.family.output_projection,
             "down_projection": self.family.down_projection,
             "experts": self.family.experts,
+            "known_from": "the table of families"
+            if self.family in FAMILIES
+            else self.family.notes or "sinkscope_anatomy",
         }
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ class ModelsOptions:
 
 
 def models_command(asked: ModelsOptions) -> None:
-    """List the supported families, or show a model's modules.
+    """List the families in the table, or show where a model keeps its modules.
 
     Example: sinkscope models gpt2
     """
@@ -45,9 +45,10 @@ def show_families(rows: list[dict]) -> None:
     from sinkscope.pages.terminal import Terminal
 
     columns = ("family", "blocks", "output projection", "feed-forward", "notes")
-    Terminal().table(
-        "families", columns, [tuple(str(value) for value in row.values()) for row in rows], limit=len(rows)
-    )
+    out = Terminal()
+    out.table("families", columns, [tuple(str(value) for value in row.values()) for row in rows], limit=len(rows))
+    if len(rows) > 1:
+        out.say("The parts of any other causal model of transformers are found by a short pass: sinkscope models MODEL")
 
 
 def show_anatomy(name: str, parts: dict) -> None:

@@ -80,7 +80,7 @@ def find_family(model: Any) -> Family:
         except NotFoundError as error:
             name = getattr(model.config.get_text_config(), "model_type", type(model).__name__)
             raise InputError(
-                f"sinkscope cannot read models of type '{name}': {error}. Describe the model with the attribute "
+                f"Models of type '{name}' cannot be read: {error}. Describe the model with the attribute "
                 "`sinkscope_anatomy`, as examples/own_gpt.py does."
             ) from error
     return _found[model]
