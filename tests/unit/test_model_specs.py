@@ -74,7 +74,7 @@ def test_a_checkpoint_that_left_its_run_is_refused_in_plain_words(run, tmp_path)
     with pytest.raises(InputError) as refused:
         load(alone)
     assert str(refused.value).startswith(f"{alone} is not inside the folder of its training run")
-    assert str(refused.value).endswith("copy the whole folder of the run and name COPY/checkpoints/step-00000004.")
+    assert str(refused.value).endswith("copy its whole folder and give COPY/checkpoints/step-00000004.")
     # Control: what it says to do is taken.
     shutil.copytree(run, tmp_path / "COPY")
     expected = load(run / "checkpoints" / "step-00000004").weight_hash
@@ -144,7 +144,7 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match=r"`seed` must be from 0 to 2\^63 - 1, not -1"):
         draw(find_configuration("tiny"), -1)
-    for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "loaded as it was saved")):
+    for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "not loaded from a model folder")):
         with pytest.raises(InputError, match=refused):
             load(f"init:{run}", **options)
 

@@ -1,9 +1,9 @@
 """When each link of the sink chain appears in training. The rules were fixed before any run was looked at.
 
 A link appears at the first probe at which its observable, in the layer where it is largest, reaches its threshold and
-stays there at every later probe of the run. Probes are some steps apart, so it truly appears between the probe
-before and that one. What has not passed at the last probe has not appeared; what passes at step 0 was there before
-training.
+from which it stays there until the last probe. Probes are some steps apart, so the true step lies between the probe
+before and this one. A link below its threshold at the last probe has not appeared. One that is above it from step 0 on
+was there before training.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Probe = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Link:
-    """One link: `values` gives its observable by layer, or one number for the whole model; None if not measured."""
+    """One link of the chain, and the rule by which it appears."""
 
     name: str
     observable: str
     threshold: float
     values: Callable[[Probe], Sequence[float | None] | None]
+    """The observable by layer, or one number for the whole model; None if the probe did not measure it."""
 
 
 def _by_layer(quantity: str) -> Callable[[Probe], Sequence[float | None] | None]:
@@ -40,8 +41,8 @@ def _over_elsewhere(probe: Probe) -> Sequence[float | None] | None:
     return [None if a is None or not b else a / b for a, b in zip(here, elsewhere, strict=True)]
 
 
-# The thresholds are those of the study's claims. Its claim of a collapse also asks for 0.2 above other positions, which
-# a probe does not measure.
+# The thresholds are those of the study's claims. Its claim of directional collapse also asks for a cosine that is 0.2
+# above other positions', which a probe does not measure.
 LINKS = (
     Link(
         "variance discrepancy",
@@ -91,11 +92,11 @@ class Appearance:
     step: int | None
     tokens: int | None
     step_before: int | None
-    """The last probe at which it had not passed; None where it was there from the start."""
+    """The last probe below the threshold; None if the first one was above it already."""
     layer: int | None
-    """The layer that was largest at that step; None for a number of the whole model."""
+    """The layer with the largest value at `step`; None for a number of the whole model."""
     largest: float | None
-    """The largest value in the run, passed or not."""
+    """The largest value in the whole run, above the threshold or not."""
 
 
 def appearances(probes: Iterable[Probe]) -> list[Appearance]:
@@ -103,22 +104,32 @@ def appearances(probes: Iterable[Probe]) -> list[Appearance]:
     probes = sorted(probes, key=lambda probe: probe["step"])
     result = []
     for link in LINKS:
-        read = [(probe, values) for probe in probes if (values := link.values(probe)) is not None]
-        if read:
-            result.append(_appearance(link, read))
+        measured = []
+        for probe in probes:
+            values = link.values(probe)
+            if values is not None:
+                measured.append((probe, values))
+        if measured:
+            result.append(_appearance(link, measured))
     return result
 
 
-def _appearance(link: Link, read: list[tuple[Probe, Sequence[float | None]]]) -> Appearance:
-    tops = [max((value for value in values if value is not None), default=None) for _, values in read]
-    passed = [top is not None and top >= link.threshold for top in tops]
-    first = len(passed)
-    while first and passed[first - 1]:
+def _appearance(link: Link, measured: list[tuple[Probe, Sequence[float | None]]]) -> Appearance:
+    """When one link appeared, from (probe, values by layer) in the order of steps."""
+    tops = [_largest(values) for _, values in measured]
+    is_above = [top is not None and top >= link.threshold for top in tops]
+    # Back from the last probe, as long as the link is above its threshold.
+    first = len(is_above)
+    while first and is_above[first - 1]:
         first -= 1
-    largest = max((top for top in tops if top is not None), default=None)
-    before = read[first - 1][0]["step"] if first else None
-    if first == len(passed):
-        return Appearance(link, None, None, before, None, largest)
-    probe, values = read[first]
+    largest = _largest(tops)
+    step_before = measured[first - 1][0]["step"] if first else None
+    if first == len(is_above):
+        return Appearance(link, None, None, step_before, None, largest)
+    probe, values = measured[first]
     layer = list(values).index(tops[first]) if len(values) > 1 else None
-    return Appearance(link, probe["step"], probe["tokens"], before, layer, largest)
+    return Appearance(link, probe["step"], probe["tokens"], step_before, layer, largest)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

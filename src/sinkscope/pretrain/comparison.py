@@ -1,9 +1,10 @@
-"""Training runs over variants and seeds, side by side as tables.
+"""`compare_training`: training runs over variants and seeds, side by side as tables.
 
-Runs that differ in nothing but their seed are replicas of one variant. The baseline is softmax, or the first run's
-variant if there is none. Validation losses are not smoothed; between two evaluations they are interpolated linearly in
-tokens. A run reaches a loss where this line first falls to it. The same rule holds for the baseline, whose ratio to
-itself is 1. Each run is compared with the baseline's run with the same seed, and the mean of the ratios is geometric.
+Runs that differ only in their seed are replicas of one variant. The baseline is softmax or, without it, the variant of
+the first run. The main question is how many tokens a variant needs to reach the baseline's final validation loss.
+Losses are not smoothed; between two evaluations they are interpolated linearly in tokens, and a run reaches a loss
+where this line first falls to it. The baseline follows the same rule, so its ratio to itself is 1. Each run is compared
+with the baseline's run of the same seed; the mean of these ratios is geometric.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ PROBED = ("sink_rate", "dom_ratio", "effective_rank")
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a run went until its validation loss was down to a target; `bound` is > if it never was, and < if its
-    first evaluation was below already."""
+    """How far a run had to train to bring its validation loss down to a target.
+
+    `bound` is ">" if it never did: more would be needed. It is "<" if the first evaluation was already below.
+    """
 
     tokens: float
     seconds: float
@@ -57,7 +60,7 @@ class Reach:
 
 @dataclass(frozen=True, repr=False)
 class TrainingComparison(Result):
-    """What `compare_training` found, variant by variant and run by run."""
+    """The result of `compare_training`: tables by variant and by run."""
 
     kind = "training"
     schemas = COMPARISON_TABLES
@@ -82,7 +85,7 @@ class TrainingComparison(Result):
         return self._page.figures(self)
 
     def report(self, out: Path | str, *, overwrite: bool = False) -> Path:
-        """Writes the page: of one run alone, or of several, with their tables in a folder beside it."""
+        """Writes the page of one run, or the page of several runs with their tables in a folder beside it."""
         path = user_path(out)
         check_page(path, overwrite)
         if len(self.runs) == 1:
@@ -92,7 +95,7 @@ class TrainingComparison(Result):
         return path
 
     def section(self, tables: Path) -> tuple[Markup, list[Figure]]:
-        """The HTML of these runs on a page beside the folder `tables`, and the figures that the page must draw."""
+        """(HTML, figures) of these runs, for a page beside the folder `tables` that shows other runs too."""
         return self._page.section(self, tables)
 
     @property
@@ -105,7 +108,7 @@ class TrainingComparison(Result):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The short tables as rows."""
+        """summary.json: the story, the notes, and the short tables as rows."""
         short = {schema.name: self.rows(schema.name) for schema in (VARIANTS, TRAINING_RUNS, BIRTHS)}
         return {"story": self.story, "baseline": self.baseline, "notes": self.notes, **short}
 
@@ -117,41 +120,49 @@ def compare_training(runs: Path | str | Sequence[Path | str]) -> TrainingCompari
 
     A run is a folder, or a model that comes with the package. One run alone has the same tables.
     """
-    named = [runs] if isinstance(runs, str | Path) else runs
-    if not named:
+    names = [runs] if isinstance(runs, str | Path) else runs
+    if not names:
         raise InputError("No training run was given. Give the folder of one, or of several.")
-    finished = [read_finished_run(run_path(str(run))) for run in named]
+    finished = [read_finished_run(run_path(str(run))) for run in names]
     check_comparable(finished)
     groups = replicas(finished)
     baseline = next(iter(groups))
     run_rows = _run_rows(groups, one_machine=num_machines(finished) == 1)
-    labelled = [(label, run) for label, group in groups.items() for run in group]
-    observables = [row for label, run in labelled for row in _observable_rows(label, run)]
+    losses: list[Row] = []
+    observables: list[Row] = []
+    link_rows: list[Row] = []
+    ordered_runs: list[FinishedRun] = []
+    for label, group in groups.items():
+        for run in group:
+            losses += [row | _keys(label, run) for row in run.evaluations]
+            observables += _observable_rows(label, run)
+            link_rows += _appearance_rows(label, run)
+            ordered_runs.append(run)
     rows = {
         TRAINING_RUNS: run_rows,
-        LOSSES: [row | _keys(label, run) for label, run in labelled for row in run.evaluations],
+        LOSSES: losses,
         OBSERVABLES: observables,
-        BIRTHS: [row for label, run in labelled for row in _appearance_rows(label, run)],
+        BIRTHS: link_rows,
         VARIANTS: _variant_rows(list(groups), run_rows, observables),
     }
     tables = {schema.name: schema.from_rows(schema_rows) for schema, schema_rows in rows.items()}
-    return TrainingComparison(
-        baseline, tuple(groups), tuple(run for _, run in labelled), tables, tuple(unequal_conditions(groups))
-    )
+    return TrainingComparison(baseline, tuple(groups), tuple(ordered_runs), tables, tuple(unequal_conditions(groups)))
 
 
 def reach(evaluations: Sequence[Row], target: float) -> Reach:
     """Where the validation loss first falls to the target, on straight lines in tokens between evaluations."""
-    before = None
+    previous = None
     for row in evaluations:
         if row["validation_loss"] <= target:
-            if before is None:
+            if previous is None:
                 bound = "<" if row["validation_loss"] < target else ""
                 return Reach(row["tokens"], row["elapsed_s"], bound)
-            share = (before["validation_loss"] - target) / (before["validation_loss"] - row["validation_loss"])
-            tokens, seconds = (before[k] + share * (row[k] - before[k]) for k in ("tokens", "elapsed_s"))
+            # The share of the way between the two evaluations.
+            share = (previous["validation_loss"] - target) / (previous["validation_loss"] - row["validation_loss"])
+            tokens = previous["tokens"] + share * (row["tokens"] - previous["tokens"])
+            seconds = previous["elapsed_s"] + share * (row["elapsed_s"] - previous["elapsed_s"])
             return Reach(tokens, seconds, "")
-        before = row
+        previous = row
     return Reach(evaluations[-1]["tokens"], evaluations[-1]["elapsed_s"], ">")
 
 
@@ -160,16 +171,19 @@ def _keys(label: str, run: FinishedRun) -> Row:
 
 
 def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
+    """Rows of the table training_runs: how soon each run reaches the baseline's final loss."""
     baseline = next(iter(groups.values()))
-    alone = len(baseline) == len(groups) == 1
-    references = {run.seed: (run.validation_loss, _own_reach(run, alone=alone)) for run in baseline}
+    is_alone = len(baseline) == len(groups) == 1
+    # By seed: the final loss of the baseline's run, and where this run itself first reached it.
+    references = {run.seed: (run.validation_loss, _reach_of_baseline(run, is_alone=is_alone)) for run in baseline}
     losses, reaches = zip(*references.values(), strict=True)
-    mean = Reach(fmean(found.tokens for found in reaches), fmean(found.seconds for found in reaches), "")
+    mean_reach = Reach(fmean(one.tokens for one in reaches), fmean(one.seconds for one in reaches), "")
     rows = []
     for label, group in groups.items():
         for run in group:
-            target, reference = references.get(run.seed, (fmean(losses), mean))
-            found = reach(run.evaluations, target)
+            # A seed that the baseline lacks is compared with the baseline's mean.
+            target, reference = references.get(run.seed, (fmean(losses), mean_reach))
+            reached = reach(run.evaluations, target)
             rows.append(
                 _keys(label, run)
                 | {
@@ -180,34 +194,38 @@ def _run_rows(groups: Groups, *, one_machine: bool) -> list[Row]:
                     "validation_loss": run.validation_loss,
                     "target_loss": target,
                     "is_paired": run.seed in references,
-                    "tokens_to_target": found.tokens,
-                    "seconds_to_target": found.seconds,
-                    "bound": found.bound,
-                    "tokens_ratio": found.tokens / reference.tokens,
-                    "seconds_ratio": found.seconds / reference.seconds if one_machine else None,
+                    "tokens_to_target": reached.tokens,
+                    "seconds_to_target": reached.seconds,
+                    "bound": reached.bound,
+                    "tokens_ratio": reached.tokens / reference.tokens,
+                    "seconds_ratio": reached.seconds / reference.seconds if one_machine else None,
                 }
             )
     return rows
 
 
-def _own_reach(run: FinishedRun, *, alone: bool) -> Reach:
-    """Where a run of the baseline first reached its final loss; refuses one whose loss did not fall."""
-    found = reach(run.evaluations, run.validation_loss)
-    if found.bound and not alone:
+def _reach_of_baseline(run: FinishedRun, *, is_alone: bool) -> Reach:
+    """Where a run of the baseline first reached its own final loss.
+
+    Refuses a run whose loss did not fall, unless it is the only run: no other could be compared with it.
+    """
+    reached = reach(run.evaluations, run.validation_loss)
+    if reached.bound and not is_alone:
         first = run.evaluations[0]
         raise InputError(
             f"The validation loss of the baseline {run.path} does not fall: "
             f"{first['validation_loss']:.4f} at step {first['step']} and {run.validation_loss:.4f} at the end. "
             "Train it longer or with a lower learning rate, or put another run first."
         )
-    return found
+    return reached
 
 
 def _observable_rows(label: str, run: FinishedRun) -> list[Row]:
+    """Each quantity of each probe, as its mean and its largest value over layers."""
     rows = []
     for probe in run.probes:
         for quantity, values in probe["layers"].items():
-            measured = [value for value in values if value is not None]
+            measured = [value for value in values if value is not None]  # None: not finite in that layer
             rows.append(
                 _keys(label, run)
                 | {name: probe[name] for name in ("batch", "step", "tokens")}
@@ -221,6 +239,7 @@ def _observable_rows(label: str, run: FinishedRun) -> list[Row]:
 
 
 def _appearance_rows(label: str, run: FinishedRun) -> list[Row]:
+    """Rows of the table births: when each link appeared in a run, on each batch."""
     rows = []
     for batch in dict.fromkeys(probe["batch"] for probe in run.probes):
         for appearance in appearances(probe for probe in run.probes if probe["batch"] == batch):
@@ -233,13 +252,14 @@ def _appearance_rows(label: str, run: FinishedRun) -> list[Row]:
 
 
 def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) -> list[Row]:
-    """Means and intervals over seeds, and over paired differences to the baseline."""
+    """Rows of the table variants: means and intervals over seeds, and over paired differences to the baseline."""
+    # By quantity and (variant, seed): the value at the end of training.
     ends: dict[str, dict[tuple[str, int], float]] = {
         name: {(row["variant"], row["seed"]): row[name] for row in runs}
         for name in ("validation_loss", "tokens_per_second")
     }
     for name in PROBED:
-        # Rows come by step: the last one stays.
+        # Rows come in the order of steps, so that of the last probe replaces the others.
         ends[name] = {
             (row["variant"], row["seed"]): row["mean"]
             for row in observables
@@ -256,7 +276,7 @@ def _variant_rows(labels: list[str], runs: list[Row], observables: list[Row]) ->
             if by_seed:
                 row = _end_row(label, name, list(by_seed.values()), differences)
                 if name == "tokens_per_second" and row["low"] is not None:
-                    # A speed is above 0, and so is its interval.
+                    # A speed is above 0, so its interval must be too.
                     row["low"], row["high"] = _interval_above_zero(by_seed.values())
                 rows.append(row)
     return rows
@@ -266,7 +286,7 @@ def _ratio_row(label: str, quantity: str, runs: list[Row]) -> Row:
     paired = [row for row in runs if row["is_paired"]]
     used = paired or runs
     bounds = {row["bound"] for row in used} - {""}
-    # A mean over bounds on one side is a bound on that side; over both it says nothing.
+    # If some ratios are lower bounds (or some upper bounds), so is their mean. With both kinds it bounds nothing.
     mean = math.exp(fmean(math.log(row[quantity]) for row in used)) if len(bounds) < 2 else None
     low, high = (None, None)
     if not bounds and len(paired) > 1:
@@ -292,7 +312,7 @@ def _interval(values: list[float]) -> tuple[float | None, float | None]:
 
 
 def _interval_above_zero(values: Iterable[float]) -> tuple[float, float]:
-    """Of numbers that cannot be negative, by their logarithms."""
+    """The interval of positive numbers, from their logarithms, so that it stays above 0."""
     low, high = mean_interval([math.log(value) for value in values])
     return math.exp(low), math.exp(high)
 
@@ -309,13 +329,13 @@ AT_THE_END = {"sink_rate": "sink rate", "dom_ratio": "DomRatio", "effective_rank
 
 
 def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) -> str:
-    """The sentences, from the tables `variants` and `training_runs`."""
+    """The answer in one or two sentences, from the tables alone, so that a saved comparison has it too."""
 
     def of(variant: str, quantity: str) -> Row | None:
         return next(iter(rows_where(tables["variants"], variant=variant, quantity=quantity)), None)
 
     loss = of(baseline, "validation_loss")
-    assert loss is not None
+    assert loss is not None  # every run has one
     final = f"{baseline}'s final validation loss of {loss['mean']:.4f}"
     ratios = [row for row in rows_where(tables["variants"], quantity="tokens_ratio") if row["variant"] != baseline]
     num_runs = len(tables["training_runs"]["run"])
@@ -334,21 +354,25 @@ def comparison_story(tables: Mapping[str, Mapping[str, list]], baseline: str) ->
     seconds = of(best["variant"], "seconds_ratio")
     if seconds is not None and seconds["mean"] is not None:
         text += f", and with {_percent(seconds)} of its seconds{_seeds(seconds)}"
-    found = [
-        f"{name} {_mean(own)} against {_mean(base)}"
-        for quantity, name in AT_THE_END.items()
-        if (own := of(best["variant"], quantity)) is not None and (base := of(baseline, quantity)) is not None
-    ]
-    return f"{text}. At the end, on held-out text: {', '.join(found)}." if found else f"{text}."
+    ends = []
+    for quantity, name in AT_THE_END.items():
+        of_best, of_baseline = of(best["variant"], quantity), of(baseline, quantity)
+        if of_best is not None and of_baseline is not None:
+            ends.append(f"{name} {_mean(of_best)} against {_mean(of_baseline)}")
+    return f"{text}. At the end, on held-out text: {', '.join(ends)}." if ends else f"{text}."
 
 
 def _of_one_run(tables: Mapping[str, Mapping[str, list]], of: Callable[[str, str], Row | None]) -> str:
-    """What a run reached, how its sink ended, and which links appeared on held-out text."""
+    """The final loss of one run, how its sink ended, and which links appeared on held-out text."""
     (run,) = rows_where(tables["training_runs"])
     text = f"{run['variant']}, seed {run['seed']}: validation loss {run['validation_loss']:.4f} after "
     text += f"{run['tokens']:,} tokens"
-    found = [f"{name} {_mean(row)}" for key, name in AT_THE_END.items() if (row := of(run["variant"], key)) is not None]
-    text += f"; {', '.join(found)}." if found else "."
+    ends = []
+    for quantity, name in AT_THE_END.items():
+        row = of(run["variant"], quantity)
+        if row is not None:
+            ends.append(f"{name} {_mean(row)}")
+    text += f"; {', '.join(ends)}." if ends else "."
     links = rows_where(tables["births"], batch="text")
     appeared = sorted((row for row in links if row["tokens"] is not None), key=lambda row: row["tokens"])
     if appeared:

@@ -1,5 +1,4 @@
-"""The figures of a comparison of training runs: one series for each variant, with a band from its lowest to its highest
-seed."""
+"""The figures of one training run or of several: a line for each variant, with a band from lowest to highest seed."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from sinkscope.pretrain.comparison import TrainingComparison
 
 Row = dict[str, Any]
 SETTLED = 0.25
-"""The scale of a loss begins at this share of training: the first fall would flatten the rest."""
+"""The axis of a loss fits what comes after this share of training: the steep beginning would flatten the rest."""
 PROBED = {
     "sink_rate": (
         "Sink rate",
         "Share of heads and sequences that count the probed key as their sink, held-out text.",
     ),
-    "dom_ratio": ("Dimension disparity", "DomRatio at that key, mean over layers, held-out text."),
+    "dom_ratio": ("Dimension disparity", "DomRatio at the probed key, mean over layers, held-out text."),
     "effective_rank": ("Effective rank", "Of the residuals, mean over layers, held-out text."),
 }
 BATCHES = {"random": "random tokens", "text": "held-out text"}
@@ -44,7 +43,9 @@ SPREAD = 0.7
 
 def training_figures(comparison: TrainingComparison) -> list[Figure]:
     """Ratios, losses and observables, in this order; what was not measured has no figure."""
-    figures = [_ratios(comparison), _advantage(comparison)] if len(comparison.variants) > 1 else []
+    figures = []
+    if len(comparison.variants) > 1:
+        figures += [_ratios(comparison), _advantage(comparison)]
     figures += [_losses(comparison, "tokens", "training tokens"), _losses(comparison, "elapsed_s", "seconds")]
     return figures + [_observable(comparison, name) for name in PROBED if _probed(comparison, name)]
 
@@ -83,7 +84,7 @@ def _ratios(comparison: TrainingComparison) -> Figure:
                 look,
                 low=low,
                 high=high,
-                # A bound is drawn as an arrowhead that points to where the ratio may lie.
+                # A bound is an arrowhead that points to where the true ratio lies.
                 marker={
                     "symbol": [{">": "triangle-right", "<": "triangle-left"}.get(row["bound"], symbol) for row in rows],
                     "size": 10,
@@ -96,7 +97,7 @@ def _ratios(comparison: TrainingComparison) -> Figure:
         "ratios",
         f"Tokens and seconds to {comparison.baseline}'s final loss",
         "Divided by the baseline's; left of 1 is sooner. Bars: 95 % interval over seeds. "
-        "Arrowhead: never reached, so the ratio lies further in that direction.",
+        "Arrowhead: only a bound is known, and the ratio lies further in that direction.",
         ("variants",),
         traces,
         {
@@ -118,13 +119,12 @@ def ratio_text(row: Row) -> str:
 def _losses(comparison: TrainingComparison, x_name: str, x_title: str) -> Figure:
     rows = comparison.rows("losses")
     end = max(row["tokens"] for row in rows if row["variant"] == comparison.baseline)
-    settled = [row["validation_loss"] for row in rows if row["tokens"] >= SETTLED * end] or [
-        rows[-1]["validation_loss"]
-    ]
+    settled = [row["validation_loss"] for row in rows if row["tokens"] >= SETTLED * end]
+    settled = settled or [rows[-1]["validation_loss"]]
     room = 0.06 * (max(settled) - min(settled)) or 0.1
     ends = [row["validation_loss"] for row in comparison.rows("training_runs", variant=comparison.baseline)]
     finish, label = level(fmean(ends), plotted(f"{comparison.baseline}'s final loss"))
-    label |= {"x": 0, "xanchor": "left"}  # the default place would cover the ends of the curves
+    label |= {"x": 0, "xanchor": "left"}  # on the right it would cover the ends of the curves
     return _curves(
         f"loss-{x_name.replace('_', '-')}",
         f"Validation loss against {x_title}",
@@ -146,11 +146,12 @@ def _advantage(comparison: TrainingComparison) -> Figure:
     seeds = {seed for seed, _ in of_seed}
     differences = []
     for row in rows:
-        known = of_seed.get((row["seed"], row["step"])) if row["seed"] in seeds else of_all.get(row["step"])
-        if known is not None:
-            differences.append(row | {"difference": row["validation_loss"] - known})
-    own_end = max(row["tokens"] for row in base)
-    settled = [row["difference"] for row in differences if row["tokens"] >= SETTLED * own_end] or [0.0]
+        is_paired = row["seed"] in seeds
+        reference = of_seed.get((row["seed"], row["step"])) if is_paired else of_all.get(row["step"])
+        if reference is not None:
+            differences.append(row | {"difference": row["validation_loss"] - reference})
+    end = max(row["tokens"] for row in base)
+    settled = [row["difference"] for row in differences if row["tokens"] >= SETTLED * end] or [0.0]
     low, high = min(0.0, *settled), max(0.0, *settled)
     room = 0.06 * (high - low) or 0.1
     return _curves(
@@ -165,6 +166,7 @@ def _advantage(comparison: TrainingComparison) -> Figure:
 
 
 def _probed(comparison: TrainingComparison, quantity: str) -> list[Row]:
+    """The rows of a quantity on held-out text, where it has a value."""
     rows = comparison.rows("observables", quantity=quantity, batch="text")
     return [row for row in rows if row["mean"] is not None]
 
@@ -188,11 +190,11 @@ def _series(
     """(look, variant, curve) of each variant: mean, lowest and highest at the steps that all of its seeds have."""
     series = []
     for look, variant in enumerate(comparison.variants):
-        own = [row for row in rows if row["variant"] == variant]
-        num_seeds = len({row["seed"] for row in own})
+        of_variant = [row for row in rows if row["variant"] == variant]
+        num_seeds = len({row["seed"] for row in of_variant})
         curve = []
-        for step in sorted({row["step"] for row in own}):
-            at_step = [row for row in own if row["step"] == step]
+        for step in sorted({row["step"] for row in of_variant}):
+            at_step = [row for row in of_variant if row["step"] == step]
             if len(at_step) == num_seeds:
                 values = [row[y_name] for row in at_step]
                 x = fmean(row[x_name] for row in at_step)
@@ -220,7 +222,7 @@ def _curves(
         table += [(variant, *point) for point in zip(x, y, low, high, strict=True)]
     columns = ("variant", x_title, "mean", "lowest seed", "highest seed")
     layout = {"xaxis": axis(x_title, **COUNTS), **layout}
-    # The names of many series take lines above the figure.
+    # The legend of many variants takes several lines above the curves.
     height = 300 + 8 * max(0, len(series) - 3)
     return Figure(id, title, caption, sources, traces, layout, columns, table, height)
 

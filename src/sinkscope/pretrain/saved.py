@@ -1,4 +1,4 @@
-"""Training runs and comparisons of them, from the folders that hold them."""
+"""Reads training results from folders: runs, which are compared anew, or the saved tables of a comparison."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from sinkscope.results.validated import LARGEST_FLOAT, read_json, refused
 
 
 def load(folders: Sequence[Path]) -> TrainingComparison:
-    """Training runs side by side, or the one comparison that a folder holds."""
+    """The comparison of the training runs in these folders, or the one that a folder of tables holds."""
     if len(folders) == 1 and not is_training_run(folders[0]):
         return _saved(folders[0])
     return compare_training(folders)
 
 
 def _saved(path: Path) -> TrainingComparison:
-    """A comparison of training runs, as it was saved beside its page; the runs themselves are not read."""
+    """A comparison from its tables, as they were saved beside its page; the runs themselves are not read.
+
+    The files may have been edited, so what the page relies on is checked here.
+    """
     summary = read_json(path / "summary.json", KINDS[0].summary)
     tables = {schema.name: read_table(path / schema.name, schema) for schema in COMPARISON_TABLES}
     for schema in COMPARISON_TABLES:
@@ -38,13 +41,13 @@ def _saved(path: Path) -> TrainingComparison:
     for name in ("training_runs", "losses", "observables", "births"):
         check_known(path / f"{name}.parquet", "variant", tables[name], labels)
     columns = (variants[name] for name in ("variant", "quantity", "mean", "low", "high"))
-    ends = set()
+    with_loss = set()
     for label, quantity, mean, low, high in zip(*columns, strict=True):
         if (low is None) != (high is None) or (mean is None and quantity not in RATIOS):
             raise refused(path / "variants.parquet", f"it has no mean, or half an interval, of {quantity}")
         if quantity == "validation_loss":
-            ends.add(label)
-    if missing := set(labels) - ends:
+            with_loss.add(label)
+    if missing := set(labels) - with_loss:
         raise refused(path / "variants.parquet", f"it has no validation loss of {min(missing)}")
     return TrainingComparison(summary["baseline"], labels, (), tables, tuple(summary["notes"]))
 

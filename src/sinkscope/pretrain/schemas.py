@@ -8,7 +8,7 @@ from sinkscope.results.validated import NAME, Text
 
 RATIOS = ("tokens_ratio", "seconds_ratio")
 _RUN = (
-    Column("variant", "str", "attention variant, with the settings in which it differs from the baseline"),
+    Column("variant", "str", "attention variant, and the settings in which the run differs from the baseline"),
     Column("seed", "int", "seed of the weights and of the order of the data"),
 )
 TRAINING_RUNS = Schema(
@@ -19,16 +19,25 @@ TRAINING_RUNS = Schema(
         Column("tokens", "int", "training tokens seen"),
         Column("elapsed_s", "float", "seconds of the whole run"),
         Column("tokens_per_second", "float", "median over updates"),
-        Column("validation_loss", "float", "at the last evaluation"),
-        Column("target_loss", "float", "the baseline's last validation loss: of the same seed, else its mean"),
+        Column("validation_loss", "float", "loss on held-out text at the last evaluation"),
+        Column(
+            "target_loss",
+            "float",
+            "the baseline's final validation loss with the same seed, or its mean if it lacks the seed",
+        ),
         Column("is_paired", "bool", "whether the baseline has a run of the same seed"),
         Column("tokens_to_target", "float", "tokens at which the validation loss first reached the target"),
-        Column("seconds_to_target", "float", "seconds until then, everything included"),
+        Column("seconds_to_target", "float", "seconds until then, with evaluation, probes and compilation"),
+        Column("bound", "str", "> if the target was never reached, < if the first evaluation was below it, else empty"),
         Column(
-            "bound", "str", "empty; > where the target was never reached, < where the first evaluation was below it"
+            "tokens_ratio", "float", "tokens to the target, divided by the baseline's; only a bound if `bound` is set"
         ),
-        Column("tokens_ratio", "float", "tokens to the target over the baseline's; a bound where `bound` says so"),
-        Column("seconds_ratio", "float", "the same in seconds; empty where machines differ", nullable=True),
+        Column(
+            "seconds_ratio",
+            "float",
+            "the same in seconds; empty if the runs were made on different machines",
+            nullable=True,
+        ),
     ),
     is_listed=True,
 )
@@ -38,7 +47,7 @@ LOSSES = Schema(
         *_RUN,
         Column("step", "int", "updates done"),
         Column("tokens", "int", "training tokens seen"),
-        Column("elapsed_s", "float", "seconds since the run began, everything included"),
+        Column("elapsed_s", "float", "seconds since the run began, with evaluation, probes and compilation"),
         Column("validation_loss", "float", "mean loss on held-out text"),
     ),
 )
@@ -46,7 +55,7 @@ OBSERVABLES = Schema(
     "observables",
     (
         *_RUN,
-        Column("batch", "str", "what was read: random tokens or held-out text"),
+        Column("batch", "str", "what was probed: random tokens or held-out text"),
         Column("step", "int", "updates done"),
         Column("tokens", "int", "training tokens seen"),
         Column("quantity", "str", "name of the observable"),
@@ -58,9 +67,9 @@ BIRTHS = Schema(
     "births",
     (
         *_RUN,
-        Column("batch", "str", "what was read: random tokens or held-out text"),
+        Column("batch", "str", "what was probed: random tokens or held-out text"),
         Column("link", "str", "link of the chain"),
-        Column("threshold", "float", "what its observable must reach, and keep"),
+        Column("threshold", "float", "value that its observable must reach and keep"),
         Column(
             "step",
             "int",
@@ -85,22 +94,22 @@ VARIANTS = Schema(
     "variants",
     (
         _RUN[0],
-        Column("quantity", "str", "what was measured; ratios are to the baseline, all else at the end of training"),
-        Column("num_seeds", "int", "runs in the mean; for ratios, those paired with the baseline by seed"),
-        Column("mean", "float", "mean over seeds; of ratios the geometric one", nullable=True),
-        Column("low", "float", "low end of the 95 % interval over seeds; empty with one seed", nullable=True),
-        Column("high", "float", "high end", nullable=True),
+        Column("quantity", "str", "quantity: ratios to the baseline, all others at the end of training"),
+        Column("num_seeds", "int", "seeds in the mean; for ratios, only those that the baseline has too"),
+        Column("mean", "float", "mean over seeds, geometric for ratios", nullable=True),
+        Column("low", "float", "lower end of the 95 % interval over seeds; empty with one seed", nullable=True),
+        Column("high", "float", "upper end of that interval", nullable=True),
         Column(
             "bound",
             "str",
-            "> or < where a seed's ratio is only a bound, so that the mean is one too",
+            "> or < if the ratio of a seed is only a bound, and so the mean too",
             choices=("", "<", ">"),
         ),
-        Column("num_reached", "int", "seeds that reached the baseline's loss; empty but for ratios", nullable=True),
+        Column("num_reached", "int", "seeds that reached the baseline's loss; for ratios only", nullable=True),
         Column("difference", "float", "mean difference to the baseline's run of the same seed", nullable=True),
-        Column("difference_low", "float", "low end of its 95 % interval", nullable=True),
-        Column("difference_high", "float", "high end", nullable=True),
-        Column("num_pairs", "int", "seeds that both have"),
+        Column("difference_low", "float", "lower end of its 95 % interval", nullable=True),
+        Column("difference_high", "float", "upper end of that interval", nullable=True),
+        Column("num_pairs", "int", "seeds that the variant and the baseline both have"),
     ),
     is_listed=True,
 )
