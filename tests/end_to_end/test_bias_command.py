@@ -135,7 +135,7 @@ def test_a_training_run_is_followed_from_its_own_beginning(sinkscope, trained, t
     assert rows[-1]["mean_state_cosine"] < 0.999
     # Control: other seeds know nothing of it.
     assert all(abs(row["other_seeds"]) < 0.15 for row in rows)
-    assert "the rank correlation with the preference at the beginning" in run.answer
+    assert "the preference has a rank correlation of" in run.answer
 
 
 def test_checkpoints_can_be_named_one_by_one(sinkscope, trained, tmp_path):

@@ -12,10 +12,10 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.errors import InputError
-from sinkscope.initial_bias import reading as bias_reading
+from sinkscope.initial_bias import measurement as bias_measurement
 from sinkscope.initial_bias.contraction import curve_positions
-from sinkscope.initial_bias.controls import CONTROLS, controlled
-from sinkscope.initial_bias.reading import read_bias
+from sinkscope.initial_bias.controls import CONTROLS, under_control
+from sinkscope.initial_bias.measurement import measure_bias
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
 
@@ -51,10 +51,10 @@ def tokens(loaded, seed: int = 0, num_sequences: int = N):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_contraction_equals_a_plain_pass(name, monkeypatch):
-    monkeypatch.setattr(bias_reading, "CHUNK_TOKENS", 7 * T)  # chunks of 7, 7 and 4 sequences
+    monkeypatch.setattr(bias_measurement, "CHUNK_TOKENS", 7 * T)  # chunks of 7, 7 and 4 sequences
     family, loaded = models(name)
     batch = tokens(loaded)
-    found = read_bias(loaded, batch).contraction
+    found = measure_bias(loaded, batch).contraction
     sites, values = plain_pass(name, family, loaded.model, batch.ids)
     assert len(sites) == len(found.inter_SN)
     for site, states_NTE in enumerate(sites):
@@ -127,10 +127,10 @@ def test_a_control_does_what_it_says_and_leaves_no_trace(name, control):
     model, batch = loaded.model, tokens(loaded)
     before = logits(model, batch.ids)
     if (name, control) in REFUSED:
-        with pytest.raises(InputError, match=f"in {family}"), controlled(control, loaded, tokens(loaded, seed=1)):
+        with pytest.raises(InputError, match=f"In {family} "), under_control(control, loaded, tokens(loaded, seed=1)):
             pass
     else:
-        with controlled(control, loaded, tokens(loaded, seed=1)):
+        with under_control(control, loaded, tokens(loaded, seed=1)):
             changed = logits(model, batch.ids)
             CHECKS[control](name, family, loaded, batch, changed)
         assert (changed - before).abs().max() > 1e-6, "a control that changes nothing is none"
@@ -200,10 +200,10 @@ def redrawn_embeddings(name, family, loaded, batch, changed):
 def calibrated_variance(name, family, loaded, batch, changed):
     """On the sequences it was calibrated on, the variance of every position is that of the first."""
     calibration = tokens(loaded, seed=1)
-    variance = read_bias(loaded, calibration).contraction.value_variance
+    variance = measure_bias(loaded, calibration).contraction.value_variance
     assert variance / variance[:, :1] == pytest.approx(1, rel=1e-9)
     untouched = load(tiny_model(family, dtype=torch.float64, **VARIANTS[name][1]))
-    plain = read_bias(untouched, calibration).contraction.value_variance
+    plain = measure_bias(untouched, calibration).contraction.value_variance
     # Learned sinks take from position 0, so there its variance may be the smallest.
     assert abs(np.log(plain[0, 0] / plain[0, T // 2 :].mean())) > 0.25, "without calibration it is not flat"
 
@@ -227,7 +227,7 @@ def test_the_odd_part_of_gelu_is_half_the_identity():
             block.mlp.c_fc.bias.zero_()
             block.mlp.c_proj.bias.zero_()
     batch = tokens(loaded)
-    with controlled("odd_feed_forward", loaded, batch):
+    with under_control("odd_feed_forward", loaded, batch):
         odd = logits(model, batch.ids)
     for block in model.transformer.h:
         block.mlp.act = torch.nn.Identity()
@@ -250,4 +250,4 @@ def test_control_a_part_that_stays_silent_is_an_error():
     layer.self_attn.o_proj.forward, real = None, layer.self_attn.o_proj.forward
     layer.self_attn.o_proj.__class__ = type("Silent", (torch.nn.Linear,), {"__call__": lambda self, x: real(x)})
     with pytest.raises(RuntimeError, match="Check the entry llama"):
-        read_bias(loaded, tokens(loaded))
+        measure_bias(loaded, tokens(loaded))

@@ -144,7 +144,10 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         find_configuration(tmp_path / "empty")
     with pytest.raises(InputError, match=r"`seed` must be from 0 to 2\^63 - 1, not -1"):
         draw(find_configuration("tiny"), -1)
-    for options, refused in (({"revision": "main"}, "on the Hub"), ({"device_map": "auto"}, "not loaded from a model folder")):
+    for options, refused in (
+        ({"revision": "main"}, "on the Hub"),
+        ({"device_map": "auto"}, "not loaded from a model folder"),
+    ):
         with pytest.raises(InputError, match=refused):
             load(f"init:{run}", **options)
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from sinkscope.errors import InputError
 from sinkscope.initial_bias.bias import bias
-from sinkscope.initial_bias.reading import preference_correlation, read_bias, sample_interval
+from sinkscope.initial_bias.measurement import measure_bias, preference_correlation, sample_interval
 from sinkscope.measures.token_preference import uniform_entropy
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import load
@@ -73,18 +73,18 @@ def population() -> TokenBatch:
 
 def test_an_odd_activation_without_attention_has_no_bias():
     # Opposite tokens have opposite states, whose sum is zero: all pairs add up to -N / 2.
-    strong = read_bias(planted("tanh", feed_forward=0.1), population())
+    strong = measure_bias(planted("tanh", feed_forward=0.1), population())
     assert strong.contraction.inter_SN.mean(-1) == pytest.approx(-1 / (V - 1), abs=1e-5)
     # A weaker feed-forward leaves each token the nearest to its own state. (A strong one is a random map of V tokens to
     # V tokens, under which some have several that lead to them: a preference, but none of a direction.)
     loaded = planted("tanh", feed_forward=0.01)
-    exact = read_bias(loaded, population())
+    exact = measure_bias(loaded, population())
     assert exact.values["entropy"].mean() == pytest.approx(math.log(V), abs=1e-9), "each token predicts itself"
     # And on random sequences every number is one that chance gives: intervals at 95 % hold it that often.
     expected = {"inter_cosine": 0, "intra_cosine": 0, "entropy_deficit": 0, "probability_ratio": 1}
     held = dict.fromkeys(expected, 0)
     for seed in range(30):
-        sampled = read_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=128, seed=seed))
+        sampled = measure_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=128, seed=seed))
         for quantity, value in expected.items():
             low, high = sample_interval(sampled.values[quantity])
             held[quantity] += int(low <= value <= high)
@@ -93,8 +93,8 @@ def test_an_odd_activation_without_attention_has_no_bias():
 
 def test_control_an_asymmetric_activation_has_one():
     loaded = planted("relu", feed_forward=0.1)
-    assert read_bias(loaded, population()).values["inter_cosine"].mean() > 0.2
-    sampled = read_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=256))
+    assert measure_bias(loaded, population()).values["inter_cosine"].mean() > 0.2
+    sampled = measure_bias(loaded, token_batch(loaded, length=LENGTH, num_sequences=256))
     assert sample_interval(sampled.values["inter_cosine"])[0] > 0.1
     assert sample_interval(sampled.values["entropy_deficit"])[0] > 0.1
     assert sampled.contraction.split_half_S[-1] > 0.9
@@ -102,7 +102,7 @@ def test_control_an_asymmetric_activation_has_one():
 
 def test_a_rank_one_push_gives_the_numbers_worked_out_by_hand():
     c, a = 0.7, 1.3
-    found = read_bias(planted(push=c, head=a), population())
+    found = measure_bias(planted(push=c, head=a), population())
     # States e + c d, with e . d = 0 and the mean of e . e' over pairs -1 / (V - 1).
     inter = (c**2 - 1 / (V - 1)) / (1 + c**2)
     expected_S = [-1 / (V - 1)] * 4 + [inter]  # the push stands in the feed-forward of the last layer
@@ -169,7 +169,7 @@ def test_attention_that_averages_is_found_by_its_own_control():
 
 def test_agreement_is_a_preference_and_not_the_same_answer_to_the_same_sequence():
     models = planted("tanh"), planted("tanh", seed=5), planted("relu", feed_forward=0.1)
-    one, other, biased = (read_bias(model, token_batch(model, length=LENGTH, num_sequences=96)) for model in models)
+    one, other, biased = (measure_bias(model, token_batch(model, length=LENGTH, num_sequences=96)) for model in models)
     assert biased.ceiling.correlation > 0.8
     low, high = sample_interval(biased.ceiling.values)
     assert low < biased.ceiling.correlation < high
@@ -189,4 +189,4 @@ def test_weights_that_are_not_numbers_and_too_few_sequences_are_refused():
     with pytest.raises(InputError, match="NaN in"):
         bias(loaded.model)
     with pytest.raises(InputError, match="NaN or infinity in what leaves layer 0"):
-        read_bias(loaded, population())
+        measure_bias(loaded, population())

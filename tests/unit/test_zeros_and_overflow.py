@@ -16,7 +16,7 @@ from sinkscope.arguments import STUDY_SEQUENCES
 from sinkscope.cli_output import write_pictures
 from sinkscope.errors import InputError
 from sinkscope.fingerprints.signature import Inputs, sign
-from sinkscope.initial_bias.reading import read_bias
+from sinkscope.initial_bias.measurement import measure_bias
 from sinkscope.interventions.intervene import intervene
 from sinkscope.measures.contraction import principal
 from sinkscope.models.given_ids import given_batch
@@ -151,7 +151,7 @@ def read_by(name, model):
     if name == "intervene":
         return intervene(loaded, {"mask_to_self": 10}, num_sequences=2, length=40)
     if name == "bias":
-        return read_bias(loaded, given_batch(ids, model=model))
+        return measure_bias(loaded, given_batch(ids, model=model))
     return sign(loaded, Inputs(vocabulary=97, length=20, num_sequences=64))
 
 

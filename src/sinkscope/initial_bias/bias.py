@@ -1,7 +1,7 @@
-"""bias(model or configuration): which tokens a model prefers before any training, why, and what training leaves of it.
+"""`bias`: which tokens a model prefers before any training, why, and what training leaves of it.
 
-A configuration is drawn from several seeds and every number has an interval over them; a model with weights is taken as
-it is, with intervals over sequences.
+From a configuration several models are drawn, one a seed, and intervals are over seeds. A model that has weights is
+taken as it is, and intervals are over sequences.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from sinkscope.arguments import check_bias, check_choice
 from sinkscope.errors import InputError
-from sinkscope.initial_bias.controls import CONTROLS, controlled
-from sinkscope.initial_bias.reading import (
-    BiasReading,
-    BiasReadings,
+from sinkscope.initial_bias.controls import CONTROLS, under_control
+from sinkscope.initial_bias.measurement import (
+    BiasMeasurement,
+    BiasMeasurements,
     Checkpoint,
-    Controlled,
+    ControlResult,
     agreement,
+    measure_bias,
     preference_correlation,
-    read_bias,
     vocabulary_of,
 )
 from sinkscope.initial_bias.schemas import BIAS_TABLES
@@ -44,25 +44,26 @@ from sinkscope.user_paths import user_path
 
 NUM_SEEDS = 8
 CALIBRATION_SEQUENCES = 64
+"""Sequences beside the measured ones, on which a control takes the variances that it needs."""
 
 
 @dataclass(frozen=True, repr=False)
 class Bias(Result):
-    """The bias of a model, as readings and as tables."""
+    """The result of `bias`: what was measured of each model, and the tables made of it."""
 
     kind = "bias"
     schemas = BIAS_TABLES
-    readings: BiasReadings
+    measurements: BiasMeasurements
     receipt: Receipt
 
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:
         """Columns by table: bias, preferred_tokens, contraction, contraction_positions, controls, persistence."""
-        return bias_tables(self.readings)
+        return bias_tables(self.measurements)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return bias_summary(self.readings, self.tables) | described(self.receipt)
+        return bias_summary(self.measurements, self.tables) | described(self.receipt)
 
     @property
     def story(self) -> str:
@@ -92,64 +93,67 @@ def bias(
     """
     controls = [controls] if isinstance(controls, str) else controls
     along = [along] if isinstance(along, str | Path) else along
-    names = list(CONTROLS if controls is None else dict.fromkeys(controls))
-    for name in names:
+    control_names = list(CONTROLS if controls is None else dict.fromkeys(controls))
+    for name in control_names:
         check_choice("controls", name, CONTROLS)
-    for place in along:
-        if isinstance(place, str | Path):
-            user_path(str(place).removeprefix(INITIAL))  # refused before the hours that the readings may take
+    for source in along:
+        if isinstance(source, str | Path):
+            user_path(str(source).removeprefix(INITIAL))  # a bad path is refused now, not after hours of measuring
     check_bias(seeds=NUM_SEEDS if seeds is None else seeds, length=length, num_sequences=num_sequences, seed=seed)
     configuration = find_configuration(model, trust_remote_code=bool(options.get("trust_remote_code")))
-    chosen = _seeds(configuration, seeds)
-    later = [*along, *(_run_checkpoints(configuration) if configuration is not None else ())]
-    total = len(chosen) * (1 + len(names)) + len(later)
+    model_seeds = _seeds(configuration, seeds)
+    later_models = [*along]
+    if configuration is not None:
+        later_models += _run_checkpoints(configuration)
+    total = len(model_seeds) * (1 + len(control_names)) + len(later_models)
     ticks = itertools.count(1)
 
-    def read(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
-        reading = read_bias(loaded, batch)
+    def measure(loaded: LoadedModel, batch: TokenBatch) -> BiasMeasurement:
+        measurement = measure_bias(loaded, batch)
         if progress is not None:
             progress(next(ticks), total)
-        return reading
+        return measurement
 
     first: LoadedModel | None = None
     batches: list[TokenBatch] = []
-    readings: list[BiasReading] = []
-    under: dict[str, list[Controlled]] = {name: [] for name in names}
+    baseline: list[BiasMeasurement] = []
+    under_controls: dict[str, list[ControlResult]] = {name: [] for name in control_names}
     refused: dict[str, str] = {}
-    for index, loaded in enumerate(_models(configuration, model, chosen, options)):
+    for index, loaded in enumerate(_models(configuration, model, model_seeds, options)):
         first = loaded if first is None else first
         # Every model has its own sequences, so that an interval over models includes the chance in their choice.
-        batch, calibration = (
-            token_batch(loaded, length=length, num_sequences=count, seed=seed + 2 * index + offset)
-            for offset, count in enumerate((num_sequences, CALIBRATION_SEQUENCES))
-        )
+        batch = token_batch(loaded, length=length, num_sequences=num_sequences, seed=seed + 2 * index)
+        calibration = token_batch(loaded, length=length, num_sequences=CALIBRATION_SEQUENCES, seed=seed + 2 * index + 1)
         batches.append(batch)
-        readings.append(read(loaded, batch))
-        for name in names:
+        baseline.append(measure(loaded, batch))
+        for name in control_names:
             try:
-                with controlled(name, loaded, calibration):
-                    reading = read(loaded, batch)
-                under[name].append(Controlled(reading.values, agreement(readings[-1], reading)))
+                with under_control(name, loaded, calibration):
+                    measurement = measure(loaded, batch)
+                under_controls[name].append(ControlResult(measurement.values, agreement(baseline[-1], measurement)))
             except InputError as error:
                 refused[name] = str(error)
-                next(ticks)
+                next(ticks)  # counted as done
     assert first is not None
     checkpoints = []
-    for place in later:
-        loaded = load(place, **options)
+    for source in later_models:
+        loaded = load(source, **options)
         _check_shape(loaded, first)
-        reading = read(loaded, batches[0])
-        others = [preference_correlation(other, reading) for other in readings[1:]]
-        name = _place_name(place, loaded)
-        checkpoints.append(Checkpoint(name, _step(place), reading, agreement(readings[0], reading), others))
+        measurement = measure(loaded, batches[0])
+        # How far models that were never trained agree with it by chance.
+        other_seeds = [preference_correlation(other, measurement) for other in baseline[1:]]
+        name = _source_name(source, loaded)
+        checkpoints.append(
+            Checkpoint(name, _step(source), measurement, agreement(baseline[0], measurement), other_seeds)
+        )
     return Bias(
-        BiasReadings(
+        BiasMeasurements(
             name=first.name if configuration is None else configuration.name,
             model=first,
             batch=batches[0],
-            seeds=chosen,
-            baseline=readings,
-            controls={name: by_seed for name, by_seed in under.items() if name not in refused},
+            seeds=model_seeds,
+            baseline=baseline,
+            controls={name: by_seed for name, by_seed in under_controls.items() if name not in refused},
             refused=refused,
             checkpoints=checkpoints,
         ),
@@ -158,11 +162,12 @@ def bias(
 
 
 def _seeds(configuration: Configuration | None, seeds: int | None) -> tuple[int | None, ...]:
+    """The seeds to draw models from; (None,) for a model that has weights."""
     if configuration is None:
         if seeds is not None:
             raise InputError(
-                "`seeds` is for a configuration, and this model has its weights. "
-                "Leave `seeds` out, or name the model's config.json to draw others of its kind."
+                "`seeds` is for a configuration, but this model has weights already. "
+                "Leave `seeds` out, or give the model's config.json to draw models of its shape."
             )
         return (None,)
     count = NUM_SEEDS if seeds is None else seeds
@@ -175,7 +180,7 @@ def _seeds(configuration: Configuration | None, seeds: int | None) -> tuple[int 
 def _models(
     configuration: Configuration | None, source: Any, seeds: Sequence[int | None], options: LoadOptions
 ) -> Iterator[LoadedModel]:
-    """The models one after the other, so that only one of them is in memory beside the first."""
+    """The models one after another, so that at most one of them is in memory beside the first."""
     for seed in seeds:
         if configuration is None or seed is None:
             yield load(source, **options)
@@ -184,34 +189,35 @@ def _models(
 
 
 def _run_checkpoints(configuration: Configuration) -> list[Path]:
+    """The snapshots and the final model of a training run; none for another configuration."""
     if configuration.run is None:
         return []
     paths = [*sorted(configuration.run.glob("snapshots/step-????????")), configuration.run / "model"]
     return [path for path in paths if path.is_dir()]
 
 
-def _place_name(place: Any, loaded: LoadedModel) -> str:
-    """The name of a path; for a model or checkpoint of a training run with the run's name before it."""
-    if not isinstance(place, str | Path) or str(place).startswith(INITIAL):
+def _source_name(source: Any, loaded: LoadedModel) -> str:
+    """The last part of a path; for a model or checkpoint of a training run, with the run's name before it."""
+    if not isinstance(source, str | Path) or str(source).startswith(INITIAL):
         return loaded.name
-    parts = [part for part in user_path(place).resolve().parts if part not in ("snapshots", "checkpoints")]
+    parts = [part for part in user_path(source).resolve().parts if part not in ("snapshots", "checkpoints")]
     return "/".join(parts[-2:]) if parts[-1] == "model" or parts[-1].startswith("step-") else parts[-1]
 
 
-def _step(place: Any) -> int | None:
-    """The step that a snapshot's folder is named by."""
-    name = Path(place).name if isinstance(place, str | Path) else ""
+def _step(source: Any) -> int | None:
+    """The step in the name of a snapshot's folder; None for other sources."""
+    name = Path(source).name if isinstance(source, str | Path) else ""
     number = name.removeprefix("step-")
     return int(number) if number != name and number.isdecimal() else None
 
 
 def _check_shape(loaded: LoadedModel, first: LoadedModel) -> None:
-    expected_shape, shape = (
-        f"{vocabulary_of(model)} tokens and width {anatomy_of(model.model).width}" for model in (first, loaded)
-    )
-    if shape != expected_shape:
+    def shape(model: LoadedModel) -> str:
+        return f"{vocabulary_of(model)} tokens and width {anatomy_of(model.model).width}"
+
+    if shape(loaded) != shape(first):
         raise InputError(
-            f"{loaded.name} has {shape}, and the first model has {expected_shape}. "
+            f"{loaded.name} has {shape(loaded)}, and the first model has {shape(first)}. "
             "Give checkpoints of the same training run."
         )
 
@@ -220,27 +226,28 @@ Tables = dict[str, dict[str, list]]
 Row = dict[str, Any]
 
 
-def bias_summary(readings: BiasReadings, tables: Tables) -> Row:
+def bias_summary(measurements: BiasMeasurements, tables: Tables) -> Row:
     """The entries of summary.json."""
-    anatomy = anatomy_of(readings.model.model)
-    one = len(readings.baseline) == 1
-    quantities = {row["quantity"]: row for row in rows_where(tables["bias"]) if one or row["over"] == "seeds"}
+    anatomy = anatomy_of(measurements.model.model)
+    # Of several seeds, the rows over all of them; of one model, its only rows.
+    is_single = len(measurements.baseline) == 1
+    quantities = {row["quantity"]: row for row in rows_where(tables["bias"]) if is_single or row["over"] == "seeds"}
     summary = {
-        "model": readings.name,
+        "model": measurements.name,
         "family": anatomy.family.name,
         "num_layers": len(anatomy.layers),
         "width": anatomy.width,
-        "vocabulary": readings.vocabulary,
-        "tokens": readings.batch.describe(),
-        "seeds": [seed for seed in readings.seeds if seed is not None],
+        "vocabulary": measurements.vocabulary,
+        "tokens": measurements.batch.describe(),
+        "seeds": [seed for seed in measurements.seeds if seed is not None],
         "prefers_tokens": _above_zero(quantities["entropy_deficit"], "value"),
         "bias": {name: _interval(row, "value") for name, row in quantities.items()},
         "preferred_tokens": [
-            row["token"] for row in rows_where(tables["preferred_tokens"]) if row["seed"] == readings.seeds[0]
+            row["token"] for row in rows_where(tables["preferred_tokens"]) if row["seed"] == measurements.seeds[0]
         ],
         "contraction": _contraction(tables),
-        "variance_link": _variance_link(readings),
-        "controls": _controls(tables) | {name: {"refused": reason} for name, reason in readings.refused.items()},
+        "variance_link": _variance_link(measurements),
+        "controls": _controls(tables) | {name: {"refused": reason} for name, reason in measurements.refused.items()},
         "persistence": [
             {name: row[name] for name in ("checkpoint", "step", "ceiling", "other_seeds")}
             | _interval(row, "correlation")
@@ -251,13 +258,13 @@ def bias_summary(readings: BiasReadings, tables: Tables) -> Row:
 
 
 def _interval(row: Row, name: str) -> Row:
-    """A value with its interval, nulls where there is none."""
+    """A value with its interval, whose ends are NaN if there is none."""
     ends = {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
     return ends | {key: row[key] for key in ("over", "n") if key in row}
 
 
 def _above_zero(row: Row, name: str) -> bool | None:
-    """Whether the whole interval lies above 0; None where there is none."""
+    """Whether the whole interval lies above 0; None without an interval."""
     return None if np.isnan(row[f"{name}_low"]) else bool(row[f"{name}_low"] > 0)
 
 
@@ -266,17 +273,20 @@ def _contraction(tables: Tables) -> Row:
     rows = rows_where(tables["contraction"])
     result: Row = {}
     for name in ("inter", "intra"):
-        added = {
-            part: float(sum(row[f"{name}_added"] for row in rows if row["part"] == part))
-            for part in ("attention", "feed_forward")
-        }
+        added = {"attention": 0.0, "feed_forward": 0.0}
+        for row in rows:
+            if row["part"] in added:  # not the embeddings, which add to nothing
+                added[row["part"]] += float(row[f"{name}_added"])
         result[name] = {"first": rows[0][name], "last": rows[-1][name], "added": added}
     return result | {name: rows[-1][name] for name in ("alignment", "top_share", "split_half", "between_seeds")}
 
 
-def _variance_link(readings: BiasReadings) -> list[float]:
-    """By layer, the rank correlation over positions of value variance and cosine between sequences, mean over seeds."""
-    contractions = [reading.contraction for reading in readings.baseline]
+def _variance_link(measurements: BiasMeasurements) -> list[float]:
+    """By layer, how value variance and cosine between sequences go together over positions.
+
+    A rank correlation, mean over seeds: near -1 if states agree most where values vary least.
+    """
+    contractions = [one.contraction for one in measurements.baseline]
     by_layer = []
     for layer in range(len(contractions[0].value_variance)):
         correlations = [
@@ -287,6 +297,7 @@ def _variance_link(readings: BiasReadings) -> list[float]:
 
 
 def _controls(tables: Tables) -> Row:
+    """By control and quantity: the value and its difference to the baseline."""
     result: Row = {}
     for row in rows_where(tables["controls"]):
         names = ("value", "difference", "difference_low", "difference_high", "over", "n")
@@ -297,16 +308,20 @@ def _controls(tables: Tables) -> Row:
 def _story(summary: Row) -> str:
     deficit, ratio = summary["bias"]["entropy_deficit"], summary["bias"]["prediction_ratio"]
     over = f"{len(summary['seeds'])} seeds" if len(summary["seeds"]) > 1 else f"{summary['tokens']['count']} sequences"
-    drawn = ", drawn anew," if summary["seeds"] else ""
-    verdict = {True: "prefers some tokens whatever it reads", False: "shows no preference beyond chance"}
+    weights = ", with random weights," if summary["seeds"] else ""
+    verdict = {
+        True: "prefers some tokens whatever it reads",
+        False: "shows no preference beyond chance",
+        None: "has too few samples for a verdict",
+    }[summary["prefers_tokens"]]
     sentences = [
-        f"{summary['model']}{drawn} {verdict.get(summary['prefers_tokens'], 'has too few samples for a verdict')}: "
-        f"its preferred token is predicted {_shown(ratio)} times as often as chance, and the entropy of its "
-        f"predictions lies {_shown(deficit)} nats below uniform, over {over}."
+        f"{summary['model']}{weights} {verdict}: its preferred token is predicted {_with_interval(ratio)} times as "
+        f"often as chance, and the entropy of its predictions is {_with_interval(deficit)} nats below uniform, over "
+        f"{over}."
     ]
     inter = summary["contraction"]["inter"]
     sentences.append(
-        f"The cosine between sequences goes from {inter['first']:.2f} to {inter['last']:.2f}: the feed-forward adds "
+        f"The cosine between sequences goes from {inter['first']:.2f} to {inter['last']:.2f}: feed-forwards add "
         f"{inter['added']['feed_forward']:+.2f}, attention {inter['added']['attention']:+.2f}."
     )
     effects = [
@@ -316,21 +331,21 @@ def _story(summary: Row) -> str:
     ]
     if effects and summary["prefers_tokens"]:
         difference, name = min(effects)
-        sentences.append(f"Most of it goes with: {_lower(CONTROLS[name].question)} ({difference:+.2f} nats).")
+        question = CONTROLS[name].question
+        sentences.append(
+            f"The control that weakens the preference most: {question[0].lower()}{question[1:]} "
+            f"({difference:+.2f} nats)."
+        )
     if summary["persistence"]:
         last = summary["persistence"][-1]
-        others = "" if last["other_seeds"] is None else f", with other seeds' {last['other_seeds']:.2f}"
+        others = "" if last["other_seeds"] is None else f", and {last['other_seeds']:.2f} with that of other seeds"
         sentences.append(
-            f"At checkpoint {last['checkpoint']} the rank correlation with the preference at the beginning is "
-            f"{last['value']:.2f}{others}."
+            f"At checkpoint {last['checkpoint']} the preference has a rank correlation of {last['value']:.2f} with "
+            f"that of the initial weights{others}."
         )
     return " ".join(sentences)
 
 
-def _shown(entry: Row) -> str:
+def _with_interval(entry: Row) -> str:
     interval = "" if np.isnan(entry["low"]) else f" ({entry['low']:.3g} to {entry['high']:.3g})"
     return f"{entry['value']:.3g}{interval}"
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]

@@ -44,12 +44,13 @@ class BiasOptions:
 
     @property
     def chosen_controls(self) -> list[str] | None:
-        """By name; None for all of them."""
-        named = [name.strip() for name in self.controls.split(",")]
-        return {"all": None, "none": []}.get(self.controls, named)
+        """The names of the controls; None for all of them."""
+        if self.controls == "all":
+            return None
+        return [] if self.controls == "none" else [name.strip() for name in self.controls.split(",")]
 
 
-def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> None:
+def bias_command(options: BiasOptions, source: ModelOptions, output: Output) -> None:
     """Show which tokens a model prefers, whatever it reads.
 
     It also shows what causes this, and what training leaves of it. The model may also be a configuration (config.json
@@ -63,14 +64,14 @@ def bias_command(asked: BiasOptions, source: ModelOptions, output: Output) -> No
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
-    given = {"controls": asked.chosen_controls, "along": asked.along or []}
-    named: dict[str, Any] = asdict(source) | asdict(asked) | given
-    with progress.bar("readings") as move:
-        result = bias(named.pop("model"), **named, progress=move)
+    arguments: dict[str, Any] = asdict(source) | asdict(options)
+    arguments |= {"controls": options.chosen_controls, "along": options.along or []}
+    with progress.bar("measurements") as move:
+        result = bias(arguments.pop("model"), **arguments, progress=move)
     first_process_writes()
     with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, asked)
-        folder.write_json("environment.json", run_environment(result.readings.model))
+        write_request(folder, source, options)
+        folder.write_json("environment.json", run_environment(result.measurements.model))
         result.write(folder)
         write_page(folder)
     output.show(path, lambda: show(result, path))
@@ -109,7 +110,7 @@ def show(result: Bias, path: Path) -> None:
     ]
     if rows:
         columns = ("checkpoint", "correlation", "interval", "ceiling", "other seeds")
-        out.table("rank correlation with the beginning", columns, rows, limit=len(rows))
+        out.table("rank correlation with the initial weights", columns, rows, limit=len(rows))
     for name, entry in summary["controls"].items():
         if "refused" in entry:
             out.say(f"{name}: {entry['refused']}")

@@ -1,8 +1,9 @@
 """How far the residual stream contracts to one direction, after each attention and each feed-forward.
 
-A site is a place in the residual stream: 0 enters the first layer, 2 l + 1 lies after the attention of layer l and
-2 l + 2 after its feed-forward. Where both read the same input (parallel blocks), the site between them is the input
-plus what attention adds. At each site the states of the last position are kept; other positions only add to sums.
+A site is a place in the residual stream: site 0 enters the first layer, 2 l + 1 lies after the attention of layer l and
+2 l + 2 after its feed-forward. In parallel blocks, where both read the same input, the site between them is the input
+plus what attention adds. At each site the states of the last position are kept. The other positions are only summed, so
+that memory does not grow with the length.
 
 Axes: S sites, N sequences, T positions, P positions of the curves, E width, C channels of the value aggregation.
 """
@@ -23,13 +24,16 @@ from sinkscope.tracing.recorder import Recorder
 from sinkscope.tracing.reducers import Cosine, Moments, Rows
 
 NUM_CURVE_POSITIONS = 64
-"""Positions of the curves in longer sequences, closer together where the variance falls fastest."""
+"""At most so many positions of a curve; in longer sequences closer together at the start, where variance falls fast."""
 
 
 @dataclass(frozen=True)
 class Contraction:
-    """The contraction of one model on one batch. Inter is between sequences at the last position, intra between the
-    positions of a sequence; both have one value per sequence, whose mean is the mean cosine over pairs."""
+    """The contraction of one model on one batch.
+
+    `inter` is the cosine between sequences at the last position, `intra` that between the positions of a sequence. Both
+    have one value for each sequence, whose mean is the mean cosine over pairs.
+    """
 
     inter_SN: np.ndarray
     intra_SN: np.ndarray

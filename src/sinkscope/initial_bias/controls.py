@@ -1,7 +1,7 @@
-"""Controls of the bias: each takes away or changes one suspected cause.
+"""Controls of the bias: each removes or changes one suspected cause of the preference.
 
-Every control is a context in which the model runs; leaving it gives back the model as it was. A control that a family
-cannot honour is refused with a reason.
+A control is a context in which the model runs changed; leaving it restores the model. A family in which a control is
+not possible is refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sinkscope.tracing.single_reader import evaluation_mode
 
 @dataclass(frozen=True)
 class Control:
-    """A change to the model, and the question that it answers."""
+    """A change to the model, and what it changes in words."""
 
     open: Callable[[LoadedModel, TokenBatch, contextlib.ExitStack], None]
     """Changes the model until the stack is closed; the batch is for calibration."""
@@ -34,8 +34,8 @@ class Control:
 
 
 @contextlib.contextmanager
-def controlled(name: str, loaded: LoadedModel, calibration: TokenBatch) -> Iterator[None]:
-    """Runs the model under a control of CONTROLS; refuses, before any change, what the family cannot honour."""
+def under_control(name: str, loaded: LoadedModel, calibration: TokenBatch) -> Iterator[None]:
+    """While open, the model runs under a control of CONTROLS. What the family does not allow is refused beforehand."""
     with contextlib.ExitStack() as stack:
         CONTROLS[name].open(loaded, calibration, stack)
         yield
@@ -46,7 +46,7 @@ def _tanh_activation(loaded: LoadedModel, _: TokenBatch, stack: contextlib.ExitS
     for layer in anatomy.layers:
         if not layer.activations:
             raise _refused(
-                f"The activation function in {anatomy.family.name} is inside the code of its experts, "
+                f"In {anatomy.family.name} the activation function is written into the code of the experts, "
                 "where it cannot be swapped."
             )
     for layer in anatomy.layers:
@@ -59,12 +59,12 @@ def _odd_feed_forward(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Exit
     for layer in anatomy.layers:
         if layer.feed_forward is None:
             raise _refused(
-                f"The feed-forward in {anatomy.family.name} is written out inside the block and cannot run by itself."
+                f"In {anatomy.family.name} the feed-forward is written into the block and cannot run by itself."
             )
 
     def hook(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         others, named = besides(args, kwargs)
-        # forward, not the call: this hook must not run again inside.
+        # module.forward and not module(...), which would run this hook again.
         mirrored = module.forward(-entering(args, kwargs), *others, **named)
         return _with_first(output, (leaving(output) - leaving(mirrored)) / 2)
 
@@ -97,7 +97,7 @@ def _redrawn_embeddings(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Ex
     check_in_memory(loaded.model, "Redrawing the embeddings")
     weight = anatomy_of(loaded.model).decoder.get_input_embeddings().weight
     before = weight.detach().clone()
-    # Seeded by the model itself: models of different seeds get different embeddings, and each always the same.
+    # Seeded by the weights: models of different seeds get different embeddings, and the same model always the same.
     generator = torch.Generator().manual_seed(int(loaded.weight_hash[:12], 16))
     drawn = torch.randn(weight.shape, generator=generator) * float(before.float().std())
 
@@ -110,8 +110,11 @@ def _redrawn_embeddings(loaded: LoadedModel, _: TokenBatch, stack: contextlib.Ex
 
 
 def _calibrated_variance(loaded: LoadedModel, calibration: TokenBatch, stack: contextlib.ExitStack) -> None:
-    """Multiplies position t of the value aggregation by sqrt(variance at 0 / variance at t). Both are measured layer by
-    layer on other sequences, with the layers below already scaled, and then kept fixed."""
+    """Multiplies position t of the value aggregation by sqrt(variance at 0 / variance at t), in each layer.
+
+    The variances are measured on the calibration sequences, layer by layer, with the layers below already scaled, and
+    then kept fixed.
+    """
     anatomy, factors = anatomy_of(loaded.model), {}
 
     def calibrate(layer: int):
@@ -120,7 +123,7 @@ def _calibrated_variance(loaded: LoadedModel, calibration: TokenBatch, stack: co
             variance_T = value_variance(values_BTC.double())
             if not (variance_T > 0).all():
                 raise _refused(
-                    f"Some values in layer {layer} in {anatomy.family.name} do not differ between sequences."
+                    f"In {anatomy.family.name} some values of layer {layer} do not differ between sequences."
                 )
             factors[layer] = (variance_T[0] / variance_T).sqrt()
             return scaled(args, factors[layer])
@@ -148,7 +151,7 @@ def _with_first(output: Any, first: Tensor) -> Any:
 
 
 def _refused(reason: str) -> InputError:
-    return InputError(f"{reason} Leave the control out; the others say what they can.")
+    return InputError(f"{reason} Leave this control out.")
 
 
 CONTROLS: Mapping[str, Control] = {

@@ -1,4 +1,4 @@
-"""A model on random sequences: which tokens it prefers, how its states contract, and how far two models agree.
+"""What is measured of a model on random sequences: preferred tokens, contraction of states, agreement of two models.
 
 Axes: N sequences, V vocabulary, G groups of sequences, K preferred tokens that are kept.
 """
@@ -33,26 +33,28 @@ from sinkscope.tracing.single_reader import evaluation_mode
 
 NUM_PREFERRED = 10
 NUM_GROUPS = BIAS_SEQUENCES
-"""Groups of sequences. Leaving out pairs of them in turn gives the error of a rank correlation."""
+"""Groups of sequences. A jackknife that leaves out two at a time gives the error of a rank correlation."""
 CHUNK_TOKENS = 1 << 14
 MOST_PROBABILITIES = 1 << 29
 """Next-token probabilities of one model held at once, 2 GiB: sequences times vocabulary."""
 
 
 class Agreement(NamedTuple):
-    """A rank correlation, and jackknife values with the same mean, which give its interval over sequences."""
+    """How far two models prefer the same tokens."""
 
     correlation: float
+    """Of the ranks of their mean next-token probabilities."""
     values: np.ndarray
+    """Jackknife values with that mean, from which its interval over sequences is taken."""
 
 
 @dataclass(frozen=True)
-class BiasReading:
-    """What one model does with one batch of random tokens."""
+class BiasMeasurement:
+    """What was measured of one model on one batch of random tokens."""
 
     name: str
     values: dict[str, np.ndarray]
-    """One value per sequence for each quantity, which is their mean."""
+    """By quantity, one value for each sequence; the quantity is their mean."""
     group_probability_GV: np.ndarray
     """Mean next-token probabilities of each group of sequences."""
     preferred_K: np.ndarray
@@ -73,8 +75,8 @@ class BiasReading:
 
 
 @dataclass(frozen=True)
-class Controlled:
-    """One model under a control: each quantity by sequence, and whether it still prefers the same tokens."""
+class ControlResult:
+    """One model under a control: each quantity by sequence, and how far it still prefers the same tokens."""
 
     values: dict[str, np.ndarray]
     agreement: Agreement
@@ -82,30 +84,30 @@ class Controlled:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One later model of a training run."""
+    """One checkpoint along the training of the model."""
 
     name: str
     step: int | None
-    reading: BiasReading
+    measurement: BiasMeasurement
     agreement: Agreement
-    """With the model at the beginning."""
+    """With the initial weights."""
     other_seeds: list[float]
-    """The same with models drawn from other seeds; an agreement that does not exceed these means nothing."""
+    """The same with initial weights from other seeds; an agreement no larger than these means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasReadings:
-    """Every reading of a configuration or a model."""
+class BiasMeasurements:
+    """All that was measured of a configuration or a model."""
 
     name: str
     model: LoadedModel
-    """The model, or the first that was drawn."""
+    """The model, or the first that was drawn from the configuration."""
     batch: TokenBatch
     seeds: tuple[int | None, ...]
-    """(None,) for a model that has weights."""
-    baseline: list[BiasReading]
+    """(None,) for a model that had weights already."""
+    baseline: list[BiasMeasurement]
     """One for each seed."""
-    controls: dict[str, list[Controlled]]
+    controls: dict[str, list[ControlResult]]
     refused: dict[str, str]
     """Controls that the family cannot honour, with the reason."""
     checkpoints: list[Checkpoint]
@@ -115,41 +117,42 @@ class BiasReadings:
         return self.baseline[0].group_probability_GV.shape[1]
 
 
-def read_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasReading:
+def measure_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasMeasurement:
     """The preference and the contraction of a model on a batch of random tokens, shared among processes."""
     anatomy = anatomy_of(loaded.model)
     _check_size(batch, vocabulary_of(loaded))
     recorder = Recorder(anatomy, contraction_observables(batch.length), joinable=True)
     parts = []
+    # Only the last position is needed of the logits, which are the largest tensor.
     for ids_BT in processes.share(batch.ids).split(max(1, CHUNK_TOKENS // batch.length)):
         with evaluation_mode(loaded.model), torch.no_grad(), recorder.listening(tuple(ids_BT.shape)):
             logits = loaded.model(ids_BT.to(input_device(anatomy)), logits_to_keep=1, use_cache=False).logits
         parts.append(logits[:, -1].float().softmax(-1).cpu())
     probability_NV = torch.cat([part for share in processes.gathered(parts) for part in share])
     recorder.join_processes()
-    contracted = contraction(recorder, batch.length)
+    states = contraction(recorder, batch.length)
     if not torch.isfinite(probability_NV).all():
         raise overflow(loaded.model, "in the logits at the last position")
-    if not np.isfinite(contracted.top_share_S).all():
-        raise InputError(f"The states of {loaded.name} are zeros without a direction. Its weights may all be 0.")
+    if not np.isfinite(states.top_share_S).all():
+        raise InputError(f"The states of {loaded.name} are all 0, so they have no direction. Are its weights all 0?")
     predicted_N = probability_NV.argmax(-1)
     values = _preference(probability_NV, predicted_N) | {
-        "inter_cosine": contracted.inter_SN[-1],
-        "intra_cosine": contracted.intra_SN[-1],
+        "inter_cosine": states.inter_SN[-1],
+        "intra_cosine": states.intra_SN[-1],
     }
     preferred_K = probability_NV.mean(0).topk(min(NUM_PREFERRED, probability_NV.shape[1])).indices
-    return BiasReading(
+    return BiasMeasurement(
         name=loaded.name,
         values=values,
         group_probability_GV=np.stack([group.mean(0).numpy() for group in probability_NV.tensor_split(NUM_GROUPS)]),
         preferred_K=preferred_K.numpy(),
         predicted_share_K=(predicted_N[:, None] == preferred_K).double().mean(0).numpy(),
-        contraction=contracted,
+        contraction=states,
     )
 
 
 def vocabulary_of(loaded: LoadedModel) -> int:
-    """How many tokens a model gives a probability."""
+    """The number of tokens in a model's output."""
     head: Any = loaded.model.get_output_embeddings()
     return head.weight.shape[0]
 
@@ -165,6 +168,7 @@ def _check_size(batch: TokenBatch, vocabulary: int) -> None:
 
 
 def _preference(probability_NV: Tensor, predicted_N: Tensor) -> dict[str, np.ndarray]:
+    """The quantities of the table bias that come from predictions, by sequence."""
     num_sequences, vocabulary = probability_NV.shape
     surprise_N = prediction_surprise(predicted_N)
     values = {
@@ -177,33 +181,36 @@ def _preference(probability_NV: Tensor, predicted_N: Tensor) -> dict[str, np.nda
 
 
 def sample_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ends of the 95 % interval of the mean over the first axis; NaN for fewer than 5 values, which say little."""
+    """The ends of the 95 % interval of the mean over the first axis; NaN for fewer than 5 values."""
     if len(values) < 5:
         return np.full(values.shape[1:], np.nan), np.full(values.shape[1:], np.nan)
     confidence = 1 - 2 * bootstrap_tail(len(values), 0.95)
-    # Few values have long tails to resolve; many make resamples large.
+    # Fewer resamples of many values, which take memory and need less: their tails are short.
     num_resamples = 10_000 if len(values) <= 256 else 2000
     return bootstrap_mean_interval(values, confidence=confidence, num_resamples=num_resamples)
 
 
-def agreement(one: BiasReading, other: BiasReading) -> Agreement:
-    """`preference_correlation` with its error, found by leaving out pairs of groups of sequences in turn.
+def agreement(one: BiasMeasurement, other: BiasMeasurement) -> Agreement:
+    """`preference_correlation` with its error, by a jackknife that leaves out each pair of groups of sequences in turn.
 
-    Only the spread of the jackknife's pseudo-values is used. Fewer sequences give a lower correlation, which would
-    shift their mean.
+    Only the spread of the jackknife's pseudo-values is used, around the correlation of all sequences: fewer sequences
+    give a lower correlation, which would shift their mean.
     """
-    whole = preference_correlation(one, other)
-    without = np.array([preference_correlation(one, other, left_out) for left_out in range(NUM_GROUPS // 2)])
-    return Agreement(whole, whole - (len(without) - 1) * (without - without.mean()))
+    correlation = preference_correlation(one, other)
+    left_out = np.array([preference_correlation(one, other, left_out=pair) for pair in range(NUM_GROUPS // 2)])
+    return Agreement(correlation, correlation - (len(left_out) - 1) * (left_out - left_out.mean()))
 
 
-def preference_correlation(one: BiasReading, other: BiasReading, left_out: int | None = None) -> float:
+def preference_correlation(one: BiasMeasurement, other: BiasMeasurement, left_out: int | None = None) -> float:
     """The rank correlation of two models' mean next-token probabilities, each over different sequences.
 
-    Two models may treat a sequence alike without preferring any token. So every other group of one model is compared
-    with the remaining groups of the other, and the other way round. A model compared with itself gives the ceiling.
+    Two models may react alike to a sequence without preferring any token, so they are compared on different ones: the
+    even groups of one model with the odd groups of the other, and the other way round. A model compared with itself in
+    this way gives the ceiling. `left_out` is a pair of groups, one even and one odd.
     """
     pairs = np.arange(NUM_GROUPS).reshape(-1, 2)
-    pairs = pairs if left_out is None else np.delete(pairs, left_out, 0)
-    halves = [reading.group_probability_GV[pairs[:, half]].mean(0) for reading in (one, other) for half in (0, 1)]
-    return (rank_correlation(halves[0], halves[3]) + rank_correlation(halves[1], halves[2])) / 2
+    if left_out is not None:
+        pairs = np.delete(pairs, left_out, 0)
+    even_one, odd_one = (one.group_probability_GV[pairs[:, half]].mean(0) for half in (0, 1))
+    even_other, odd_other = (other.group_probability_GV[pairs[:, half]].mean(0) for half in (0, 1))
+    return (rank_correlation(even_one, odd_other) + rank_correlation(odd_one, even_other)) / 2

@@ -12,14 +12,14 @@ from sinkscope.pages.figure import Figure, axis, categories, level, levels, line
 from sinkscope.pages.text import NO_VALUE, interval, plotted, token_text
 from sinkscope.results.run import Run
 
-LINK = "After the layer. The cosine rises where values lose their variance and share a direction."
+LINK = "After the layer. The cosine rises where values vary less and share a direction."
 EFFECTS = ("entropy_deficit", "probability_ratio", "inter_cosine", "intra_cosine")
 
 
 def write_page(run: Run, destination: Path) -> None:
     """Writes the page of a run of sinkscope bias."""
     groups = _groups(run)
-    drawn = [figure for group in groups.values() for figure in group]
+    page_figures = [figure for group in groups.values() for figure in group]
     rows = run.rows("bias", over="seeds") or run.rows("bias")
     quantities = [
         (
@@ -35,7 +35,7 @@ def write_page(run: Run, destination: Path) -> None:
         destination,
         "initial_bias/page.html",
         f"Born biased: {run.model}",
-        drawn,
+        page_figures,
         run.circumstances,
         run=run,
         groups=groups,
@@ -53,7 +53,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _groups(run: Run) -> dict[str, list[Figure]]:
-    """The figures by the section that they stand in."""
+    """The figures by section of the page."""
     contraction = [
         _cosines(run),
         _added(run, "inter"),
@@ -94,7 +94,7 @@ def _contraction_text(run: Run) -> str:
 
 
 def _depth(row: dict[str, Any]) -> float:
-    """Layers passed so far; after an attention, half a layer more."""
+    """The number of layers that a state has passed; between attention and feed-forward, a half."""
     return row["layer"] + {"embeddings": 1.0, "attention": 0.5, "feed_forward": 1.0}[row["part"]]
 
 
@@ -121,11 +121,11 @@ def _cosines(run: Run) -> Figure:
 def _added(run: Run, name: str) -> Figure:
     between = {"inter": "sequences", "intra": "positions"}[name]
     parts = {"attention": "attention", "feed_forward": "feed-forward"}
-    column, traces, listed = f"{name}_added", [], []
+    column, traces, table = f"{name}_added", [], []
     for look, (part, label) in enumerate(parts.items()):
         rows = run.rows("contraction", part=part)
         traces.append(_line([row["layer"] for row in rows], rows, column, label, look))
-        listed += [
+        table += [
             (row["layer"], label, row[column], interval(row[f"{column}_low"], row[f"{column}_high"])) for row in rows
         ]
     return Figure(
@@ -136,7 +136,7 @@ def _added(run: Run, name: str) -> Figure:
         traces,
         {"xaxis": axis("layer"), "yaxis": axis(""), **levels(level(0, ""))},
         ("layer", "part", "added", "interval"),
-        listed,
+        table,
     )
 
 
@@ -161,15 +161,15 @@ def _positions(run: Run, column: str, title: str, caption: str) -> Figure:
 def _effects(run: Run, quantity: str) -> Figure:
     rows = run.rows("controls", quantity=quantity)
     names = [row["control"].replace("_", " ") for row in rows]
-    shown = list(map(plotted, names))
-    trace = _line(shown, rows, "difference", quantity.replace("_", " "), 0) | {"mode": "markers"}
+    labels = [plotted(name) for name in names]
+    trace = _line(labels, rows, "difference", quantity.replace("_", " "), 0) | {"mode": "markers"}
     return Figure(
         f"effect-{quantity.replace('_', '-')}",
         f"Change of {quantity.replace('_', ' ')}",
         f"Change of: {QUANTITIES[quantity]}.",
         ("controls",),
         [trace],
-        {"xaxis": categories(shown), "yaxis": axis(""), **levels(level(0, ""))},
+        {"xaxis": categories(labels), "yaxis": axis(""), **levels(level(0, ""))},
         ("control", "under it", "change", "interval"),
         [
             (name, row["value"], row["difference"], interval(row["difference_low"], row["difference_high"]))
@@ -181,16 +181,16 @@ def _effects(run: Run, quantity: str) -> Figure:
 def _persistence(run: Run) -> Figure:
     rows = run.rows("persistence")
     names = [plotted(row["checkpoint"]) for row in rows]
-    traces = [_line(names, rows, "correlation", "with its own first weights", 0)]
+    traces = [_line(names, rows, "correlation", "with its own initial weights", 0)]
     for look, (name, label) in enumerate(
-        (("other_seeds", "with other seeds' first weights"), ("ceiling", "the most to expect"))
+        (("other_seeds", "with other seeds' initial weights"), ("ceiling", "the most to expect"))
     ):
         if rows[0][name] is not None:
             traces.append(line(names, [row[name] for row in rows], label, look + 1))
     columns = ("correlation", "other_seeds", "ceiling", "mean_state_cosine", "prediction_ratio", "entropy_deficit")
     return Figure(
         "persistence-correlation",
-        "Rank correlation with the preference of the first weights",
+        "Rank correlation with the preference of the initial weights",
         "Of the mean probabilities of all tokens.",
         ("persistence",),
         traces,

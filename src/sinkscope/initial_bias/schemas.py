@@ -17,12 +17,12 @@ QUANTITIES = {
     "inter_cosine": "mean cosine between sequences after the last layer",
     "intra_cosine": "mean cosine between positions after the last layer",
 }
-"""What is measured, in words."""
+"""Each quantity in words."""
 
-_SEED = Column("seed", "int", "Seed of the weights; null for a model that has its own", nullable=True)
+_SEED = Column("seed", "int", "Seed of the weights; null for a model that had weights already", nullable=True)
 _OVER = Column("over", "str", "What the interval is over: seeds or sequences")
-_N = Column("n", "int", "How many of them the number is made of")
-_QUANTITY = Column("quantity", "str", "What is measured; docs/born_biased.md defines each")
+_N = Column("n", "int", "How many seeds or sequences the number is made of")
+_QUANTITY = Column("quantity", "str", "Name of the quantity; docs/born_biased.md defines each")
 _LAYER = Column("layer", "int", "Layer, counted from 0; -1 is the stream that enters layer 0")
 _PART = Column(
     "part",
@@ -43,7 +43,13 @@ def _value(name: str, meaning: str) -> tuple[Column, Column, Column]:
 
 BIAS = Schema(
     "bias",
-    (_SEED, _QUANTITY, *_value("value", "The quantity, by seed; over all where over is seeds"), _OVER, _N),
+    (
+        _SEED,
+        _QUANTITY,
+        *_value("value", "Mean over the sequences of a seed; over all seeds where `over` is seeds"),
+        _OVER,
+        _N,
+    ),
     is_listed=True,
     never_empty=True,
 )
@@ -51,11 +57,11 @@ PREFERRED_TOKENS = Schema(
     "preferred_tokens",
     (
         _SEED,
-        Column("rank", "int", "Place among the most probable tokens, from 0"),
+        Column("rank", "int", "Rank among the most probable tokens, from 0"),
         Column("token", "int", "Token id"),
         Column("text", "str", "The token decoded; null without a tokenizer", nullable=True),
-        Column("prediction_ratio", "float", "Share of sequences that predict it, times the vocabulary"),
-        Column("probability_ratio", "float", "Mean probability, times the vocabulary"),
+        Column("prediction_ratio", "float", "Share of sequences that predict it, times the size of the vocabulary"),
+        Column("probability_ratio", "float", "Its mean probability, times the size of the vocabulary"),
     ),
     is_listed=True,
 )
@@ -69,9 +75,14 @@ CONTRACTION = Schema(
         *_value("intra", "Mean cosine between the positions of a sequence"),
         *_value("intra_added", "What attention, or the feed-forward, adds to it"),
         Column("alignment", "float", "|cosine| of the mean state with the top principal direction"),
-        Column("top_share", "float", "Share of that direction in the energy of the states"),
+        Column("top_share", "float", "Share of the states' energy in that direction"),
         Column("split_half", "float", "Cosine of the mean states of two halves of the sequences"),
-        Column("between_seeds", "float", "Mean cosine of the mean states of two seeds; null for one", nullable=True),
+        Column(
+            "between_seeds",
+            "float",
+            "Mean cosine between the mean states of two seeds; null for one seed",
+            nullable=True,
+        ),
         _OVER,
         _N,
     ),
@@ -83,7 +94,7 @@ CONTRACTION_POSITIONS = Schema(
     (
         _LAYER,
         Column("position", "int", "Position, counted from 0"),
-        *_value("inter", "Mean cosine between sequences after the layer; an interval over seeds only"),
+        *_value("inter", "Mean cosine between sequences after the layer; the interval is over seeds, null for one"),
         *_value("value_variance", "Variance of the value aggregation across sequences; null for layer -1"),
         _N,
     ),
@@ -93,10 +104,10 @@ CONTRACTION_POSITIONS = Schema(
 CONTROLS = Schema(
     "controls",
     (
-        Column("control", "str", "What was done to the model"),
+        Column("control", "str", "Name of the control: what was changed in the model"),
         _QUANTITY,
         Column("value", "float", "The quantity under the control", nullable=True),
-        *_value("difference", "The same less the baseline's, paired"),
+        *_value("difference", "Value under the control minus that of the baseline, paired by seed or sequence"),
         _OVER,
         _N,
     ),
@@ -106,15 +117,22 @@ PERSISTENCE = Schema(
     "persistence",
     (
         Column("checkpoint", "str", "Name of the checkpoint"),
-        Column("step", "int", "Its step, where its name says it", nullable=True),
-        *_value("correlation", "Rank correlation of its mean next-token probabilities with the beginning's"),
-        Column(
-            "ceiling", "float", "Rank correlation of the beginning with itself on other sequences: the most to expect"
+        Column("step", "int", "Its step, if its name says it", nullable=True),
+        *_value(
+            "correlation", "Rank correlation of its mean next-token probabilities with those of the initial weights"
         ),
         Column(
-            "other_seeds", "float", "The same with beginnings of other seeds, mean; null without any", nullable=True
+            "ceiling",
+            "float",
+            "Rank correlation of the initial weights with themselves on other sequences: the most to expect",
         ),
-        Column("mean_state_cosine", "float", "Cosine of its mean last state with the beginning's"),
+        Column(
+            "other_seeds",
+            "float",
+            "Mean correlation with the initial weights of other seeds; null without any",
+            nullable=True,
+        ),
+        Column("mean_state_cosine", "float", "Cosine of its mean last state with that of the initial weights"),
         *_value("prediction_ratio", "As in the table bias"),
         *_value("probability_ratio", "As in the table bias"),
         *_value("entropy_deficit", "As in the table bias"),

@@ -1,5 +1,6 @@
-"""The tables of a bias. With several seeds a value is their mean, with an interval over seeds; for one model the
-interval is over sequences.
+"""Makes the tables of a bias from its measurements.
+
+With several seeds a value is their mean and its interval is over seeds; of a single model it is over sequences.
 
 Axes: R seeds, S sites, N sequences, P positions.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkscope.initial_bias.reading import BiasReadings, sample_interval
+from sinkscope.initial_bias.measurement import BiasMeasurements, sample_interval
 from sinkscope.initial_bias.schemas import (
     BIAS,
     BIAS_TABLES,
@@ -28,42 +29,43 @@ from sinkscope.statistics import seen_mean, share_interval
 
 Row = dict[str, Any]
 AGREEMENT = "agreement"
-"""The rank correlation of mean next-token probabilities with the baseline's."""
+"""In the table controls, the rank correlation of mean next-token probabilities with the baseline's."""
+# Quantities that are followed along training.
 PERSISTING = ("prediction_ratio", "probability_ratio", "entropy_deficit", "inter_cosine")
 
 
-def bias_tables(readings: BiasReadings) -> dict[str, dict[str, list]]:
+def bias_tables(measurements: BiasMeasurements) -> dict[str, dict[str, list]]:
     """Columns by table."""
     rows = {
-        BIAS.name: _bias(readings),
-        PREFERRED_TOKENS.name: _preferred_tokens(readings),
-        CONTRACTION.name: _contraction(readings),
-        CONTRACTION_POSITIONS.name: _positions(readings),
-        CONTROLS.name: _controls(readings),
-        PERSISTENCE.name: _persistence(readings),
+        BIAS.name: _bias(measurements),
+        PREFERRED_TOKENS.name: _preferred_tokens(measurements),
+        CONTRACTION.name: _contraction(measurements),
+        CONTRACTION_POSITIONS.name: _positions(measurements),
+        CONTROLS.name: _controls(measurements),
+        PERSISTENCE.name: _persistence(measurements),
     }
     return {schema.name: schema.from_rows(list(rows[schema.name])) for schema in BIAS_TABLES}
 
 
-def _bias(readings: BiasReadings) -> Iterable[Row]:
+def _bias(measurements: BiasMeasurements) -> Iterable[Row]:
     for quantity in QUANTITIES:
-        by_seed = [reading.values[quantity] for reading in readings.baseline]
+        by_seed = [one.values[quantity] for one in measurements.baseline]
         if len(by_seed) > 1:
             yield (
                 {"seed": None, "quantity": quantity}
                 | _over("seeds", len(by_seed))
-                | _quantity(readings, quantity, by_seed)
+                | _quantity(measurements, quantity, by_seed)
             )
-        for seed, values_N in zip(readings.seeds, by_seed, strict=True):
+        for seed, values_N in zip(measurements.seeds, by_seed, strict=True):
             over = _over("sequences", len(values_N))
-            yield {"seed": seed, "quantity": quantity} | over | _quantity(readings, quantity, [values_N])
+            yield {"seed": seed, "quantity": quantity} | over | _quantity(measurements, quantity, [values_N])
 
 
-def _preferred_tokens(readings: BiasReadings) -> Iterable[Row]:
-    tokenizer = readings.model.tokenizer
-    for seed, reading in zip(readings.seeds, readings.baseline, strict=True):
-        mean_V = reading.probability_V
-        for rank, (token, share) in enumerate(zip(reading.preferred_K, reading.predicted_share_K, strict=True)):
+def _preferred_tokens(measurements: BiasMeasurements) -> Iterable[Row]:
+    tokenizer = measurements.model.tokenizer
+    for seed, model in zip(measurements.seeds, measurements.baseline, strict=True):
+        mean_V = model.probability_V
+        for rank, (token, share) in enumerate(zip(model.preferred_K, model.predicted_share_K, strict=True)):
             yield {
                 "seed": seed,
                 "rank": rank,
@@ -74,13 +76,13 @@ def _preferred_tokens(readings: BiasReadings) -> Iterable[Row]:
             }
 
 
-def _contraction(readings: BiasReadings) -> Iterable[Row]:
-    contractions = [reading.contraction for reading in readings.baseline]
-    over, inter, intra = "seeds", *(_by_sample(readings, name) for name in ("inter_SN", "intra_SN"))
-    if len(contractions) == 1:
-        over = "sequences"
+def _contraction(measurements: BiasMeasurements) -> Iterable[Row]:
+    contractions = [one.contraction for one in measurements.baseline]
+    over = "seeds" if len(contractions) > 1 else "sequences"
+    inter, intra = _by_sample(measurements, "inter_SN"), _by_sample(measurements, "intra_SN")
     between_S = _between_seeds(np.stack([one.mean_state_SE for one in contractions]))
     for site in range(inter.shape[1]):
+        # Sites alternate: after an attention, after a feed-forward. The embeddings come first.
         part = "embeddings" if site == 0 else ("feed_forward", "attention")[site % 2]
         row: Row = {"layer": (site - 1) // 2, "part": part}
         for name, values in (("inter", inter), ("intra", intra)):
@@ -91,9 +93,9 @@ def _contraction(readings: BiasReadings) -> Iterable[Row]:
         yield row | {"between_seeds": float(between_S[site])} | _over(over, len(inter))
 
 
-def _by_sample(readings: BiasReadings, name: str) -> np.ndarray:
+def _by_sample(measurements: BiasMeasurements, name: str) -> np.ndarray:
     """[R, S] means by seed, or [N, S] values by sequence of a single model."""
-    by_seed = [getattr(reading.contraction, name) for reading in readings.baseline]
+    by_seed = [getattr(one.contraction, name) for one in measurements.baseline]
     return by_seed[0].T if len(by_seed) == 1 else np.stack([seen_mean(values_SN, -1) for values_SN in by_seed])
 
 
@@ -102,8 +104,8 @@ def _between_seeds(mean_state_RSE: np.ndarray) -> np.ndarray:
     return cosine_from_sum(unit.sum(0), (unit != 0).any(-1).sum(0)).numpy()
 
 
-def _positions(readings: BiasReadings) -> Iterable[Row]:
-    contractions = [reading.contraction for reading in readings.baseline]
+def _positions(measurements: BiasMeasurements) -> Iterable[Row]:
+    contractions = [one.contraction for one in measurements.baseline]
     inter = np.stack([one.inter_by_position for one in contractions])
     variance = np.stack([one.value_variance for one in contractions])
     for layer in range(-1, inter.shape[1] - 1):
@@ -113,19 +115,19 @@ def _positions(readings: BiasReadings) -> Iterable[Row]:
             yield row | _value("inter", inter[:, layer + 1, index]) | _value("value_variance", values_R)
 
 
-def _controls(readings: BiasReadings) -> Iterable[Row]:
-    count = len(readings.baseline)
-    over = _over("seeds", count) if count > 1 else _over("sequences", readings.batch.num_sequences)
-    for control, controlled in readings.controls.items():
+def _controls(measurements: BiasMeasurements) -> Iterable[Row]:
+    count = len(measurements.baseline)
+    over = _over("seeds", count) if count > 1 else _over("sequences", measurements.batch.num_sequences)
+    for control, results in measurements.controls.items():
         for quantity in QUANTITIES:
-            under = [one.values[quantity] for one in controlled]
-            baseline = [reading.values[quantity] for reading in readings.baseline]
+            under = [one.values[quantity] for one in results]
+            baseline = [one.values[quantity] for one in measurements.baseline]
             row = {"control": control, "quantity": quantity, "value": float(np.mean([seen_mean(one) for one in under]))}
             row |= _value("difference", _samples([a - b for a, b in zip(under, baseline, strict=True)]))
             if quantity == "prediction_ratio":
-                _widen(row, "difference", *_difference_of_shares(readings.vocabulary, under, baseline))
+                _widen(row, "difference", *_difference_of_shares(measurements.vocabulary, under, baseline))
             yield row | over
-        pairs = [(one.agreement, reading.ceiling) for one, reading in zip(controlled, readings.baseline, strict=True)]
+        pairs = [(one.agreement, model.ceiling) for one, model in zip(results, measurements.baseline, strict=True)]
         row = {
             "control": control,
             "quantity": AGREEMENT,
@@ -138,32 +140,32 @@ def _controls(readings: BiasReadings) -> Iterable[Row]:
         yield row | _value("difference", differences) | over
 
 
-def _persistence(readings: BiasReadings) -> Iterable[Row]:
-    beginning = readings.baseline[0].contraction.mean_state_SE[-1]
-    for checkpoint in readings.checkpoints:
-        reading, correlation = checkpoint.reading, checkpoint.agreement
-        mean_state = reading.contraction.mean_state_SE[-1]
+def _persistence(measurements: BiasMeasurements) -> Iterable[Row]:
+    beginning = measurements.baseline[0].contraction.mean_state_SE[-1]
+    for checkpoint in measurements.checkpoints:
+        measurement, correlation = checkpoint.measurement, checkpoint.agreement
+        mean_state = measurement.contraction.mean_state_SE[-1]
         cosine = mean_state @ beginning / np.linalg.norm(mean_state) / np.linalg.norm(beginning)
         row: Row = {
             "checkpoint": checkpoint.name,
             "step": checkpoint.step,
             **_value("correlation", correlation.values),
-            "ceiling": readings.baseline[0].ceiling.correlation,
+            "ceiling": measurements.baseline[0].ceiling.correlation,
             "other_seeds": float(np.mean(checkpoint.other_seeds)) if checkpoint.other_seeds else None,
             "mean_state_cosine": float(cosine),
-            "n": readings.batch.num_sequences,
+            "n": measurements.batch.num_sequences,
         }
         for quantity in PERSISTING:
-            row |= _quantity(readings, quantity, [reading.values[quantity]], quantity)
+            row |= _quantity(measurements, quantity, [measurement.values[quantity]], quantity)
         yield row
 
 
-def _quantity(readings: BiasReadings, quantity: str, by_seed: list[np.ndarray], name: str = "value") -> Row:
+def _quantity(measurements: BiasMeasurements, quantity: str, by_seed: list[np.ndarray], name: str = "value") -> Row:
     """A quantity of one model, or its mean over several."""
     row = _value(name, _samples(by_seed))
     if quantity == "prediction_ratio":
-        values = np.concatenate(by_seed) / readings.vocabulary
-        low, high = (readings.vocabulary * end for end in share_interval(float(values.mean()), len(values)))
+        values = np.concatenate(by_seed) / measurements.vocabulary
+        low, high = (measurements.vocabulary * end for end in share_interval(float(values.mean()), len(values)))
         if len(by_seed) == 1:
             row |= {f"{name}_low": low, f"{name}_high": high}
         else:
