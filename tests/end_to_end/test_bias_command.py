@@ -103,7 +103,7 @@ def test_families_that_cannot_honour_a_control_go_on_with_the_others(sinkscope, 
         tiny_model(family).save_pretrained(tmp_path / family)
         result = sinkscope("bias", tmp_path / family, *FEW, "--out", f"run-{family}")
         assert result.code == 0, result.err
-        assert f"{control}: The " in " ".join(result.out.split())
+        assert f"{control}: In " in " ".join(result.out.split())
         summary = json.loads((tmp_path / f"run-{family}" / "summary.json").read_text())
         assert [name for name, entry in summary["controls"].items() if "refused" in entry] == [control]
 

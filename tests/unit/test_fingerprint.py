@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from sinkscope.errors import InputError
 from sinkscope.fingerprints import signature as signature_module
 from sinkscope.fingerprints.alignment import alignment, alignment_table, whitened_ranks
-from sinkscope.fingerprints.fingerprint import Pair, fingerprint, judged
+from sinkscope.fingerprints.fingerprint import Pair, alignment_verdict, fingerprint
 from sinkscope.fingerprints.seedprint import identity_dimensions, seedprint
 from sinkscope.fingerprints.signature import Inputs, load_signature, sign
 from sinkscope.models.initial import Configuration, draw
@@ -180,7 +180,7 @@ def test_the_tail_of_students_t():
 def test_verdicts(numbers, verdict):
     names = dict(base="a", suspect="b", verdict="can't tell")
     pair = Pair(**names, effect=0.0, p=0.0, num_dimensions=48, num_unrelated=8, **numbers)
-    assert judged(pair) == verdict
+    assert alignment_verdict(pair) == verdict
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGURATIONS))

@@ -1,4 +1,4 @@
-"""sinkscope compare: runs side by side in one page."""
+"""The command `sinkscope compare`: runs side by side in one page."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class CompareOptions:
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Run folders of studies, traces or training; or models, which are studied.", show_default=False
+            help="Run folders of studies, traces or training; or models, which are studied first.", show_default=False
         ),
     ]
     out: Annotated[Path, typer.Option(help="Page to write.")] = Path("comparison.html")
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it is there.")] = False
 
 
-def compare_command(asked: CompareOptions) -> None:
+def compare_command(options: CompareOptions) -> None:
     """Put runs side by side in one page.
 
     Training runs that differ only in their seed are replicas of a variant. The baseline is softmax or, without one, the
@@ -36,5 +36,5 @@ def compare_command(asked: CompareOptions) -> None:
     from sinkscope.pages.text import say
     from sinkscope.studies.cli import study_run
 
-    say(compare(asked.runs, asked.out, overwrite=asked.overwrite, run_of=study_run))
-    say(f"Page: {asked.out}")
+    say(compare(options.runs, options.out, overwrite=options.overwrite, run_of=study_run))
+    say(f"Page: {options.out}")

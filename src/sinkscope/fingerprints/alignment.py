@@ -1,15 +1,16 @@
-"""Whether the hidden dimensions of two models belong together one by one: the default method of a fingerprint.
+"""Alignment, the default method of a fingerprint: do the hidden dimensions of two models correspond one by one?
 
-Two models that began with the same weights give the same meaning to dimension 7. Two others have no reason to. Initial
-weights are drawn alike for every dimension, and training treats dimensions alike. So a model from another seed is
-equally likely with its dimensions in any other order. Renaming the suspect's dimensions at random therefore gives
-unrelated models of the same shape *with the suspect's own training*, and the null is exact for trained models too. Two
-models may react alike to the same inputs; so does the renamed one, and this cancels.
+Two models that began with the same weights use dimension 7 for the same thing. Two others have no reason to. Initial
+weights come from the same distribution in every dimension, and training treats all dimensions alike. So a model from
+another seed is equally likely with its dimensions in any other order, and permuting the suspect's dimensions at random
+gives unrelated models of the same shape *with the suspect's own training*. The null distribution is therefore exact for
+trained models too. Two models may also react alike to the same inputs; the permuted one does so as well, and this
+cancels. A permutation of dimensions is called a renaming here.
 
-    ranks       of each dimension over the sequences, centred (a massive dimension counts as any other)
-    whitened    W = R (R^T R)^(-1/2): what many dimensions share is no longer counted many times
-    stacked     W of the last layer's states above W of the embeddings: a renaming renames both
-    centred     each sequence's mean over the dimensions is taken off; D = W_a^T W_b
+    ranks       R: of each dimension over the sequences, centred. A massive dimension counts as much as any other
+    whitened    W = R (R^T R)^(-1/2): what many dimensions share is not counted many times
+    stacked     W of the last layer's states above W of the embeddings, since a renaming permutes both
+    centred     each sequence's mean over the dimensions is subtracted; D = W_a^T W_b
     alignment   trace(D) / (|W_a| |W_b|), the correlation of the two tables: 1 for a model with itself, 0 on average
                 for unrelated models
     z           trace(D) / sqrt(sum D^2 / (E - 1)): mean 0 and variance 1 over all renamings (Hoeffding 1951)
@@ -37,7 +38,7 @@ SMALLEST_SHARE = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """How far two models' dimensions belong together; NaN where too few dimensions vary to say."""
+    """How far the dimensions of two models correspond; NaN if too few dimensions vary."""
 
     effect: float
     low: float

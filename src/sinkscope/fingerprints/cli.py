@@ -1,4 +1,4 @@
-"""sinkscope fingerprint: which models began with the same weights."""
+"""The command `sinkscope fingerprint`: which models began with the same weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FingerprintOptions:
         check_inputs(**{name: value for name, value in given.items() if value is not None})
 
 
-def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
+def fingerprint_command(options: FingerprintOptions, output: Output) -> None:
     """Say which models began with the same weights.
 
     Each verdict comes with an effect, an interval and a false-discovery rate. The same command with the same --out
@@ -72,25 +72,25 @@ def fingerprint_command(asked: FingerprintOptions, output: Output) -> None:
     from sinkscope.results.run_folder import run_folder
     from sinkscope.runtime import environment, resolve_device
 
-    bound_memory_of(asked.device)
+    bound_memory_of(options.device)
     # Parts are named by weights and inputs, so a model runs once, whatever else changes.
     parts = Parts(path, {"command": "fingerprint", "version": __version__})
-    named: dict[str, Any] = asdict(asked) | {"unrelated": asked.unrelated or []}
+    arguments: dict[str, Any] = asdict(options) | {"unrelated": options.unrelated or []}
     goes_on = parts.path is not None and parts.path.exists()
     try:
         way_on = f"the same command with --out {path} goes on"
         with finished_parts_are_kept(way_on), progress.bars() as work:
             if processes.count() > 1:
                 processes.from_first(parts.prepare)
-            result = fingerprint(named.pop("models"), **named, parts=parts, work=work)
+            result = fingerprint(arguments.pop("models"), **arguments, parts=parts, work=work)
     except InputError:
         if not goes_on:
             parts.discard()  # a refused command must change nothing
         raise
     first_process_writes()
     with run_folder(path, output.overwrite) as folder:
-        write_request(folder, asked)
-        folder.write_json("environment.json", environment(device=resolve_device(asked.device)))
+        write_request(folder, options)
+        folder.write_json("environment.json", environment(device=resolve_device(options.device)))
         result.write(folder)
         write_page(folder)
     parts.discard()

@@ -1,10 +1,14 @@
-"""Which models share an initialisation: signatures compared pair by pair, with a verdict for each pair.
+"""`fingerprint`: which models share an initialisation, by comparing their signatures, with a verdict for each pair.
 
-The default method, `alignment`, says "same origin" if the false-discovery rate over the pairs of the run is at most 1 %
-*and* z is above that of every unrelated model. Unrelated models are fresh initialisations of the first model's
-configuration and those that the user names; each is compared with both models of the pair. It says "different origin"
-if the upper end of the alignment's interval is below the least that long training left of a shared initialisation in
-our own table (lab/origins.md). Otherwise it can't tell.
+The method `alignment`, the default, gives one of three verdicts:
+
+- "same origin" if the false-discovery rate over the pairs of the run is at most 1 % *and* z is above that of every
+  unrelated model. Unrelated models are fresh initialisations of the first model's configuration, and those that the
+  user names; each is compared with both models of the pair.
+- "different origin" if the upper end of the alignment's interval is below the smallest alignment that a long training
+  left of a shared initialisation in our own experiments (lab/origins.md).
+- "can't tell" otherwise.
+
 `seedprint` is the published test: same origin if p < 0.01, otherwise different origin.
 """
 
@@ -49,12 +53,13 @@ if TYPE_CHECKING:
 
 Verdict = Literal["same origin", "different origin", "can't tell"]
 WEAKEST_RELATION = 0.016
-"""The weakest alignment with its initialisation that a trained model of ours showed, after 43,000 steps; others had up
-to 0.045 (lab/origins.md). An interval that reaches it cannot rule a relation out. Two trained models that share
-an initialisation can still lie below it."""
+"""The smallest alignment that a model of our experiments had with its initialisation, after 43,000 steps; others had
+up to 0.045 (lab/origins.md). If an interval reaches this value, a relation cannot be ruled out. Two trained models that
+share an initialisation may still lie below it."""
 FRESH = 4
 FRESH_SEED = 1_847_362_915
-"""Seed of the first fresh initialisation: one that nobody gives, and below 2^32, where torch's generator wraps."""
+"""Seed of the first fresh initialisation. Nobody would choose it for a model of their own, and it is below 2^32, from
+where torch's generator repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class Pair:
     q: float
     num_dimensions: int
     num_unrelated: int
-    """Comparisons of one of the two with an unrelated model."""
+    """Number of comparisons of one of the two models with an unrelated one."""
     unrelated_z: float
     """The largest z of these comparisons."""
 
@@ -105,12 +110,12 @@ class Fingerprint(Result):
         text = "A p-value says how rarely two independent initialisations would look so alike. It is no proof of theft."
         if any(pair.verdict == "different origin" for pair in self.pairs):
             text += (
-                " Different origin says that no more is shared than by unrelated models. Long training erases a shared "
-                "initialisation too: it is no proof of innocence."
+                " Different origin says that the models share no more than unrelated ones do. It is no proof of "
+                "innocence: long training erases a shared initialisation too."
             )
             num_sequences, width = self.signatures[0].states.shape
             if num_sequences < width:
-                text += f" {num_sequences} sequences are few for {width} dimensions: more may find a relation."
+                text += f" {num_sequences} sequences are few for {width} dimensions: with more, a relation may show."
         return text
 
     @property
@@ -158,17 +163,17 @@ def fingerprint(
     work: Work | None = None,
     **loading: Unpack[LoadOptions],
 ) -> Fingerprint:
-    """The first model compared with each other one, or with `matrix` all pairs of them.
+    """Compares the first model with each of the others, or with `matrix` all pairs.
 
         sinkscope.fingerprint(["init:runs/a", "runs/a", "runs/b"]).table("pairs")
 
-    Models are anything that `load` takes, signatures, or files of signatures. If one is a signature, its inputs are the
-    default. Further options go to `load`. Only one model is in memory at a time.
+    Models are anything that `load` takes, signatures, or files of signatures. If one is a signature, the others are
+    shown the same inputs by default. Further options go to `load`. Only one model is in memory at a time.
     """
     check_fingerprint(models, method=method, unrelated=unrelated, fresh=fresh)
-    numbers = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
-    chosen = {key: value for key, value in numbers.items() if value is not None}
-    # Signatures first: their inputs are the default, and other files are refused before any work.
+    options = {"vocabulary": vocabulary, "length": length, "num_sequences": num_sequences, "seed": seed}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    # Files are read first: the inputs of signatures are the default, and other files are refused before any work.
     sources = deque(_read_if_signature(source) for source in models)
     unrelated_sources = [_read_if_signature(source) for source in unrelated]
     inputs = _inputs([*sources, *unrelated_sources], chosen)
@@ -177,42 +182,43 @@ def fingerprint(
         inputs = Inputs(vocabulary=num_embeddings(sources[0].model), **chosen)
 
     def signed(source: Any) -> Signature:
-        opened = source if isinstance(source, Signature) else _loaded(source, loading)
-        has = opened.vocabulary if isinstance(opened, Signature) else num_embeddings(opened.model)
-        if vocabulary is None and has != inputs.vocabulary:
+        model = source if isinstance(source, Signature) else _loaded(source, loading)
+        num_ids = model.vocabulary if isinstance(model, Signature) else num_embeddings(model.model)
+        if vocabulary is None and num_ids != inputs.vocabulary:
             raise InputError(
-                f"{opened.name} has a vocabulary of {has} ids, and the other models have {inputs.vocabulary}. "
+                f"{model.name} has a vocabulary of {num_ids} ids, and the other models have {inputs.vocabulary}. "
                 "If the first ids mean the same tokens in all models, give their number as `vocabulary`."
             )
-        if isinstance(opened, Signature):
-            check_made_with(opened, inputs)
-            return opened
-        return sign(opened, inputs, parts=parts, progress=work(opened.name) if work else None)
+        if isinstance(model, Signature):
+            check_made_with(model, inputs)
+            return model
+        return sign(model, inputs, parts=parts, progress=work(model.name) if work else None)
 
     signatures: list[Signature] = []
-    while sources:  # taken off, so that no model stays in memory once it is signed
+    while sources:  # popped, so that no model stays in memory once it is signed
         signatures.append(signed(sources.popleft()))
         _check_widths(signatures)
-    null = [signed(source) for source in unrelated_sources]
+    unrelated_signatures = [signed(source) for source in unrelated_sources]
     if fresh and method == "alignment":
         dtype, device = loading.get("dtype", "auto"), loading.get("device", "auto")
         configuration = signatures[0].configuration()
         for index in range(fresh):
             fresh_model = draw(configuration, FRESH_SEED + index, name=f"fresh-{index}", dtype=dtype, device=device)
-            null.append(signed(fresh_model))
+            unrelated_signatures.append(signed(fresh_model))
             del fresh_model  # only one model is in memory at a time
-    _check_widths([signatures[0], *null])
-    signatures = _with_own_names(signatures)
+    _check_widths([signatures[0], *unrelated_signatures])
+    signatures = _with_distinct_names(signatures)
     pairs = itertools.combinations(range(len(signatures)), 2)
-    return _compare(signatures, [pair for pair in pairs if matrix or pair[0] == 0], null, method)
+    return _compare(signatures, [pair for pair in pairs if matrix or pair[0] == 0], unrelated_signatures, method)
 
 
 def _compare(
-    signatures: list[Signature], places: list[tuple[int, int]], unrelated: list[Signature], method: Method
+    signatures: list[Signature], indices: list[tuple[int, int]], unrelated: list[Signature], method: Method
 ) -> Fingerprint:
+    """The pairs of signatures at these indices, compared by the method."""
     rows: list[dict[str, Any]] = []
     if method == "seedprint":
-        pairs = [_published(signatures[a], signatures[b]) for a, b in places]
+        pairs = [_seedprint_pair(signatures[a], signatures[b]) for a, b in indices]
     else:
         tables = [alignment_table(signature.states, signature.embeddings) for signature in signatures]
         for other in unrelated:
@@ -220,35 +226,35 @@ def _compare(
             for signature, table in zip(signatures, tables, strict=True):
                 result = alignment(table, other_table)
                 rows.append({"model": signature.name, "unrelated": other.name, "effect": result.effect, "z": result.z})
-        pairs = _aligned(signatures, places, tables, rows)
+        pairs = _alignment_pairs(signatures, indices, tables, rows)
     return Fingerprint(method=method, signatures=signatures, unrelated=unrelated, pairs=pairs, unrelated_rows=rows)
 
 
-def _aligned(
-    signatures: list[Signature], places: list[tuple[int, int]], tables: list[Tensor], rows: list[dict[str, Any]]
+def _alignment_pairs(
+    signatures: list[Signature], indices: list[tuple[int, int]], tables: list[Tensor], rows: list[dict[str, Any]]
 ) -> list[Pair]:
-    alignments = [alignment(tables[a], tables[b]) for a, b in places]
+    """The pairs with their verdicts by alignment; `rows` are the comparisons with unrelated models."""
+    alignments = [alignment(tables[a], tables[b]) for a, b in indices]
     rates = false_discovery_rates([result.p for result in alignments])
     pairs = []
-    for (a, b), result, q in zip(places, alignments, rates, strict=True):
+    for (a, b), result, q in zip(indices, alignments, rates, strict=True):
         names = (signatures[a].name, signatures[b].name)
-        null = [row["z"] for row in rows if row["model"] in names and not math.isnan(row["z"])]
-        largest = max(null, default=math.nan)
+        unrelated_z = [row["z"] for row in rows if row["model"] in names and not math.isnan(row["z"])]
         pair = Pair(
             base=names[0],
             suspect=names[1],
             verdict="can't tell",
             **asdict(result),
             q=float(q),
-            num_unrelated=len(null),
-            unrelated_z=largest,
+            num_unrelated=len(unrelated_z),
+            unrelated_z=max(unrelated_z, default=math.nan),
         )
-        pairs.append(replace(pair, verdict=judged(pair)))
+        pairs.append(replace(pair, verdict=alignment_verdict(pair)))
     return pairs
 
 
-def judged(pair: Pair) -> Verdict:
-    """The verdict on a pair by alignment. Comparisons with NaN are false, so without numbers it is "can't tell"."""
+def alignment_verdict(pair: Pair) -> Verdict:
+    """The verdict on a pair by alignment. Every comparison with NaN is false, so without numbers it is "can't tell"."""
     above_all = not pair.num_unrelated or pair.z > pair.unrelated_z
     if pair.q <= LEVEL and above_all:
         return "same origin"
@@ -257,7 +263,8 @@ def judged(pair: Pair) -> Verdict:
     return "can't tell"
 
 
-def _published(base: Signature, suspect: Signature) -> Pair:
+def _seedprint_pair(base: Signature, suspect: Signature) -> Pair:
+    """The pair with its verdict by the published test, which has no interval and no unrelated models."""
     result = seedprint(base.states, suspect.states)
     nan = math.nan
     verdict: Verdict = "same origin" if result.p < LEVEL else "different origin"
@@ -285,17 +292,18 @@ def _check_widths(signatures: list[Signature]) -> None:
         if (other.embeddings is None) != (first.embeddings is None):
             without = first if first.embeddings is None else other
             raise InputError(
-                f"{without.name} has no embeddings as wide as its layers, and other models have. Leave it out: "
-                "signatures with and without embeddings cannot be compared."
+                f"{without.name} has no embeddings of the width of its layers, and the other models have them. "
+                "Leave it out: signatures with and without embeddings cannot be compared."
             )
         if other.width != first.width:
             raise InputError(
-                f"{first.name} has {first.width} hidden dimensions, and {other.name} has {other.width}. Leave it out: "
-                "without dimensions to match, nothing of an initialisation can be compared."
+                f"{first.name} has {first.width} hidden dimensions, and {other.name} has {other.width}. Leave one out: "
+                "only models of the same width can be compared."
             )
 
 
 def _read_if_signature(source: Any) -> Any:
+    """The signature in a file; any other source as it is."""
     if not isinstance(source, str | Path):
         return source
     path = user_path(str(source).removeprefix(INITIAL))  # a name that no model can have is refused here too
@@ -311,26 +319,25 @@ def _inputs(sources: Sequence[Any], chosen: dict[str, int]) -> Inputs | None:
 
 
 def _loaded(source: Any, loading: LoadOptions) -> LoadedModel:
-    """The model, under the name that was given: the final weights of all training runs are in folders called model."""
+    """The loaded model, named as in the call: its folder's name is "model" for every training run."""
     if isinstance(source, LoadedModel):
         return source
     loaded = load(source, **loading)
     if not isinstance(source, str | Path):
         return loaded
-    # Run folders are shared, so an absolute path is recorded by its last part.
+    # Run folders are passed on to others, so of an absolute path only the last part is recorded.
     prefix = INITIAL if str(source).startswith(INITIAL) else ""
     path = user_path(str(source).removeprefix(prefix))
     return replace(loaded, name=f"{prefix}{path.name}" if path.is_absolute() else str(source))
 
 
-def _with_own_names(signatures: list[Signature]) -> list[Signature]:
-    """The same with a number after names that occur twice."""
-    seen: dict[str, int] = {}
+def _with_distinct_names(signatures: list[Signature]) -> list[Signature]:
+    """The same signatures; a name that occurs again gets a number, such as "model (2)"."""
+    counts: dict[str, int] = {}
     result = []
     for signature in signatures:
-        seen[signature.name] = seen.get(signature.name, 0) + 1
-        again = seen[signature.name]
-        result.append(signature if again == 1 else replace(signature, name=f"{signature.name} ({again})"))
+        count = counts[signature.name] = counts.get(signature.name, 0) + 1
+        result.append(signature if count == 1 else replace(signature, name=f"{signature.name} ({count})"))
     return result
 
 

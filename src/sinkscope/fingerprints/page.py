@@ -27,14 +27,14 @@ def write_page(run: Run, destination: Path) -> None:
             pair["base"],
             pair["suspect"],
             pair["verdict"],
-            _known(pair["effect"]),
-            "" if _known(pair["low"]) is None else interval(pair["low"], pair["high"]),
-            *(_known(pair[name]) for name in ("z", "p", "q", "unrelated_z")),
+            _value(pair["effect"]),
+            "" if _value(pair["low"]) is None else interval(pair["low"], pair["high"]),
+            *(_value(pair[name]) for name in ("z", "p", "q", "unrelated_z")),
         )
         for pair in sorted(rows_where(tables["pairs"]), key=_by_z)
     ]
     unrelated = [
-        (row["model"], row["unrelated"], _known(row["effect"]), _known(row["z"]))
+        (row["model"], row["unrelated"], _value(row["effect"]), _value(row["z"]))
         for row in rows_where(tables["unrelated"])
     ]
     html.write_page(
@@ -51,13 +51,13 @@ def write_page(run: Run, destination: Path) -> None:
     )
 
 
-def _known(value: float | None) -> float | None:
+def _value(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
 def _by_z(pair: Mapping[str, Any]) -> tuple[bool, float]:
-    """The largest z first, unknown ones last."""
-    z = _known(pair["z"])
+    """The largest z first, those without one last."""
+    z = _value(pair["z"])
     return z is None, -(z or 0.0)
 
 
@@ -66,18 +66,18 @@ def figures(run: Run) -> list[Figure]:
     names, pairs = [model["name"] for model in run.summary["models"]], run.rows("pairs")
     values = np.full((len(names), len(names)), np.nan)
     for pair in pairs:
-        place = names.index(pair["base"]), names.index(pair["suspect"])
-        values[place] = values[place[::-1]] = np.nan if pair["effect"] is None else pair["effect"]
-    shown = [plotted(name) for name in names]
+        row, column = names.index(pair["base"]), names.index(pair["suspect"])
+        values[row, column] = values[column, row] = np.nan if pair["effect"] is None else pair["effect"]
+    labels = [plotted(name) for name in names]
     pairs_map = Figure(
         "pairs",
         "Effect by pair",
-        "Alignment of two models, or the mean tau of the published test; pairs that were not asked for are blank.",
+        "Alignment of two models, or the mean tau of the published test; pairs that were not compared are blank.",
         ("pairs",),
-        [heat_map(shown, shown, values, "effect", "%{y} and %{x}", largest=1.0)],
-        {"xaxis": categories(shown), "yaxis": categories(shown)},
+        [heat_map(labels, labels, values, "effect", "%{y} and %{x}", largest=1.0)],
+        {"xaxis": categories(labels), "yaxis": categories(labels)},
         ("base", "suspect", "effect"),
-        [(pair["base"], pair["suspect"], _known(pair["effect"])) for pair in pairs],
+        [(pair["base"], pair["suspect"], _value(pair["effect"])) for pair in pairs],
         height=min(900, 220 + 24 * len(names)),
     )
     return [pairs_map]

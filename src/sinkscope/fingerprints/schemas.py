@@ -14,14 +14,21 @@ PAIRS = Schema(
         Column("suspect", "str", "Second model of the pair"),
         Column("method", "str", "alignment, or seedprint: the published test"),
         Column("verdict", "str", "same origin, different origin, or can't tell"),
-        Column("effect", "float", "Alignment, 1 for a model with itself; mean Kendall tau of seedprint", nullable=True),
+        Column(
+            "effect", "float", "Alignment, 1 for a model with itself; for seedprint the mean Kendall tau", nullable=True
+        ),
         Column("low", "float", "Lower end of the effect's 95 % interval over dimensions", nullable=True),
         Column("high", "float", "Upper end of the interval", nullable=True),
-        Column("z", "float", "Effect in standard deviations of unrelated models", nullable=True),
+        Column("z", "float", "Effect in standard deviations of what unrelated models would show", nullable=True),
         Column("p", "float", "One-sided p-value", nullable=True),
-        Column("q", "float", "Rate of false discoveries if this pair is called same origin", nullable=True),
+        Column(
+            "q",
+            "float",
+            "False-discovery rate if this pair and all with a smaller p are called same origin",
+            nullable=True,
+        ),
         Column("num_dimensions", "int", "Hidden dimensions compared"),
-        Column("num_unrelated", "int", "Comparisons of either model with an unrelated one"),
+        Column("num_unrelated", "int", "Number of comparisons of one of the two models with an unrelated one"),
         Column("unrelated_z", "float", "Largest z among them", nullable=True),
     ),
     is_listed=True,
@@ -30,9 +37,9 @@ UNRELATED = Schema(
     "unrelated",
     (
         Column("model", "str", "A model of the run"),
-        Column("unrelated", "str", "A fresh initialisation, or a model that the user said is unrelated"),
-        Column("effect", "float", "Their alignment", nullable=True),
-        Column("z", "float", "Its z", nullable=True),
+        Column("unrelated", "str", "A fresh initialisation, or a model that the user named as unrelated"),
+        Column("effect", "float", "Alignment of the two", nullable=True),
+        Column("z", "float", "Its z, as in the table pairs", nullable=True),
     ),
     is_listed=True,
 )
@@ -42,11 +49,11 @@ FINGERPRINT_TABLES = (PAIRS, UNRELATED)
 METHOD = {
     "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
     "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
-    "with itself, 0 on average for models that began with different weights, however alike they react. z counts "
-    "standard deviations over random renamings of one model's dimensions; q is the rate of false discoveries among "
+    "with itself, 0 on average for models that began with different weights, however alike they respond. z counts "
+    "standard deviations over random permutations of one model's dimensions; q is the false-discovery rate over "
     "the pairs of this run. Same origin needs q of at most 1 % and a z above that of every unrelated model.",
     "seedprint": "The published test: Kendall's tau over the tenth of the dimensions with the smallest mean that both "
-    "models share, with a p-value that takes dimensions for independent. It is not calibrated; use it to compare.",
+    "models share. Its p-value assumes independent dimensions and is not calibrated; use it for comparison only.",
 }
 """Each method in words."""
 MOST_MODELS = 1000

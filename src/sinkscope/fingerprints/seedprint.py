@@ -1,4 +1,4 @@
-"""The published SeedPrint test, to the letter.
+"""The SeedPrint test, exactly as it was published.
 
     mean        of the last-layer states over the sequences
     identity    the k = 10 % of dimensions with the smallest mean, in each model; only those of both are used
@@ -7,8 +7,10 @@
     z           mean tau / (sigma / sqrt(number of dimensions)), sigma^2 = 2 (2n + 5) / (9 n (n - 1))
     p           one-sided; p < 0.01 says same origin
 
-Its null assumes independent dimensions, which they cannot be after a softmax over them. It also tests association,
-which unrelated models may show. It is here for comparison. N sequences, E dimensions, K identity dimensions.
+It is here for comparison only. It assumes that dimensions are independent, which they cannot be after a softmax over
+them; and it tests for association, which unrelated models may show too.
+
+N sequences, E dimensions, K identity dimensions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A model's signature: its states at the last position of random sequences that every model is shown.
+"""A model's signature: its states at the last position of random sequences, the same ones for every model.
 
-Two states of each sequence are kept: after the last layer and its final norm, as published, and the embedding of the
-last token, which keeps traces of an initialisation longest. Both are written in the dimensions of the residual stream.
+Two states of each sequence are kept: after the last layer and its final norm, as in the published test, and the
+embedding of the last token, which keeps traces of an initialisation longest. Both have the dimensions of the residual
+stream.
 
-A signature is enough to compare a model later without its weights. It records what it was made from: the inputs (ids
+With a signature a model can be compared later without its weights. It records what it was made from: the inputs (ids
 uniform over the vocabulary, drawn from a seed, and their hash), the weights' hash, and the configuration, from which
 unrelated models of the same shape can be drawn. N sequences, T positions, E width.
 """
@@ -41,11 +42,11 @@ from sinkscope.tracing.receipt import Receipt, receipt_of_own_pass
 from sinkscope.tracing.single_reader import evaluation_mode
 
 VERSION = 1
-"""Of the file format and of the method; signatures of different versions are not compared."""
+"""Version of the file format and of the method; signatures of different versions are not compared."""
 METADATA = "sinkscope.signature"
 TOKENS_AT_ONCE = 16_384
 WIDEST = 1 << 15
-"""Dimensions of a state: twice those of the widest models. Comparing takes their square."""
+"""The most dimensions of a state, twice those of the widest models: a comparison takes memory for their square."""
 RECORD = {
     "version": Int(),
     "name": NAME,
@@ -61,7 +62,7 @@ RECORD = {
     "vocabulary": Int(2, 1 << 26),
     "config": Maybe({"model_type": NAME}),
 }
-"""What a file holds beside the states."""
+"""The shape of the JSON record that a file holds beside the states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Inputs:
 
     @property
     def hash(self) -> str:
-        """Of the ids themselves: another version of torch might draw others from a seed."""
+        """The hash of the ids themselves: another version of torch might draw other ids from the same seed."""
         return hashlib.sha256(self.ids.numpy().astype("<i8").tobytes()).hexdigest()[:32]
 
 
@@ -95,24 +96,24 @@ class Signature:
     states: Float[Tensor, "N E"]
     """After the last layer and its norm."""
     embeddings: Float[Tensor, "N E"] | None
-    """Of the last token; None where they have another width than the layers."""
+    """Of the last token; None if the embeddings have another width than the layers."""
     inputs: Inputs
     inputs_hash: str
     weight_hash: str
     dtype: str
     vocabulary: int
-    """Ids that the model has embeddings for; the inputs may use fewer."""
+    """The number of ids that the model has embeddings for; the inputs may use fewer."""
     config: dict[str, Any] | None
-    """Of the model, with its model_type; None where transformers has none to draw a model from."""
+    """The model's configuration, with its model_type; None if transformers knows none to draw a model from."""
     receipt: Receipt | None = None
-    """None for what was read before, and kept in a file."""
+    """None for a signature that was read from a file."""
 
     @property
     def width(self) -> int:
         return self.states.shape[1]
 
     def configuration(self) -> Configuration:
-        """What models of the same shape are drawn from."""
+        """The configuration to draw models of the same shape from."""
         from transformers import AutoConfig
 
         if self.config is None:
@@ -146,10 +147,10 @@ def load_signature(path: Path) -> Signature:
     check_safetensors(path)
     try:
         with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(METADATA)
-            if written is None:
+            metadata = (file.metadata() or {}).get(METADATA)
+            if metadata is None:
                 raise refused(path, "it is not the signature of a model")
-            record = parse_json(written, path, RECORD)
+            record = parse_json(metadata, path, RECORD)
             if (version := record.pop("version")) != VERSION:
                 raise InputError(
                     f"The signature {path} has version {version}, and this sinkscope reads version {VERSION}. "
@@ -157,14 +158,15 @@ def load_signature(path: Path) -> Signature:
                 )
             if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
                 raise refused(path, "its entries are not those of a signature")
-            rows, slices = record["inputs"]["num_sequences"], {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            # Slices tell shape and dtype without reading the numbers: a file from a stranger may claim any size.
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {name: tensor.get_shape() for name, tensor in slices.items()}
-            width = shapes.get("states", [0])[-1]
-            whole = shapes.keys() in ({"states"}, {"states", "embeddings"}) and 1 <= width <= WIDEST
-            if not whole or any(
-                shape != [rows, width] or slices[name].get_dtype() != "F32" for name, shape in shapes.items()
-            ):
-                raise refused(path, f"its tensors {shapes} are not states of {rows} sequences in float32")
+            num_sequences, width = record["inputs"]["num_sequences"], shapes.get("states", [0])[-1]
+            has_states = shapes.keys() in ({"states"}, {"states", "embeddings"}) and 1 <= width <= WIDEST
+            has_shapes = all(shape == [num_sequences, width] for shape in shapes.values())
+            is_float32 = all(tensor.get_dtype() == "F32" for tensor in slices.values())
+            if not (has_states and has_shapes and is_float32):
+                raise refused(path, f"its tensors {shapes} are not states of {num_sequences} sequences in float32")
             tensors = {name: file.get_tensor(name) for name in shapes}
     except SafetensorError as error:
         raise refused(path, str(error)) from error
@@ -180,14 +182,14 @@ def load_signature(path: Path) -> Signature:
 def sign(
     loaded: LoadedModel, inputs: Inputs, *, parts: Parts | None = None, progress: Progress | None = None
 ) -> Signature:
-    """The signature of a model; with `parts`, batches that an interrupted run finished are not run again.
+    """The signature of a model. Under torchrun each process runs its share of the batches.
 
-    Under torchrun each process runs its share of the batches.
+    `parts` keeps finished batches on disk, so that a run that was interrupted does not run them again.
     """
     parts = parts or Parts(None, {})
     _check(loaded, inputs)
     size, inputs_hash = max(1, TOKENS_AT_ONCE // inputs.length), inputs.hash
-    # The configuration too: large weights are hashed by a sample, and other settings give other states.
+    # The name of a kept batch has the configuration too, because other settings give other states of equal weights.
     identity = json.dumps([loaded.name, loaded.weight_hash, loaded.dtype, _fields(loaded)], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     batches = []
@@ -222,12 +224,12 @@ def sign(
 
 @torch.no_grad()
 def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
-    """[B, E] after the last layer and its final norm, and of the embeddings, at the last position.
+    """[B, E] states after the last layer and its final norm, and embeddings, both at the last position.
 
-    Logits are never made, and no other state is kept: memory does not grow with the number of sequences.
+    The body of the model is called, so no logits are computed.
     """
     owner: Any = loaded.model
-    # PEFT calls the whole model its base model; its adapters act inside of it.
+    # The base_model of a PEFT model is the whole model with its head, not the body. The body has the adapters inside.
     body: Any = (owner.get_base_model() if hasattr(owner, "get_base_model") else owner).base_model
     ids_BT = ids_BT.to(embedding_device(loaded.model))
     with evaluation_mode(loaded.model):
@@ -257,7 +259,7 @@ def _fields(loaded: LoadedModel) -> dict[str, Any] | None:
     if config.model_type not in CONFIG_MAPPING:
         return None
     settings = json.loads(config.to_json_string(use_diff=True))
-    # Where the weights were stored is private, and says nothing about the shape.
+    # Where the weights were stored is private, and not needed to draw a model.
     return {key: value for key, value in settings.items() if not key.startswith("_") and key != "name_or_path"}
 
 
@@ -266,7 +268,7 @@ def check_made_with(signature: Signature, inputs: Inputs) -> None:
     if (signature.inputs, signature.inputs_hash) != (inputs, inputs.hash):
         raise InputError(
             f"The signature of {signature.name} was made with {_described(signature.inputs)}, "
-            f"not with {_described(inputs)}. Ask for these numbers, or give the model in place of its signature."
+            f"not with {_described(inputs)}. Give the same numbers, or the model in place of its signature."
         )
 
 
