@@ -1,7 +1,12 @@
-"""Runs side by side in one page: verdicts, numbers and curves of studies and traces, variants of training runs."""
+"""`compare`: runs side by side in one page.
+
+Studies and traces are named by letters and compared by verdicts, numbers and curves. Training runs are grouped into
+variants; their section of the page, and its figures, come from the room `pretrain`, through the registry of kinds.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,18 +30,18 @@ COMPARED = ("study", "trace")
 """Kinds of runs that stand beside each other, and beside training runs."""
 MOST_RUNS = 26
 """Studies and traces are named by letters; training runs by their variant."""
-TOLD_APART = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
-"""What runs with one label may differ in."""
+DISTINGUISHING = ("kind", "length", "count", "seed", "dtype", "revision", "keys", "weight_hash")
+"""Facts that are added to equal labels where they differ."""
 LABELS = {"kind": "tokens", "count": "sequences", "weight_hash": "weights"}
-"""Some of these in words that a reader knows from the commands."""
+"""Some of these facts in the words of the commands."""
 Labelled = Sequence[tuple[str, Run]]
 
 
 def compare(runs: Sequence[str], out: Path, *, run_of: Callable[[str], Path], overwrite: bool = False) -> str:
     """Writes the page that compares runs, and returns their answers, one per line.
 
-    A name that is no run folder is a model, for which `run_of` makes a run; a model that comes with the package counts
-    as its training run too. The tables of training runs are written beside the page.
+    A name that is not a run folder is a model, which `run_of` studies first. A model that comes with the package is
+    compared as a training run too. The tables of training runs are written beside the page.
     """
     out = user_path(out)
     _check(runs, out, overwrite)
@@ -46,24 +51,24 @@ def compare(runs: Sequence[str], out: Path, *, run_of: Callable[[str], Path], ov
 
 
 def _check(runs: Sequence[str], out: Path, overwrite: bool) -> None:
-    """Refuses what cannot be compared or written before a model is studied, which takes minutes."""
+    """Refuses what cannot be compared or written, before a model is studied, which takes minutes."""
     training = [name for name in runs if is_training_run(user_path(name))]
-    lettered = [name for name in runs if name not in training]
+    others = [name for name in runs if name not in training]
     if len(runs) < 2:
         raise InputError(f"A comparison needs two runs or more, not {len(runs)}. Give folders of runs, or models.")
-    if len(lettered) > MOST_RUNS:
+    if len(others) > MOST_RUNS:
         raise InputError(
-            f"{len(lettered)} runs are too many: at most {MOST_RUNS} can be compared that are not of training. "
-            "Leave some out."
+            f"{len(others)} runs are too many: at most {MOST_RUNS} studies and traces can be compared. Leave some out."
         )
-    places = [run_path(name).resolve() for name in runs]
-    if again := [name for index, name in enumerate(runs) if places[index] in places[:index]]:
-        raise InputError(f"{again[0]} was given twice. Leave one of them out, or give another run.")
-    trained = [*(name for name in runs if is_reference(name)), *training]
+    paths = [run_path(name).resolve() for name in runs]
+    for index, name in enumerate(runs):
+        if paths[index] in paths[:index]:
+            raise InputError(f"{name} was given twice. Leave one of them out, or give another run.")
+    trained = [name for name in runs if is_reference(name)] + training
     if len(trained) == 1:
-        others = ", ".join(name for name in runs if name not in trained)
+        untrained = ", ".join(name for name in runs if name not in trained)
         raise InputError(
-            f"{trained[0]} is a training run, and {others} is not, so they cannot be compared. "
+            f"{trained[0]} is a training run, and {untrained} is not, so they cannot be compared. "
             f"Give a second folder that sinkscope pretrain wrote, or leave {trained[0]} out."
         )
     check_page(out, overwrite)
@@ -73,46 +78,64 @@ def _check(runs: Sequence[str], out: Path, overwrite: bool) -> None:
         check_output(tables_path(out), overwrite)
 
 
-def _told_apart(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with what differs in the labels of those that would have the same; else the names of their folders."""
-    named = []
+def _with_distinct_labels(runs: Sequence[Run]) -> list[Run]:
+    """The same runs. Equal labels get the facts in which their runs differ, or else the names of their folders."""
+    result = []
     for run, folder in zip(runs, _folder_names(runs), strict=True):
-        alike = [other for other in runs if other.label == run.label]
-        facts = [{**other.config, **other.environment, **other.summary["tokens"]} for other in alike]
-        own = facts[[other is run for other in alike].index(True)]
-        differ = [key for key in TOLD_APART if len({str(each.get(key)) for each in facts}) > 1]
-        entries = [f"{LABELS.get(key, key)} {str(own.get(key))[:8]}" for key in differ]
-        twins = [each for each in facts if all(str(each.get(key)) == str(own.get(key)) for key in differ)]
-        if len(twins) > 1:
+        same_label = [other for other in runs if other.label == run.label]
+        if len(same_label) == 1:
+            result.append(run)
+            continue
+        facts = [_facts(other) for other in same_label]
+        differing = [index for index in range(len(DISTINGUISHING)) if len({values[index] for values in facts}) > 1]
+        entries = []
+        for index in differing:
+            name = DISTINGUISHING[index]
+            entries.append(f"{LABELS.get(name, name)} {_facts(run)[index][:8]}")
+        if facts.count(_facts(run)) > 1:
             entries.append(f"in {folder}")
-        named.append(replace(run, given_label=", ".join([run.label, *entries])) if len(alike) > 1 else run)
-    return named
+        result.append(replace(run, given_label=", ".join([run.label, *entries])))
+    return result
+
+
+def _facts(run: Run) -> tuple[str, ...]:
+    """The values of DISTINGUISHING for a run, as text."""
+    known = {**run.config, **run.environment, **run.summary["tokens"]}
+    return tuple(str(known.get(name)) for name in DISTINGUISHING)
 
 
 def _folder_names(runs: Sequence[Run]) -> list[str]:
-    """The folder of each run, by as many of its last parts as tell it from the others."""
-    parts = [run.path.resolve().parts for run in runs]
-    ends = [[own[-count:] for count in range(1, len(own) + 1)] for own in parts]
-    shared = Counter(end for each in ends for end in each)
-    return [str(Path(*next((end for end in each if shared[end] == 1), each[-1]))) for each in ends]
+    """The folder of each run, by as many of its last parts as no other run's folder ends with."""
+    # For a/b/c: (c), (b, c), (a, b, c).
+    endings = []
+    for run in runs:
+        parts = run.path.resolve().parts
+        endings.append([parts[-count:] for count in range(1, len(parts) + 1)])
+    counts = Counter(itertools.chain.from_iterable(endings))
+    names = []
+    for of_run in endings:
+        shortest = next((ending for ending in of_run if counts[ending] == 1), of_run[-1])
+        names.append(str(Path(*shortest)))
+    return names
 
 
 def write_comparison_page(folders: Sequence[Path], destination: Path, *, overwrite: bool = False) -> str:
     """Writes one page with the runs in these folders side by side, and returns their answers, one per line."""
     trained = [folder for folder in folders if is_training_run(folder)]
-    read = _told_apart([read_run(folder, of=COMPARED) for folder in folders if folder not in trained])
-    runs = [(_letter(index), run) for index, run in enumerate(read)]
-    told = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
+    others = _with_distinct_labels([read_run(folder, of=COMPARED) for folder in folders if folder not in trained])
+    runs = [(_letter(index), run) for index, run in enumerate(others)]
+    answers = [visible(f"{letter} {run.label}: {run.answer}") for letter, run in runs]
     if not trained:
-        _write(destination, _title(read, 0), runs)
-        return "\n".join(told)
+        _write(destination, _title(others, 0), runs)
+        return "\n".join(answers)
+    # By name, because no product imports another.
     comparison = import_module(kinds()["training"].load).load(trained)
     with run_folder(tables_path(destination), overwrite) as folder:
         comparison.write(folder)
-        part = comparison.section(tables_path(destination))
+        section, section_figures = comparison.section(tables_path(destination))
         # Inside the block: a page that cannot be written leaves no tables either.
-        _write(destination, _title(read, len(trained)), runs, [*comparison.variants], *part)
-    return "\n".join([comparison.story, *told, f"Tables: {tables_path(destination)}"])
+        _write(destination, _title(others, len(trained)), runs, list(comparison.variants), section, section_figures)
+    return "\n".join([comparison.story, *answers, f"Tables: {tables_path(destination)}"])
 
 
 def _write(
@@ -167,7 +190,7 @@ def _cards(runs: Labelled, beside: Path) -> list[tuple[str, Run, html.Link, str]
 
 
 def _numbers(runs: Labelled) -> list[tuple]:
-    """What each run found, a row for each."""
+    """The main numbers of each run, as a row of the table."""
     entries = []
     for letter, run in runs:
         dom_ratio = run.summary["dom_ratio"]
@@ -187,7 +210,7 @@ def _numbers(runs: Labelled) -> list[tuple]:
 
 
 def _largest(values: Sequence[float | None] | None) -> float | None:
-    """None where there is no value: no sink, or no layer that has one."""
+    """The largest value; None if there is none, as without a sink."""
     return max((value for value in values or () if value is not None), default=None)
 
 
@@ -212,7 +235,7 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
     named = [(f"{letter} {run.label}", run, look) for look, (letter, run) in enumerate(runs)]
     rates = [(name, *sink_rates(run)[:2], look) for name, run, look in named]
     sources = tuple(dict.fromkeys("rates" if "rates" in run.tables else "positions" for _, run in runs))
-    figures = [_overlay("rates", "Sink rate by position", "Untouched models.", sources, rates, "key position")]
+    figures = [_overlay("rates", "Sink rate by position", "Of the baseline models.", sources, rates, "key position")]
     by_layer = (
         ("dom_ratio_sink", "DomRatio at the sink", "Runs without a sink have no curve.", True),
         ("variance_ratio", "Variance ratio", "Value variance at position 0 over the later half.", True),
@@ -229,13 +252,13 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
             figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
     doses = []
     for name, run, look in named:
-        acted_on = {row["target"] for row in run.rows("rates", condition="amplify_variance")} - {None}
-        for target in sorted(acted_on)[:1]:
+        targets = {row["target"] for row in run.rows("rates", condition="amplify_variance")} - {None}
+        for target in sorted(targets)[:1]:
             curve = dose_curve(run, "amplify_variance", target)
             x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
             doses.append((f"{name} @{target}", x, y, look))
     if doses:
-        caption = "Sink rate at the target by factor of amplification, first target of each run."
+        caption = "Sink rate at the target by factor of amplification; the first target of each run."
         figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))
     for letter, run in runs:
         map_of_run = head_map(run, "sink_rate", f"{letter} {run.label}: sink rate by head", f"heads-{letter}")

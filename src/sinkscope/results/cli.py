@@ -33,7 +33,7 @@ class ReportOptions:
 def report_command(options: ReportOptions) -> None:
     """Write the page of one run.
 
-    The page of a training run shows its losses, its sink and when each link was born.
+    The page of a training run shows its losses, its sink and when each link appeared.
 
     Example: sinkscope report runs/tiny --overwrite
     """
