@@ -225,8 +225,8 @@ def hook_on(
 def _calibrate() -> None:
     """Calibrates every intervention that is on, with the others on. Inside a calibration the others act as they are."""
     if depth() == 0 and not _gathering.get():
-        for opened_one in open_interventions():
-            opened_one.intervention.calibrate()
+        for entry in open_interventions():
+            entry.intervention.calibrate()
 
 
 @contextlib.contextmanager

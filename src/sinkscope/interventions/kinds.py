@@ -243,8 +243,11 @@ def _clamp(what: str) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.residual import clamp
 
-        held: list[tuple[dict[str, Any], int]] = [({what: [item]}, at) for item, at in values]
-        return [clamp(setting.loaded, setting.batch, **items, positions=at) for items, at in held]
+        clamps = []
+        for item, position in values:
+            items: dict[str, Any] = {what: [item]}
+            clamps.append(clamp(setting.loaded, setting.batch, **items, positions=position))
+        return clamps
 
     return make
 

@@ -83,26 +83,29 @@ class MatchMoments(ChangeAggregation):
         }
 
     def formula(self, old_BC: Tensor, layer: int) -> Tensor:
-        seen = self.calibrated[layer]
+        calibration = self.calibrated[layer]
         variance, energy = self.levels[layer]
-        deviation_BC, mean_C = old_BC - seen.mean_C, seen.mean_C
+        deviation_BC, mean_C = old_BC - calibration.mean_C, calibration.mean_C
         if variance is not None:
-            now = float(value_variance(seen.deviations_BC[:, None]))
-            if now == 0 < variance and not self._nearest:
+            current = float(value_variance(calibration.deviations_BC[:, None]))
+            if current == 0 < variance and not self._nearest:
                 raise no_variance(f"at position {self.position} of layer {layer}")
-            deviation_BC = deviation_BC * (0.0 if now == 0 else (variance / now) ** 0.5)
+            deviation_BC = deviation_BC * (0.0 if current == 0 else (variance / current) ** 0.5)
         if energy is not None:
             mean_C = self._mean_of_energy(energy, layer, variance)
         return mean_C + deviation_BC
 
     def _mean_of_energy(self, energy: float, layer: int, variance: float | None) -> Tensor:
         """The mean that brings the energy to its level."""
-        seen = self.calibrated[layer]
-        mean_C, count = seen.mean_C, len(seen.deviations_BC)
-        of_deviation = float(seen.deviations_BC.square().mean()) if variance is None else variance * (count - 1) / count
+        calibration = self.calibrated[layer]
+        mean_C, count = calibration.mean_C, len(calibration.deviations_BC)
+        of_deviation = (
+            float(calibration.deviations_BC.square().mean()) if variance is None else variance * (count - 1) / count
+        )
         of_mean = float(mean_C.square().mean())
         missing = energy - of_deviation - of_mean
         if missing >= 0:
+            # Along a random direction at right angles to the mean: the variance and the part along the mean stay.
             draws = torch.randn(len(mean_C), generator=torch.Generator().manual_seed(layer)).to(mean_C)
             across_C = draws - mean_C * (draws @ mean_C / (mean_C @ mean_C)).nan_to_num()
             return mean_C + across_C * (missing / across_C.square().mean()).sqrt()
@@ -191,7 +194,12 @@ def moments_under(level: Level, model: torch.nn.Module, calibration: TokenBatch,
         return level
     if isinstance(level, str) and level != BASELINE:
         raise InputError(f"A level is 'baseline', an intervention or several, not {level!r}.")
-    others = [] if isinstance(level, str) else [level] if isinstance(level, Intervention) else level
+    if isinstance(level, str):
+        others = []
+    elif isinstance(level, Intervention):
+        others = [level]
+    else:
+        others = level
     moments: dict[int, Moments] = {}
 
     def reading(layer: Layer) -> AggregationHook:

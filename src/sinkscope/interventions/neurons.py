@@ -169,8 +169,8 @@ class AblateNeurons(ChangeNeurons):
             return seen_Nn.mean(0).expand_as(current_BTn)
         # The same token of the calibration batch for all neurons of the group: their values belong together.
         generator = torch.Generator().manual_seed(group[0])
-        drawn = torch.randint(len(seen_Nn), current_BTn.shape[:2], generator=generator).to(current_BTn.device)
-        return seen_Nn[drawn]
+        tokens_BT = torch.randint(len(seen_Nn), current_BTn.shape[:2], generator=generator).to(current_BTn.device)
+        return seen_Nn[tokens_BT]
 
 
 class TransplantNeurons(ChangeNeurons):
@@ -349,16 +349,16 @@ def matched_neurons(
     """
     generator = torch.Generator().manual_seed(seed)
     neurons = as_neurons(neurons)
-    drawn: list[Neuron] = []
+    matched: list[Neuron] = []
     for neuron in neurons:
         if sizes is None:
             weight_EF: Any = anatomy.layers[neuron.layer].group_weight(neuron.expert)
             size_F = torch.linalg.vector_norm(weight_EF.float(), dim=0).cpu()
         else:
             size_F = sizes[neuron.layer, neuron.expert]
-        taken = [u.neuron for u in (*neurons, *excluded, *drawn) if u[:2] == neuron[:2]]
-        drawn += [Neuron(neuron.layer, neuron.expert, n) for n in nearest(size_F, neuron.neuron, taken, generator)]
-    return drawn
+        taken = [u.neuron for u in (*neurons, *excluded, *matched) if u[:2] == neuron[:2]]
+        matched += [Neuron(neuron.layer, neuron.expert, n) for n in nearest(size_F, neuron.neuron, taken, generator)]
+    return matched
 
 
 def nearest(size_F: Tensor, index: int, taken: Sequence[int], generator: torch.Generator) -> list[int]:

@@ -1,4 +1,4 @@
-"""The page of `sinkscope intervene`: what the interventions changed, beside the untouched model and a control."""
+"""The page of `sinkscope intervene`: what the interventions changed, beside the baseline and a control."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def _arms(tables: Mapping[str, Table], quantity: str) -> list[np.ndarray]:
 
 def _curves(tables: Mapping[str, Table], quantity: str, title: str, caption: str, num_positions: int) -> Figure:
     values = [arm[:, :num_positions].mean(0).tolist() for arm in _arms(tables, quantity)]
-    places = list(range(num_positions))
+    positions = list(range(num_positions))
     return Figure(
         quantity.replace("_", "-"),
         title,
         caption,
         ("observables",),
-        [line(places, own, arm, look) for look, (arm, own) in enumerate(zip(ARMS, values, strict=True))],
+        [line(positions, values[look], arm, look) for look, arm in enumerate(ARMS)],
         {"xaxis": axis("key position"), "yaxis": axis("", rangemode="tozero")},
         ("position", *ARMS),
-        list(zip(places, *values, strict=True)),
+        list(zip(positions, *values, strict=True)),
     )
 
 
@@ -94,7 +94,7 @@ def _by_layer(tables: Mapping[str, Table], position: int, texts: Mapping[int, st
         f"DomRatio at position {position}" + (f", {texts[position]}" if position in texts else ""),
         "max |h| / mean |h| of the residual, by layer.",
         ("observables",),
-        [line(layers, own, arm, look) for look, (arm, own) in enumerate(zip(ARMS, values, strict=True))],
+        [line(layers, values[look], arm, look) for look, arm in enumerate(ARMS)],
         {"xaxis": axis("layer"), "yaxis": log_axis("", *values)},
         ("layer", *ARMS),
         list(zip(layers, *values, strict=True)),

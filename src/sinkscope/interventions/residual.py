@@ -216,30 +216,30 @@ def clamp(
         _check_dimensions(anatomy, dimensions)
         check_reading(owner, anatomy)
         baseline = read_condition(anatomy, owner, batch.ids, neurons=tuple(neurons), dimensions=tuple(dimensions))
-    held: list[Intervention] = []
+    clamps: list[Intervention] = []
     if neurons:
-        held.append(ClampNeurons(model, neurons, baseline, **where))
+        clamps.append(ClampNeurons(model, neurons, baseline, **where))
     if dimensions:
-        held.append(ClampDimensions(model, baseline, dimensions, **where))
+        clamps.append(ClampDimensions(model, baseline, dimensions, **where))
     if norms:
-        held.append(ClampNorms(model, baseline, **where))
-    return held[0] if len(held) == 1 else Clamp(held)
+        clamps.append(ClampNorms(model, baseline, **where))
+    return clamps[0] if len(clamps) == 1 else Clamp(clamps)
 
 
 class Clamp(contextlib.ExitStack):
     """Several things held at once."""
 
-    def __init__(self, held: list[Intervention]) -> None:
+    def __init__(self, clamps: list[Intervention]) -> None:
         super().__init__()
-        self.held = held
-        self.first_layer = min((iv.first_layer for iv in held if iv.first_layer is not None), default=None)
+        self.clamps = clamps
+        self.first_layer = min((iv.first_layer for iv in clamps if iv.first_layer is not None), default=None)
 
     def __repr__(self) -> str:
-        return "\n".join(map(repr, self.held))
+        return "\n".join(map(repr, self.clamps))
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:  # where the second is refused, the first is undone
-            for intervention in self.held:
+            for intervention in self.clamps:
                 stack.enter_context(intervention)
             self.push(stack.pop_all())
         return super().__enter__()

@@ -1,4 +1,8 @@
-"""Figures of a page, drawn by matplotlib for notebooks and papers, from the description that Plotly draws."""
+"""Figures of a page, drawn by matplotlib for notebooks and papers.
+
+A `Figure` is written for Plotly, as traces and a layout. Each function here draws one part of that with matplotlib; a
+key of the layout that is not read here is missing in notebooks.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
+# What Plotly's names are in matplotlib.
 COLOURS = {colour: f"C{number}" for number, (colour, _, _) in enumerate(LOOKS)} | {"var(--muted)": "gray"}
 DASHES = {
     "solid": "-",
@@ -153,6 +158,8 @@ def _axis(axes: Axes, name: str, layout: dict[str, Any], categories: Collection[
 
 
 def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> None:
+    """A curve or points, with error bars. A name along an axis is drawn at its place in that axis's order; one that the
+    order lacks is added to it."""
     mode, line, marker = trace["mode"], trace.get("line", {}), trace.get("marker", {})
     symbol = marker.get("symbol", "circle")
     errors = {}
@@ -181,6 +188,7 @@ def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> 
 
 
 def _bars(axes: Axes, trace: dict[str, Any], index: int, count: int) -> None:
+    """The bars of one series of `count`, side by side within 0.8 of each name's place."""
     names = [_plain(name) for name in trace["x"]]
     places = [place + 0.8 * ((index + 0.5) / count - 0.5) for place in range(len(names))]
     heights = [_known(value) for value in trace["y"]]
@@ -195,13 +203,16 @@ def _heat_map(axes: Axes, trace: dict[str, Any]) -> None:
     )
     for names, set_ticks in ((trace["x"], axes.set_xticks), (trace["y"], axes.set_yticks)):
         step = max(1, len(names) // 12)
-        shown = list(range(0, len(names), 1 if isinstance(names[0], str) else step))
-        set_ticks(shown, [str(_plain(names[place])) for place in shown])
+        # Every name is written, and of numbers about a dozen.
+        places = range(0, len(names), 1 if isinstance(names[0], str) else step)
+        set_ticks(places, [str(_plain(names[place])) for place in places])
     if trace.get("showscale", True):
-        bar, asked = axes.figure.colorbar(image, ax=axes), trace.get("colorbar", {})
-        if "tickvals" in asked:
+        bar, layout = axes.figure.colorbar(image, ax=axes), trace.get("colorbar", {})
+        if "tickvals" in layout:
             low, high = image.get_clim()  # a tick outside would stretch the bar
-            ticks = [tick for tick in zip(asked["tickvals"], asked["ticktext"], strict=True) if low <= tick[0] <= high]
+            ticks = [
+                tick for tick in zip(layout["tickvals"], layout["ticktext"], strict=True) if low <= tick[0] <= high
+            ]
             bar.set_ticks([place for place, _ in ticks], labels=[text for _, text in ticks])
 
 

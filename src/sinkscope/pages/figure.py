@@ -185,16 +185,16 @@ def heat_map(
     Values above `largest` are drawn in its colour.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        shown = np.where(values > 0, np.log10(values), np.nan) if logarithmic else values
+        colour_values = np.where(values > 0, np.log10(values), np.nan) if logarithmic else values
     bar: dict[str, Any] = {"thickness": 10, "outlinewidth": 0}
     if logarithmic:
-        ticks = log_ticks(values[np.isfinite(shown)])
+        ticks = log_ticks(values[np.isfinite(colour_values)])
         bar |= {"tickvals": rounded(np.log10(ticks)), "ticktext": [f"{tick:g}" for tick in ticks]}
     return {
         "type": "heatmap",
         "x": list(x),
         "y": list(y),
-        "z": rounded(shown),
+        "z": rounded(colour_values),
         "customdata": rounded(values) if logarithmic else None,
         "hovertemplate": f"{where}<br>{value_name} %{{{'customdata' if logarithmic else 'z'}:.4g}}<extra></extra>",
         "colorscale": MAP_COLOURS,

@@ -48,11 +48,11 @@ def bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
             yield begin_lines
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
 
         def begin(what: str) -> Callable[[int, int], None]:
-            task = shown.add_task(printed(what, shown.console.encoding), total=None)
-            return lambda done, total: shown.update(task, completed=done, total=total)
+            task = progress.add_task(printed(what, progress.console.encoding), total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
 
         yield begin
 
