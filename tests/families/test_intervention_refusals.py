@@ -464,9 +464,9 @@ def test_untouched_values_are_untouched_whatever_is_on():
     replay = Replay(anatomy_of(model), model, IDS, neurons, (7,))
     with left_as_it_was(model), together(one_of_each(model)[:4]) as first_layer:
         held = clamp(model, IDS, neurons=neurons, dimensions=[7])
-        for group, values in held.held[0].held.items():
+        for group, values in held.clamps[0].held.items():
             assert torch.equal(values, replay.baseline.activations[group])
-        assert torch.equal(held.held[1].held_LBTM, replay.baseline.dimensions_LBTM)
+        assert torch.equal(held.clamps[1].held_LBTM, replay.baseline.dimensions_LBTM)
         # Control: what the model does now is something else.
         assert not torch.equal(replay.read(first_layer).dimensions_LBTM, replay.baseline.dimensions_LBTM)
 

@@ -105,7 +105,8 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
     edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
     view = page.view(edits=edits).json()
     asked = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
-    findings = model._baseline(PROMPT).under(asked).findings
+    baseline = model._baseline(PROMPT)
+    findings = baseline.under(baseline.make(asked)).findings
     states = {row["state"] for row in view["neurons"]}
     assert states >= {"silent now", "no longer listed"}
     for row in view["neurons"]:

@@ -118,7 +118,8 @@ def test_the_control_of_amplification_before_a_norm_acts_before_it():
     model = tiny_model("llama")
     insert_head_norm(model)
     base_pass = drawn_batch(sinkscope.load(model), "random", bos=None, length=20, num_sequences=4, seed=0)
-    control = base_pass.under(read_specs({"amplify_before_norm": "5:4"}, layers=[0]), control=True)
+    specs = read_specs({"amplify_before_norm": "5:4"}, layers=[0])
+    control = base_pass.under(base_pass.make(specs, control=True))
     with sinkscope.scale_norm(model, 5, 4.0, calibration=base_pass.calibration, layers=[0], before_norm=True):
         scaled = sinkscope.trace(model, base_pass.batch)
     baseline, shifted, larger = (found.recording for found in (base_pass.trace, control, scaled))

@@ -99,9 +99,10 @@ class MatchMoments(ChangeAggregation):
         """The mean that brings the energy to its level."""
         calibration = self.calibrated[layer]
         mean_C, count = calibration.mean_C, len(calibration.deviations_BC)
-        of_deviation = (
-            float(calibration.deviations_BC.square().mean()) if variance is None else variance * (count - 1) / count
-        )
+        if variance is None:
+            of_deviation = float(calibration.deviations_BC.square().mean())
+        else:
+            of_deviation = variance * (count - 1) / count
         of_mean = float(mean_C.square().mean())
         missing = energy - of_deviation - of_mean
         if missing >= 0:

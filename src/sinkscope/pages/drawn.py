@@ -210,9 +210,8 @@ def _heat_map(axes: Axes, trace: dict[str, Any]) -> None:
         bar, layout = axes.figure.colorbar(image, ax=axes), trace.get("colorbar", {})
         if "tickvals" in layout:
             low, high = image.get_clim()  # a tick outside would stretch the bar
-            ticks = [
-                tick for tick in zip(layout["tickvals"], layout["ticktext"], strict=True) if low <= tick[0] <= high
-            ]
+            pairs = zip(layout["tickvals"], layout["ticktext"], strict=True)
+            ticks = [(place, text) for place, text in pairs if low <= place <= high]
             bar.set_ticks([place for place, _ in ticks], labels=[text for _, text in ticks])
 
 
