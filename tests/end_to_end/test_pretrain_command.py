@@ -172,7 +172,10 @@ BAD = {
     "tracker": (["--data", "TOKENS", "--track", "paper"], "trackio, wandb, tensorboard"),
     "device": (["--data", "TOKENS", "--device", "abacus"], "--device cannot be 'abacus'. Use auto, cpu"),
     "datasets": (["--data", "hf:some/name"], "pip install"),
-    "shards and text": (["--data", "TOKENS", "--data", "empty.txt"], "cannot be mixed with other sources. Give it alone as --data"),
+    "shards and text": (
+        ["--data", "TOKENS", "--data", "empty.txt"],
+        "mixed with other sources. Give it alone as --data",
+    ),
 }
 
 
