@@ -40,7 +40,7 @@ MOST_NUMBERS = 2**20
 FINGERPRINT_SEQUENCES = 64
 """With fewer, a correlation in a dimension has an error above 0.125."""
 BIAS_SEQUENCES = 16
-"""Enough to leave out groups of them in turn, which gives the error of a rank correlation."""
+"""Enough to leave out groups of them in turn, from which the error of a rank correlation follows."""
 STUDY_LENGTH = 32
 """The shortest at which position 10, where the paper intervenes, and two others have enough later queries."""
 STUDY_SEQUENCES = 16
@@ -51,8 +51,8 @@ AUDIT_LENGTH = 4 * LATER_QUERIES
 AUDIT_SEQUENCES = 2
 """The fewest with an interval."""
 CALIBRATION = 16
-"""Texts of an audit, before the held-out ones, that sinks, ranges and the prediction come from. With 8 the prediction
-for a window differed by a factor of three from one eight to the next."""
+"""Texts of an audit that sinks, ranges and the prediction come from; the held-out ones follow. With 8, the prediction
+for a window differed by a factor of three between one set of texts and another."""
 
 
 def check_batch(
@@ -171,10 +171,10 @@ def check_audit(*, length: int | None, num_sequences: int, seed: int) -> None:
     check_seed(seed)
 
 
-def check_remedies(**asked: bool) -> None:
-    """Refuses no remedy at all."""
-    if not any(asked.values()):
-        raise InputError(f"Give at least one remedy: {', '.join(f'`{name}=True`' for name in asked)}.")
+def check_remedies(**remedies: bool) -> None:
+    """Refuses a call that chooses no remedy."""
+    if not any(remedies.values()):
+        raise InputError(f"Give at least one remedy: {', '.join(f'`{name}=True`' for name in remedies)}.")
 
 
 def check_keys(keys: Sequence[int] | None, length: int) -> None:

@@ -40,15 +40,15 @@ def locked(path: Path) -> Iterator[None]:
         yield
         return
     with explained(path):
-        made = [folder for folder in path.parents if not folder.exists()]
+        missing = [folder for folder in path.parents if not folder.exists()]
     try:
         with explained(path):
-            for folder in reversed(made):
+            for folder in reversed(missing):
                 folder.mkdir(exist_ok=True)
             if not path.parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "")
             lock = hidden_sibling(path, "lock")
-            held = _taken(lock, path)
+            file_lock = _acquired(lock, path)
         _holders[path] = threading.get_ident()
         try:
             yield
@@ -56,9 +56,9 @@ def locked(path: Path) -> Iterator[None]:
             del _holders[path]
             # Before the lock is dropped: whoever opened this file meanwhile sees that it has no name any more.
             lock.unlink(missing_ok=True)
-            held.release()
+            file_lock.release()
     finally:
-        for folder in made:
+        for folder in missing:
             with suppress(OSError):  # not empty: what was written is in it
                 folder.rmdir()
 
@@ -86,7 +86,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explained(path: Path, only: Container[int] | None = None) -> Iterator[None]:
-    """Turns an error of the system, any or one of `only`, into an InputError about writing to `path`."""
+    """Turns an error of the operating system into an InputError about writing to `path`.
+
+    With `only`, just errors with these numbers; others pass unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -119,17 +122,17 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _taken(lock: Path, path: Path) -> FileLock:
-    """The lock, held."""
-    held = FileLock(lock, timeout=0)
+def _acquired(lock: Path, path: Path) -> FileLock:
+    """The lock, acquired; refused at once if another run holds it."""
+    file_lock = FileLock(lock, timeout=0)
     try:
-        held.acquire()
+        file_lock.acquire()
     except Timeout:
         raise InputError(f"Another run is writing to {path}. Wait until it ends, or choose another `out`.") from None
-    return held
+    return file_lock
 
 
 def _code_in_text(error: Exception) -> int | None:
     """The system's error number in a message: libraries in Rust (safetensors, tokenizers) give it only there."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return None if found is None else int(found[1])
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return None if match is None else int(match[1])

@@ -47,8 +47,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_asked_for: bool) -> None:
+    if is_asked_for:
         print(__version__)
         raise typer.Exit
 
@@ -97,7 +97,7 @@ def main() -> None:
         with (
             output.locked_runs,
             processes.joined() if shares else nullcontext(),
-            _unheard() if processes.rank() > 0 else nullcontext(),
+            _silenced() if processes.rank() > 0 else nullcontext(),
         ):
             try:
                 command_line()()
@@ -123,22 +123,23 @@ def main() -> None:
 
 def _end_once(number: int, frame: object) -> NoReturn:
     """The first Ctrl-C or termination ends the command; more would end in a traceback while it tidies up and leaves."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        # Not SIG_IGN yet: of a signal already on its way Python would print a traceback. Later it drops this handler.
-        signal.signal(each, _nothing)
-        atexit.register(signal.signal, each, signal.SIG_IGN)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        # Not SIG_IGN yet: for a signal that has already arrived, Python would print a traceback. SIG_IGN is set last,
+        # at exit, because Python drops its own handlers before it ends.
+        signal.signal(ending, _do_nothing)
+        atexit.register(signal.signal, ending, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
 
 
-def _nothing(number: int, frame: object) -> None:
-    pass
+def _do_nothing(number: int, frame: object) -> None:
+    """The handler of a second signal."""
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """While open, nothing is printed; an error that leaves it is, whichever process of torchrun raised it."""
+def _silenced() -> Iterator[None]:
+    """While open, nothing is printed: of several processes the first one speaks. An error that leaves it is printed."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
@@ -150,6 +151,7 @@ def command_line() -> Any:
 
 
 def _refuse(error: InputError) -> NoReturn:
+    """Prints the message, with options in place of parameters, and ends with exit code 2."""
     # The group itself has no option that takes a value, so the command's name comes first.
     command = command_line().commands.get(next(iter(sys.argv[1:]), ""))
     say(f"sinkscope: {in_options(visible(str(error)), command.params if command else ())}", error=True)
@@ -158,11 +160,11 @@ def _refuse(error: InputError) -> NoReturn:
 
 def in_options(text: str, parameters: Iterable[Any]) -> str:
     """`text` with the parameters that it names in backticks written as options of the command that has them."""
-    known = {parameter.name: parameter for parameter in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
 
     def typed(match: re.Match) -> str:
         name, value = match.groups()
-        return _as_typed(known[name], value) if name in known else match[0]
+        return _as_typed(by_name[name], value) if name in by_name else match[0]
 
     return re.sub(r"`([a-z_][a-z_0-9]*)(?:=([^`]+))?`", typed, text)
 

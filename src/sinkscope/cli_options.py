@@ -31,8 +31,8 @@ Bos = Annotated[
     bool | None,
     typer.Option(
         "--bos/--no-bos",
-        help="Begin with what the tokenizer puts before a text, or with BOS if it puts nothing; counted in the length. "
-        "Without either option a text begins as the tokenizer begins it.",
+        help="Begin each text with what the tokenizer puts before it, or with BOS if that is nothing; counted in the "
+        "length. Without either option a text begins as the tokenizer begins it.",
         show_default=False,
     ),
 ]
@@ -77,7 +77,7 @@ class BatchOptions:
     """Which tokens a model reads."""
 
     tokens: Annotated[
-        str, typer.Option(help="random (uniform ids), text:FILE (text:- for standard input) or repeat:ID.")
+        str, typer.Option(help="random (uniform ids), text:FILE (text:- for standard input) or repeat:ID (one token).")
     ] = "random"
     length: Length = 64
     num_sequences: NumSequences = 32
@@ -125,32 +125,36 @@ def bound_memory_of(device: str) -> None:
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """A function for typer, whose parameters are the fields of the configurations that `run` takes."""
     kinds = {name: kind for name, kind in get_type_hints(run).items() if name != "return"}
-    parameters = [inspect.signature(kind, eval_str=True).parameters.values() for kind in kinds.values()]
-    options = [_described(field) for each in parameters for field in each]
+    options = []
+    for kind in kinds.values():
+        options += [_as_option(field) for field in inspect.signature(kind, eval_str=True).parameters.values()]
 
     def filled(**values: Any) -> None:
-        given = {name: {field.name: values[field.name] for field in fields(kind)} for name, kind in kinds.items()}
         try:
-            run(**{name: kind(**given[name]) for name, kind in kinds.items()})
+            configurations = {}
+            for name, kind in kinds.items():
+                configurations[name] = kind(**{field.name: values[field.name] for field in fields(kind)})
+            run(**configurations)
         except KeyboardInterrupt as interrupt:
             # Said here: typer turns it into exit code 130 without a word.
             print(f"sinkscope: {str(interrupt) or INTERRUPTED}", file=sys.stderr)
             raise
 
+    # Typer reads the options from these.
     filled.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     filled.__annotations__ = {option.name: option.annotation for option in options}
     filled.__doc__ = run.__doc__
     return filled
 
 
-def _described(field: inspect.Parameter) -> inspect.Parameter:
-    """A field as typer's option; the library's own configurations give their help as plain text."""
-    kind, *described = get_args(field.annotation)
-    if not described or not isinstance(described[0], str):
+def _as_option(field: inspect.Parameter) -> inspect.Parameter:
+    """A field as typer's option. Configurations of the library, which do not know typer, give their help as text."""
+    kind, *annotations = get_args(field.annotation)
+    if not annotations or not isinstance(annotations[0], str):
         return field
     several = kind == Sequence[str]
     option = typer.Option(
-        help=f"{described[0]}{'; may be repeated' * several}.", show_default=bool(field.default) and not several
+        help=f"{annotations[0]}{'; may be repeated' * several}.", show_default=bool(field.default) and not several
     )
     return field.replace(annotation=Annotated[list[str] if several else kind, option])
 

@@ -1,4 +1,4 @@
-"""What a command writes: where its run goes, what was asked, on which machine, and the pictures.
+"""What a command writes: the run folder, what was asked for, on which machine, the page and the pictures.
 
 A run's folder is checked and locked before any work. Of several processes the first one writes.
 """
@@ -53,8 +53,10 @@ class Output:
 
 def write_request(folder: RunFolder, *configurations: Any, **others: Any) -> None:
     """Writes config.yaml: what was asked for, and the command that asked."""
-    asked = {name: value for each in configurations for name, value in asdict(each).items()}
-    folder.write_yaml("config.yaml", {**asked, **others, "command": command_text()})
+    options: dict[str, Any] = {}
+    for configuration in configurations:
+        options |= asdict(configuration)
+    folder.write_yaml("config.yaml", {**options, **others, "command": command_text()})
 
 
 def command_text() -> str:

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-_SAID = (
+_OUT_OF_MEMORY_WORDS = (
     *("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc", "failed to map segment"),
     "can't start new thread",
 )
@@ -26,7 +26,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
             for folder in (place / group.lstrip("/"), *(place / group.lstrip("/")).parents):
                 try:
                     sizes.append(int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text()))
-                except (OSError, ValueError):  # another version, outside of what is seen here, or "max"
+                except (OSError, ValueError):  # the other version of cgroups, a group outside this container, or "max"
                     continue
     return min(sizes)
 
@@ -47,9 +47,11 @@ def bound_memory() -> None:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error means that memory ran out, judged by its name and words, so that torch need not be imported."""
     while error is not None:
-        named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        told = isinstance(error, OSError | RuntimeError | ImportError) and any(words in str(error) for words in _SAID)
-        if named or told or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        by_name = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        by_words = isinstance(error, OSError | RuntimeError | ImportError) and any(
+            words in str(error) for words in _OUT_OF_MEMORY_WORDS
+        )
+        if by_name or by_words or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
         error = error.__cause__ or error.__context__
     return False

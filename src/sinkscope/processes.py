@@ -1,6 +1,6 @@
 """Work shared among the processes that torchrun started; a single process does everything.
 
-Processes exchange what they found over gloo, on the CPU: reduced numbers, never activations.
+Processes exchange their results over gloo, on the CPU: reduced numbers, never activations.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def rank() -> int:
 
 def share(items: Sequence[T] | Any) -> Any:
     """This process's slice of some items, in the order of the processes."""
-    each, more = divmod(len(items), count())
-    first = rank() * each + min(rank(), more)
-    return items[first : first + each + (rank() < more)]
+    size, remainder = divmod(len(items), count())  # the first processes take one of the remainder each
+    first = rank() * size + min(rank(), remainder)
+    return items[first : first + size + (rank() < remainder)]
 
 
 def gathered(value: T) -> list[T]:
@@ -78,15 +78,18 @@ def number(name: str) -> int:
 
 
 def is_one_of_several(parallel: str = "auto") -> bool:
-    """Whether torchrun started this process; refused where it should have, or says what cannot be."""
+    """Whether torchrun started this process among several.
+
+    Refused if `parallel` needs torchrun and its variables are missing or make no sense.
+    """
     check_choice("parallel", parallel, PARALLEL)
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if parallel == "single" or (parallel == "auto" and "WORLD_SIZE" not in given):
+    environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if parallel == "single" or (parallel == "auto" and "WORLD_SIZE" not in environment):
         return False
-    if missing := [name for name in VARIABLES if name not in given]:
+    if missing := [name for name in VARIABLES if name not in environment]:
         raise InputError(f"{', '.join(missing)} must be in the environment, as torchrun sets them. {START}")
-    if wrong := [name for name in NUMBERS if not given[name].isdecimal()]:
-        raise InputError(f"{wrong[0]} in the environment must be a number, not {given[wrong[0]]!r}. {START}")
+    if wrong := [name for name in NUMBERS if not environment[name].isdecimal()]:
+        raise InputError(f"{wrong[0]} in the environment must be a number, not {environment[wrong[0]]!r}. {START}")
     if number("RANK") >= number("WORLD_SIZE"):
         raise InputError(
             f"RANK in the environment must be below WORLD_SIZE, {number('WORLD_SIZE')}, not {number('RANK')}. {START}"

@@ -101,8 +101,8 @@ def environment(*, device: torch.device | str | None = None, **extra: Any) -> di
         "device_name": _device_name(device),
         "num_threads": torch.get_num_threads(),
     }
-    if taken := record.keys() & extra.keys():
-        raise ValueError(f"environment() already records {sorted(taken)}")
+    if twice := record.keys() & extra.keys():
+        raise ValueError(f"environment() already records {sorted(twice)}")
     return record | {key: _plain(value) for key, value in extra.items()}
 
 

@@ -1,4 +1,4 @@
-"""Intervals and p-values, and decisions over many of them.
+"""Intervals, p-values, rank correlations, and corrections for many tests.
 
 Axes: N samples (sequences), C columns (every trailing axis, flattened), R resamples.
 """
@@ -66,22 +66,22 @@ def bootstrap_mean_interval(
     return low_C.reshape(trailing), high_C.reshape(trailing)
 
 
-def _left(totals: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Means of samples that are not empty, from weighted totals and the sum of their weights; NaN if none is left."""
-    return np.divide(totals, shares, out=np.full_like(totals, np.nan), where=shares > 0)
+def _quotient(totals: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Means, from weighted totals and the sums of their weights; NaN where no sample had a weight."""
+    return np.divide(totals, weights, out=np.full_like(totals, np.nan), where=weights > 0)
 
 
 def seen_mean(values: np.ndarray, axis: int | None = 0) -> np.ndarray:
-    """The mean over an axis without NaN, which means empty; NaN if all are empty."""
+    """The mean over an axis, NaN left out as an empty sample; NaN if all are empty."""
     seen = ~np.isnan(values)
-    return _left(np.where(seen, values, 0.0).sum(axis), seen.sum(axis))
+    return _quotient(np.where(seen, values, 0.0).sum(axis), seen.sum(axis))
 
 
 def weighted_means(weights_RN: np.ndarray, values_NC: np.ndarray) -> np.ndarray:
     """[R, C] weighted means over samples, empty ones (NaN) left out."""
     empty_NC = np.isnan(values_NC)
     totals_RC = weights_RN @ np.where(empty_NC, 0.0, values_NC)
-    return _left(totals_RC, weights_RN @ ~empty_NC) if empty_NC.any() else totals_RC
+    return _quotient(totals_RC, weights_RN @ ~empty_NC) if empty_NC.any() else totals_RC
 
 
 def _quantile_of_sorted(sorted_CR: np.ndarray, probability: float) -> np.ndarray:
@@ -96,9 +96,9 @@ def kendall_tau(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Kendall's tau-b of two samples of equal length, along the last axis; NaN where one of them is constant."""
     from scipy.stats import kendalltau  # imported here: it takes a second, and intervals do without
 
-    # One call for all rows: most of what a call takes is its own preparation. The stubs do not know the axis.
-    found: Any = kendalltau(x, y, axis=-1)  # pyright: ignore[reportCallIssue]
-    return np.asarray(found.statistic)
+    # One call for all rows, since most of its time is preparation. scipy's type stubs lack the axis.
+    result: Any = kendalltau(x, y, axis=-1)  # pyright: ignore[reportCallIssue]
+    return np.asarray(result.statistic)
 
 
 def average_ranks(values: ArrayLike) -> np.ndarray:

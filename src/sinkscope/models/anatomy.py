@@ -1,4 +1,4 @@
-"""The modules of a model, found through its family's row.
+"""Where a model keeps its modules (`Anatomy`), found through its family's row in `families`.
 
 Numbers (heads, head size, width) are read from the configuration or the module, never inferred from shapes. A family
 that is missing raises an error that names the row to add.
@@ -50,7 +50,7 @@ Group = tuple[int, int | None]
 
 
 class Placed(Protocol):
-    """What has the place of a neuron, such as a super neuron of a trace."""
+    """Anything with a layer, an expert and a neuron, such as a super neuron of a trace."""
 
     @property
     def layer(self) -> int: ...
@@ -165,8 +165,8 @@ class Layer:
     def neuron_index(self, expert: int | None, neuron: int) -> int:
         """The index by which `locate_neurons` finds this neuron."""
         start = 0
-        for own, weight in self.down_weights():
-            if own == expert:
+        for group, weight in self.down_weights():
+            if group == expert:
                 return start + neuron
             start += weight.shape[1]
         raise ValueError(f"layer {self.index} has no expert {expert}")
@@ -174,6 +174,7 @@ class Layer:
     def neuron_places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """(expert, neuron) of many indices at once; a dense layer's expert comes as DENSE."""
         groups = self.down_weights()
+        # The index at which each group begins, and after the last one the number of neurons.
         starts = torch.tensor([0, *(weight.shape[1] for _, weight in groups)]).cumsum(0)
         group = torch.searchsorted(starts, indices, right=True) - 1
         experts = torch.tensor([DENSE if expert is None else expert for expert, _ in groups])
@@ -203,8 +204,10 @@ class Layer:
         return self.post_norm_gain() * self.feed_forward_scale
 
     def post_norm_gain(self) -> Tensor:
-        """[E] float32: the gain of the post-norm (ones where there is none), read by sending a vector of ones through
-        it."""
+        """[E] float32: the gain of the post-norm, or ones where there is none.
+
+        It is the norm's output for a vector of ones, since families keep it as `weight` or as `1 + weight`.
+        """
         if self.post_norm is None:
             _, weight_EF = self.down_weights()[0]
             return torch.ones(weight_EF.shape[0], device=weight_EF.device)
@@ -285,9 +288,9 @@ def anatomy_of(model: Model) -> Anatomy:
         raise InputError(
             f"A model is needed here, not its name, {reprlib.repr(bare)}. Load it first: model = sinkscope.load(...)."
         )
-    own = getattr(bare, "sinkscope_anatomy", None)
-    if own is not None:
-        return own
+    anatomy = getattr(bare, "sinkscope_anatomy", None)
+    if anatomy is not None:
+        return anatomy
     if not hasattr(bare, "config"):
         raise InputError(
             f"This {type(bare).__name__} is not a model of transformers, and has no attribute sinkscope_anatomy. "
@@ -350,9 +353,10 @@ def _family_of(model: AnyModule) -> Family:
 
 
 def _layer(family: Family, index: int, block: AnyModule) -> Layer:
+    """The modules of a block, by the paths of its family; refuses projections that adapters have changed."""
     experts = _submodule(block, family.experts)
     if hasattr(experts, "base_layer"):
-        raise _adapted(index, experts)
+        raise _not_plain(index, experts)
     if experts is not None and not all(
         hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "is_transposed", "_apply_gate")
     ):
@@ -365,7 +369,7 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
     shared_down_projection = _submodule(block, family.shared_down_projection) if experts is not None else None
     for projection in (output_projection, down_projection, shared_down_projection):
         if projection is not None and not _is_plain(projection):
-            raise _adapted(index, projection)
+            raise _not_plain(index, projection)
     activations = (_submodule(block, path) for path in family.activations)
     return Layer(
         index=index,
@@ -396,17 +400,17 @@ def _submodule(block: AnyModule, path: str | None) -> AnyModule | None:
 
 
 def _is_plain(projection: AnyModule) -> bool:
-    """Whether a module multiplies by one weight and nothing else, the low-rank change of a PEFT adapter included. A
-    scale would not be in that weight.
+    """Whether a module multiplies by one weight and does nothing else, such as scale the result.
 
-    A class that is no Linear says so by `acts_by_weight_alone`.
+    A PEFT adapter of low rank adds to that weight and is included. A class that is no Linear says that it multiplies by
+    a weight alone by the attribute `acts_by_weight_alone`.
     """
     if getattr(projection, "acts_by_weight_alone", False):
         return True
     if _is_low_rank_adapter(projection):
         return _is_plain(projection.get_base_layer())
-    own = {name for name, _ in projection.named_parameters(recurse=False)}
-    return is_linear(projection) and own <= {"weight", "bias"}
+    parameters = {name for name, _ in projection.named_parameters(recurse=False)}
+    return is_linear(projection) and parameters <= {"weight", "bias"}
 
 
 def is_linear(part: AnyModule) -> bool:
@@ -415,11 +419,12 @@ def is_linear(part: AnyModule) -> bool:
 
 
 def is_transposed(part: AnyModule) -> bool:
-    """Whether a module is a Conv1D, which keeps its weight as [in, out]."""
+    """Whether a module is a Conv1D of GPT-2, which keeps its weight as [in, out]."""
     return type(part).__name__ == "Conv1D"
 
 
-def _adapted(index: int, module: AnyModule) -> InputError:
+def _not_plain(index: int, module: AnyModule) -> InputError:
+    """The refusal of a projection or of experts that an adapter or a quantisation has replaced."""
     names = ", ".join(name for name, _ in module.named_parameters())
     return InputError(
         f"Layer {index} has a {type(module).__name__} with {names or 'no parameters'}, not a plain projection. "
@@ -428,12 +433,12 @@ def _adapted(index: int, module: AnyModule) -> InputError:
 
 
 def _is_low_rank_adapter(projection: AnyModule) -> bool:
-    """Whether PEFT has put an adapter around a projection that it can say the change of the weight of."""
+    """Whether a projection has a PEFT adapter whose change of the weight can be read."""
     return hasattr(projection, "get_base_layer") and hasattr(projection, "get_delta_weight")
 
 
 def idle_adapters(model: AnyModule) -> set[nn.Module]:
-    """The factors of PEFT adapters that no pass calls now: of those that are disabled, merged or not chosen."""
+    """The factors of PEFT adapters that no pass calls now, because they are disabled, merged or not active."""
     idle: set[nn.Module] = set()
     for part in model.modules():
         if not _is_low_rank_adapter(part):
@@ -445,7 +450,7 @@ def idle_adapters(model: AnyModule) -> set[nn.Module]:
 
 
 def projection_weight(projection: AnyModule) -> Tensor:
-    """[out, in] weight of a Linear or a Conv1D, with what an adapter that is on adds to it."""
+    """[out, in] weight of a Linear or a Conv1D, with what active adapters add to it."""
     if not _is_low_rank_adapter(projection):
         weight = held(projection, "weight")
         return weight.T if is_transposed(projection) else weight
@@ -470,12 +475,14 @@ def held(module: AnyModule, name: str) -> Tensor:
 
 
 def input_device(anatomy: Anatomy) -> torch.device:
-    """Where a model's ids must be."""
+    """The device on which a model takes its token ids."""
     return embedding_device(anatomy.decoder)
 
 
 def embedding_device(model: AnyModule) -> torch.device:
-    """The same of a model without its anatomy. An embedding that accelerate keeps elsewhere gets ids moved by its
-    hooks."""
+    """The device on which a model, or its decoder, takes its token ids.
+
+    The CPU if accelerate keeps the embeddings elsewhere: its hooks move the ids.
+    """
     device = model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""sinkscope models: the families that are supported, and where a model keeps its modules."""
+"""The command `sinkscope models`: which families are supported, and where a model keeps its modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelsOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else.")] = False
 
 
-def models_command(asked: ModelsOptions) -> None:
+def models_command(options: ModelsOptions) -> None:
     """List the families in the table, or show where a model keeps its modules.
 
     Example: sinkscope models gpt2
@@ -32,16 +32,23 @@ def models_command(asked: ModelsOptions) -> None:
     from sinkscope.models.loading import load
     from sinkscope.pages import progress
 
-    rows = [family.row() for family in FAMILIES if asked.name in (None, family.name)]
+    rows = [family.row() for family in FAMILIES if options.name in (None, family.name)]
     if rows:
-        print(json.dumps(rows, indent=2)) if asked.as_json else show_families(rows)
+        if options.as_json:
+            print(json.dumps(rows, indent=2))
+        else:
+            show_families(rows)
         return
     with progress.working("loading the model"):
-        parts = anatomy_of(load(asked.name, trust_remote_code=asked.trust_remote_code).model).row()
-    print(json.dumps(parts, indent=2)) if asked.as_json else show_anatomy(asked.name or "", parts)
+        parts = anatomy_of(load(options.name, trust_remote_code=options.trust_remote_code).model).row()
+    if options.as_json:
+        print(json.dumps(parts, indent=2))
+    else:
+        show_anatomy(options.name or "", parts)
 
 
 def show_families(rows: list[dict]) -> None:
+    """Prints the table of families."""
     from sinkscope.pages.terminal import Terminal
 
     columns = ("family", "blocks", "output projection", "feed-forward", "notes")
@@ -52,6 +59,7 @@ def show_families(rows: list[dict]) -> None:
 
 
 def show_anatomy(name: str, parts: dict) -> None:
+    """Prints where a model keeps its modules, a line each."""
     from sinkscope.pages.terminal import Terminal
 
     out = Terminal(soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A caller's own token ids as a batch: what is padding is told from the text, or refused."""
+"""A caller's own token ids as a batch: padding is left out by the attention mask, or refused."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ABOUT_THE_TEXT = (
 
 
 def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
-    """The caller's own ids as a batch: a tensor, lists of any lengths, or what a tokenizer returned.
+    """A batch of the caller's own ids: a tensor, lists of any lengths, or what a tokenizer returned.
 
-    One sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out here.
-    Positions count from 0; a mapping that says otherwise, or holds what would not be read, is refused. With a model,
-    ids and length are checked against it.
+    A single sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out
+    here. Positions count from 0. Other positions, and other inputs that would change the pass, are refused, because
+    they are not read. With a model, ids and length are checked against it.
     """
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
@@ -55,7 +55,7 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
 
 
 def _as_rows(values: Any) -> list[Tensor]:
-    """Each sequence of ids, or its mask, on the CPU."""
+    """Each sequence of ids, or its mask, as a tensor of its own on the CPU."""
     try:
         several = isinstance(values, list | tuple) and any(
             isinstance(row, list | tuple) or getattr(row, "ndim", 0) for row in values
@@ -70,7 +70,7 @@ def _as_rows(values: Any) -> list[Tensor]:
 
 
 def _check_others(given: Mapping[str, Any], rows: Sequence[Tensor], masks: Sequence[Tensor] | None) -> None:
-    """Refuses what stands beside ids and would change the pass, since it is not read."""
+    """Refuses other inputs beside ids that would change the pass, since they are not read."""
     for name in given:
         if name in (*READ, *ABOUT_THE_TEXT) or given[name] is None:
             continue
@@ -85,17 +85,21 @@ def _check_others(given: Mapping[str, Any], rows: Sequence[Tensor], masks: Seque
 
 
 def _count_from_0(positions: Sequence[Tensor], rows: Sequence[Tensor], masks: Sequence[Tensor] | None) -> bool:
-    """Whether these are the positions that ids have without their padding."""
-    kept = [torch.ones_like(row) for row in rows] if masks is None else masks
+    """Whether positions count from 0 over the ids that are no padding."""
+    masks = [torch.ones_like(row) for row in rows] if masks is None else masks
     if len(positions) == 1:
         positions = [positions[0]] * len(rows)
-    return len(positions) == len(kept) and all(
-        place.shape == mask.shape and torch.equal(place[mask.bool()].long(), torch.arange(int(mask.bool().sum())))
-        for place, mask in zip(positions, kept, strict=True)
-    )
+    if len(positions) != len(masks):
+        return False
+    for place, mask in zip(positions, masks, strict=True):
+        num_ids = int(mask.bool().sum())
+        if place.shape != mask.shape or not torch.equal(place[mask.bool()].long(), torch.arange(num_ids)):
+            return False
+    return True
 
 
 def _check_rows(rows: Sequence[Tensor]) -> None:
+    """Refuses no ids at all, numbers that are no ids, and sequences of another shape than [positions]."""
     if not any(row.numel() for row in rows):
         raise InputError("There are no token ids or texts. Pass a text, several, or the ids a tokenizer returns.")
     for row in rows:
@@ -112,7 +116,7 @@ def _check_rows(rows: Sequence[Tensor]) -> None:
 
 
 def _without_padding(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-    """The ids that a mask keeps; refused where they are not next to each other."""
+    """The ids that the masks keep; refused if they are not next to each other in a sequence."""
     if [row.shape for row in rows] != [mask.shape for mask in masks]:
         raise InputError(
             "The attention mask must have one number for each id, and it has other rows. Pass the one that the "
@@ -127,7 +131,7 @@ def _without_padding(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Te
 
 
 def _check_padding(rows: Sequence[Tensor], model: Any) -> None:
-    """Refuses padding at either end. Where the same id stands for BOS or EOS, one alone is that."""
+    """Refuses padding at either end. If its id is also that of BOS or EOS, a single one is taken for that."""
     tokenizer = getattr(model, "tokenizer", None)
     places = [bare_model(model)] if tokenizer is None else [tokenizer]
     for pad in named_ids(places, "pad_token_id"):

@@ -29,10 +29,10 @@ CONFIG_KEY = "sinkscope_head_norm"
 def insert_head_norm(
     model: Model, *, per_head: bool = False, offset: bool = False, initial_lambda: float = 1.0
 ) -> list[HeadRMSNorm]:
-    """The norms that now stand before the output projections, one a layer; their lambdas are parameters of the model.
+    """Puts HeadRMSNorm before every output projection, and returns the norms, one per layer.
 
-    `model` is changed in place; `remove_head_norm` undoes it exactly. To train from a random start, give
-    `initial_lambda=0.25` (see HeadRMSNorm).
+    `model` is changed in place: the lambdas of the norms are parameters of it. `remove_head_norm` undoes it exactly. To
+    train from a random start, give `initial_lambda=0.25` (see HeadRMSNorm).
     """
     anatomy = anatomy_of(model)
     check_in_memory(bare_model(model), "Head-wise RMSNorm")
@@ -55,8 +55,7 @@ def insert_head_norm(
 
 
 def remove_head_norm(model: Model) -> None:
-    """Takes the norms out: the model computes what it did before they were put in, to the bit, if it was not
-    trained meanwhile."""
+    """Takes the norms out again. If the model was not trained meanwhile, it computes what it did before, to the bit."""
     for layer in anatomy_of(model).layers:
         norm = getattr(layer.output_projection, NAME, None)
         if norm is None:
@@ -70,8 +69,10 @@ def remove_head_norm(model: Model) -> None:
 
 
 def load_head_norm(model: AnyModule, folder: str | Path) -> None:
-    """Puts the norms of a saved model into one that from_pretrained has just made of the same folder; nothing to do
-    for a folder that has none."""
+    """Puts the norms of a saved model into one that from_pretrained has just loaded from the same folder.
+
+    Without norms in that folder the model stays as it is.
+    """
     options = getattr(model.config, CONFIG_KEY, None)
     if options is None:
         return
@@ -91,6 +92,7 @@ def load_head_norm(model: AnyModule, folder: str | Path) -> None:
 
 
 def _saved_values(folder: Path) -> dict[str, Tensor]:
+    """The lambdas in a folder's safetensors files, by name."""
     values = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -99,5 +101,6 @@ def _saved_values(folder: Path) -> dict[str, Tensor]:
 
 
 def _normalise(projection: AnyModule, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The pre-hook: the projection's input [..., C] split into heads [..., H, D], which the norm joins again."""
     norm = projection.head_norm
     return (norm(args[0].unflatten(-1, (norm.num_heads, norm.head_size))), *args[1:])

@@ -47,7 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class LoadOptions(TypedDict, total=False):
     """The options of `load`, for functions that hand them on."""
 
-    # Written again: no type checker takes a TypedDict from a signature. A test holds the two equal.
+    # The parameters of `load` a second time: no type checker makes a TypedDict from a signature. A test compares them.
     revision: str | None
     dtype: str
     device: str
@@ -106,11 +106,11 @@ def load(
 
     for module in RESOLVERS:
         placement = {"dtype": dtype, "device": device, "device_map": device_map}
-        found = import_module(module).resolve(source, tokenizer=tokenizer, **placement)
-        if found is not None:
-            return found
-    target, wanted = resolve_device(device), resolve_dtype(dtype)
-    on_cuda = target.type == "cuda" and device_map != "cpu"
+        resolved = import_module(module).resolve(source, tokenizer=tokenizer, **placement)
+        if resolved is not None:
+            return resolved
+    target_device, target_dtype = resolve_device(device), resolve_dtype(dtype)
+    on_cuda = target_device.type == "cuda" and device_map != "cpu"
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if device_map is not None:
         options["device_map"] = device_map
@@ -132,15 +132,15 @@ def load(
     with torch.random.fork_rng(devices=[]), quiet():
         if kind == "gguf":
             header = read_gguf_header(path)
-            if wanted == "auto":
-                wanted = torch.bfloat16 if on_cuda else torch.float32
-            model = load_gguf(header, dtype=wanted, **options)
+            if target_dtype == "auto":
+                target_dtype = torch.bfloat16 if on_cuda else torch.float32
+            model = load_gguf(header, dtype=target_dtype, **options)
             if tokenizer is None and "tokenizer.ggml.model" in header.metadata:
                 tokenizer = gguf_tokenizer(path)
         else:
-            if wanted == "auto" and not on_cuda:
-                wanted = torch.float32
-            model = _load_folder(path, name, dtype=wanted, **options)
+            if target_dtype == "auto" and not on_cuda:
+                target_dtype = torch.float32
+            model = _load_folder(path, name, dtype=target_dtype, **options)
             if tokenizer is None and any((path / file).is_file() for file in TOKENIZER_FILES):
                 tokenizer = path
         if device_map is None:
@@ -148,7 +148,7 @@ def load(
                 "The model cannot be moved to its device",
                 "Give a smaller `dtype`, or `device_map='auto'`.",
                 model.to,
-                target,
+                target_device,
             )
         return _finish(model, tokenizer, name=name, source=kind, revision=commit, trust_remote_code=trust_remote_code)
 
@@ -179,17 +179,19 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
 
 def bos_id(loaded: LoadedModel) -> int:
     """The id of the beginning-of-sequence token; refused where there is none."""
-    if (found := find_bos(loaded)) is None:
+    token_id = find_bos(loaded)
+    if token_id is None:
         raise InputError(f"{loaded.name} has no beginning-of-sequence token. Give `bos=False`.")
-    return found
+    return token_id
 
 
 def find_bos(model: Any) -> int | None:
     """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
     tokenizer, model = getattr(model, "tokenizer", None), bare_model(model)
     for place in (tokenizer, getattr(model, "generation_config", None), text_config(model)):
-        if isinstance(found := getattr(place, "bos_token_id", None), int):
-            return found
+        token_id = getattr(place, "bos_token_id", None)
+        if isinstance(token_id, int):
+            return token_id
     return None
 
 
@@ -219,6 +221,7 @@ def quiet() -> Iterator[None]:
 
 
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """The model in a folder, dense if it was quantised, with its head-wise RMSNorm if it has one."""
     from transformers import AutoModelForCausalLM
 
     check_no_adapter(folder, str(folder))
@@ -248,9 +251,10 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
 
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:
+    """The model, its weights checked, with its tokenizer and where it came from."""
     check_weights(model)
     if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
+        model.set_experts_implementation("eager")  # torch has no grouped matrix product in float64
     return LoadedModel(
         model=model,
         tokenizer=load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
@@ -261,6 +265,7 @@ def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: An
 
 
 def _name_of(model: nn.Module) -> str:
+    """What a model object is called: its name on the Hub, the last part of its path, or its class."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
     return name if looks_like_hub_name(name) else Path(name).name
 
@@ -302,11 +307,11 @@ def download(name: str, path: Path, revision: str | None, trust_remote_code: boo
                 "network connection."
             ) from error
     names = {file.rfilename for file in listing.siblings or ()}
-    complete = f"The download of {name} failed", "Run the command again to resume it."
-    where = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
+    failure = f"The download of {name} failed", "Run the command again to resume it."
+    snapshot = {"repo_id": name, "revision": listing.sha, "ignore_patterns": ["*/*"]}
     if ADAPTER in names:
-        check_no_adapter(Path(ask(*complete, snapshot_download, **where, allow_patterns=[ADAPTER])), name)
+        check_no_adapter(Path(ask(*failure, snapshot_download, **snapshot, allow_patterns=[ADAPTER])), name)
     check_weight_names(names, name)
-    folder = Path(ask(*complete, snapshot_download, **where, allow_patterns=small))
+    folder = Path(ask(*failure, snapshot_download, **snapshot, allow_patterns=small))
     causal_config(folder, name, trust_remote_code)  # refused before gigabytes of weights come, not after
-    return Path(ask(*complete, snapshot_download, **where, allow_patterns=small + WEIGHT_FILES))
+    return Path(ask(*failure, snapshot_download, **snapshot, allow_patterns=small + WEIGHT_FILES))

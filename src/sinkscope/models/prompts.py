@@ -1,7 +1,7 @@
 """Texts and chats as batches of token ids: one prompt, or several of any length.
 
-What is averaged by position needs sequences of one length. Texts of unequal length are cut to the shortest for it, and
-kept whole beside that (`TokenBatch.whole`), so that each can be read as it would be alone. Nothing is padded.
+An average by position needs sequences of one length. So texts of unequal length are cut to the shortest, and also kept
+whole (`TokenBatch.whole`), so that each can be read as it would be alone. Nothing is padded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Tokens = TokenBatch | Tensor | str | Sequence[str] | Chat | Sequence[int] | Sequ
 
 
 def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
-    """What is given, as a batch."""
-    if isinstance(tokens, TokenBatch):  # perhaps made for another model
+    """Whatever a model can be given to read, as a batch that this model can read."""
+    if isinstance(tokens, TokenBatch):  # checked, as it may have been made for another model
         for ids in (tokens.ids, *tokens.whole):
             check_ids(loaded.model, ids)
         return tokens
@@ -50,9 +50,10 @@ def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
 def prompt_batch(
     loaded: LoadedModel, texts: Sequence[str] | Chat | Sequence[Chat], *, bos: bool | None = None
 ) -> TokenBatch:
-    """The tokens of some texts or chats, at least two each; bos=None means what the tokenizer itself does with a text.
+    """The tokens of some texts or chats, at least two each.
 
-    A text that is written with the ids in front, and a chat, get no second ones.
+    bos=None does what the tokenizer does with a text. A text that already begins with the ids in front gets them once,
+    and a chat has them from its template.
     """
     tokenizer = tokenizer_of(loaded)
     leading = leading_ids(loaded, bos)
@@ -81,21 +82,23 @@ def prompt_batch(
 
 def _is_chat(tokens: Any) -> bool:
     """Whether these are the messages of a chat."""
-    return isinstance(tokens, list | tuple) and bool(tokens) and all(isinstance(each, Mapping) for each in tokens)
+    return isinstance(tokens, list | tuple) and bool(tokens) and all(isinstance(message, Mapping) for message in tokens)
 
 
-def _is_text(each: Any) -> bool:
-    return isinstance(each, str) or _is_chat(each)
+def _is_text(value: Any) -> bool:
+    """Whether this is a text or a chat."""
+    return isinstance(value, str) or _is_chat(value)
 
 
 def _check_text(text: str) -> None:
+    """Refuses the name of a file in the place of a text, and a text that is not UTF-8."""
     if _names_a_file(text):
         file = text.removeprefix("text:")
         raise InputError(
             f"A text was expected, but {file!r} is the name of a file. Give `tokens='text:{file}'`, or in Python "
             f"`token_batch(model, 'text:{file}')`."
         )
-    if any("\ud800" <= character <= "\udfff" for character in text):  # what bytes that are no UTF-8 become
+    if any("\ud800" <= character <= "\udfff" for character in text):  # what Python makes of bytes that are not UTF-8
         raise InputError(
             f"The text {text[:40]!r} is not UTF-8. Save or paste it as UTF-8, or give the text to `tokens` as a file."
         )
@@ -111,10 +114,7 @@ def _names_a_file(text: str) -> bool:
 
 
 def check_one_length(batch: TokenBatch, why: str) -> None:
-    """Refuses texts of unequal length, which are cut to the shortest, where something cannot go by each alone.
-
-    `why` ends the sentence "The texts must have one length, since ...".
-    """
+    """Refuses texts of unequal length; `why` ends the sentence "The texts must have one length, since ..."."""
     if batch.whole:
         raise InputError(
             f"The texts must have one length, since {why}, and they have "

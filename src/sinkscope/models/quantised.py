@@ -1,7 +1,7 @@
 """Quantised checkpoints: dequantised to dense weights where transformers can do it, and refused elsewhere.
 
-transformers casts a packed weight whose method it does not know as if the stored numbers were the weights, and drops
-their scales. So what is stored is looked at before anything is loaded.
+If transformers does not know how a weight is packed, it takes the stored numbers for the weights and drops their
+scales. So the stored types are checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ INSTALL = "Install what its quantisation asks for, or name the checkpoint in ful
 
 def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str) -> dict[str, Any]:
     """Arguments for from_pretrained to load a folder as dense weights; `stored` holds its tensors' dtypes by name."""
-    described = getattr(config, "quantization_config", None)
-    if described is None:
+    description = getattr(config, "quantization_config", None)
+    if description is None:
         _refuse_packed(stored, name)
         return {}
     from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
-    method = described.get("quant_method") if isinstance(described, dict) else None
+    method = description.get("quant_method") if isinstance(description, dict) else None
     try:
-        known = AutoHfQuantizer.supports_quant_method(described)
-        quantisation = AutoQuantizationConfig.from_dict(described) if known else None
-    except Exception as error:  # it is a stranger's description: any class of transformers may read it
+        is_supported = AutoHfQuantizer.supports_quant_method(description)
+        quantisation = AutoQuantizationConfig.from_dict(description) if is_supported else None
+    except Exception as error:  # a stranger wrote it, and any class of transformers may fail on it
         raise InputError(
             f"Transformers cannot read the quantisation {method!r} of {name} here: {str(error).rstrip('.')}. {INSTALL}"
         ) from error
@@ -52,25 +52,27 @@ def dequantising(config: PretrainedConfig, stored: Mapping[str, str], name: str)
 
 
 def dense(model: PreTrainedModel, name: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model of a quantised checkpoint with plain projections, in one dtype; what transformers left packed is
-    dequantised by its own method."""
-    wanted = model.config.dtype if dtype == "auto" else dtype
+    """The model of a quantised checkpoint with dense weights in one dtype.
+
+    What transformers left packed is dequantised by its own method.
+    """
+    target = model.config.dtype if dtype == "auto" else dtype
     if getattr(model, "is_quantized", False):
         method = getattr(model, "quantization_method", None)
         try:
-            model = model.dequantize(dtype=wanted)
+            model = model.dequantize(dtype=target)
         except NotImplementedError as error:
             raise InputError(
                 f"Transformers cannot dequantise {name}, quantised by {getattr(method, 'value', method)}. {WHOLE}"
             ) from error
-    # transformers leaves what was not packed in the dtype on disk. Buffers stay: some are wanted in float32.
+    # transformers leaves what was not packed in the dtype on disk. Buffers stay: some must be in float32.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(wanted)
+        parameter.data = parameter.data.to(target)
     return model
 
 
 def check_scales(unexpected: Iterable[str], name: str) -> None:
-    """Refuses a checkpoint with scales or zero points that the model did not take: weights are wrong without them."""
+    """Refuses a checkpoint with scales or zero points that were not loaded: the weights are wrong without them."""
     if stray := sorted(key for key in unexpected if SCALE_NAMES.search(key)):
         raise InputError(
             f"{name} has {len(stray)} scales of quantised weights that nothing applies, first {stray[0]}. {WHOLE}"
@@ -78,6 +80,7 @@ def check_scales(unexpected: Iterable[str], name: str) -> None:
 
 
 def _refuse_packed(stored: Mapping[str, str], name: str) -> None:
+    """Refuses packed weights that no quantization_config describes."""
     packed = {
         key: dtype
         for key, dtype in stored.items()
@@ -92,6 +95,7 @@ def _refuse_packed(stored: Mapping[str, str], name: str) -> None:
 
 
 def _refuse_unscaled(stored: Mapping[str, str], name: str) -> None:
+    """Refuses 8-bit floating-point weights without a scale beside them."""
     for key, dtype in sorted(stored.items()):
         scaled = not stored.keys().isdisjoint((f"{key}_scale_inv", f"{key}_scale"))
         if dtype.startswith("F8") and not scaled and not SCALE_NAMES.search(key):

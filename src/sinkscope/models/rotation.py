@@ -1,13 +1,15 @@
 """A model in another basis of the residual stream: every state x becomes Q x, and the logits stay as they were.
 
-The gains of norms on the stream move into the weights that read it, then all that writes the stream is turned by Q and
-all that reads it by Q^T. An RMS norm without gains does not see a rotation. A layer norm sees none that leaves the mean
-over dimensions alone, so there Q keeps the vector of ones; an offset b after gains g becomes Q (b / g).
-A norm with gains between an output projection and the stream (Gemma 2 and 3, OLMo 2 and 3, GLM 4) acts dimension by
-dimension on what is written: no weights make up for that, and such a model is refused.
+1. The gains of norms on the stream are multiplied into the weights that read the norm's output.
+2. Whatever writes into the stream is multiplied by Q, and whatever reads it by Q^T.
 
-Which weights read a norm is seen in a pass of a few tokens, and whether the function is unchanged in another: what this
-file does not know of a model is refused, never left half turned.
+An RMS norm without gains gives the same in every basis. A layer norm also subtracts the mean over dimensions, so there
+Q keeps the vector of ones; an offset b after gains g becomes Q (b / g). A norm with gains between an output projection
+and the stream (Gemma 2 and 3, OLMo 2 and 3, GLM 4) acts dimension by dimension on what is written, which no change of
+weights can make up for. Such a model is refused.
+
+One pass over a few tokens shows which weights read a norm, and another whether the logits are unchanged. A model with
+parts that this file does not know is refused, never left half rotated.
 Axes: E width.
 """
 
@@ -25,12 +27,12 @@ from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
 from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import Model, bare_model
 
-NUM_TRIED = 16
-"""Tokens of the passes that see and check."""
+NUM_TOKENS = 16
+"""Tokens of those two passes."""
 
 
 class RotationError(InputError):
-    """Something else than plain norms and linear maps reads or writes the residual stream: `reason` says what."""
+    """Something other than plain norms and linear maps reads or writes the residual stream; `reason` says what."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -42,25 +44,28 @@ class RotationError(InputError):
 
 @torch.no_grad()
 def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> Any:
-    """A copy of a causal language model whose residual stream is turned by an orthogonal [E, E] matrix: the one given,
-    or a random one. It is a plain model of its family and saves and loads as such; tied embeddings are untied."""
-    own = bare_model(model)
-    check_in_memory(own, "Rotating")
-    _check_norms(anatomy_of(own))
-    turned = copy.deepcopy(own).eval()
-    anatomy = anatomy_of(turned)
-    decoder, embedding, head = anatomy.decoder, turned.get_input_embeddings(), turned.get_output_embeddings()
+    """A copy of a causal language model whose residual stream is rotated by an orthogonal [E, E] matrix.
+
+    That is `rotation`, or a random one from `seed`. The copy is a plain model of its family, which saves and loads as
+    such; tied embeddings are untied.
+    """
+    original = bare_model(model)
+    check_in_memory(original, "Rotating")
+    _check_norms(anatomy_of(original))
+    result = copy.deepcopy(original).eval()
+    anatomy = anatomy_of(result)
+    decoder, embedding, head = anatomy.decoder, result.get_input_embeddings(), result.get_output_embeddings()
     norms = [decoder.get_submodule(anatomy.family.final_norm)]
     norms += [part for layer in anatomy.layers for part in layer.block.children() if _is_norm(part, anatomy.width)]
     centred = any(isinstance(norm, nn.LayerNorm) for norm in norms)
-    ids = torch.arange(NUM_TRIED, device=embedding.weight.device)[None] % embedding.num_embeddings
-    readers, before = _readers(turned, norms, ids)
+    ids = torch.arange(NUM_TOKENS, device=embedding.weight.device)[None] % embedding.num_embeddings
+    readers, logits = _readers(result, norms, ids)
     rotation = random_rotation(anatomy.width, seed=seed, centred=centred) if rotation is None else rotation.double()
     _check_rotation(rotation, anatomy.width, centred)
 
-    if head.weight is embedding.weight:
+    if head.weight is embedding.weight:  # untied: the head takes gains in, the embeddings do not
         head.weight = nn.Parameter(embedding.weight.detach().clone())
-        for config in (turned.config, turned.config.get_text_config()):
+        for config in (result.config, result.config.get_text_config()):
             config.tie_word_embeddings = False
     for norm in norms:
         gain_E = norm.weight.detach().clone()
@@ -73,30 +78,31 @@ def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> An
         norm.weight.fill_(1)
     for weight, axis in _writing_weights(anatomy):
         _turn(weight, axis, rotation)
-    _check_same(before, turned(ids).logits)
-    return turned.train(own.training)
+    _check_same(logits, result(ids).logits)
+    return result.train(original.training)
 
 
 def random_rotation(width: int, *, seed: int, centred: bool = False) -> Tensor:
-    """[E, E] float64, uniform among orthogonal matrices, or `centred`: among those that keep the vector of ones."""
+    """[E, E] float64, uniform among orthogonal matrices; if `centred`, among those that keep the vector of ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def orthogonal(size: int, first: Tensor | None = None) -> Tensor:
-        drawn = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        matrix = torch.randn(size, size, generator=generator, dtype=torch.float64)
         if first is not None:
-            drawn[:, 0] = first
-        basis, triangle = torch.linalg.qr(drawn)
-        return basis * triangle.diagonal().sign()
+            matrix[:, 0] = first
+        basis, triangle = torch.linalg.qr(matrix)
+        return basis * triangle.diagonal().sign()  # without these signs the basis would not be uniform
 
     if not centred:
         return orthogonal(width)
+    # In a basis whose first vector is that of ones: the identity along it, and any rotation of the others.
     basis = orthogonal(width, torch.ones(width, dtype=torch.float64))
     inner = torch.block_diag(torch.ones(1, 1, dtype=torch.float64), orthogonal(width - 1))
     return basis @ inner @ basis.T
 
 
 def _turn(weight: Tensor, axis: int, rotation: Tensor, gain_E: Tensor | None = None) -> None:
-    """Turns the vectors along one axis, in place; gains multiply them before."""
+    """Multiplies a weight by the rotation along one axis, in place; before it by the gains, if there are any."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     along = weight.to(dtype).movedim(axis, -1)
     if gain_E is not None:
@@ -105,23 +111,27 @@ def _turn(weight: Tensor, axis: int, rotation: Tensor, gain_E: Tensor | None = N
 
 
 def _is_norm(part: nn.Module, width: int) -> bool:
+    """Whether a module has one gain for each dimension of the stream."""
     weight = getattr(part, "weight", None)
     return isinstance(weight, Tensor) and weight.shape == (width,)
 
 
 def _readers(model: Any, norms: list[Any], ids: Tensor) -> tuple[dict[Any, list[Any]], Tensor]:
-    """(the modules with weights that get each norm's output, the logits of the pass in which this was seen)."""
+    """(by norm, the modules with weights that read its output; the logits of the pass that showed this)."""
     readers: dict[Any, list[Any]] = {norm: [] for norm in norms}
-    left: dict[int, tuple[Any, Tensor]] = {}
+    outputs: dict[int, tuple[Any, Tensor]] = {}  # by address: (norm, its output)
     handles = []
 
     def leave(norm: Any, args: Any, output: Tensor) -> None:
-        left[output.untyped_storage().data_ptr()] = norm, output  # kept, so that its memory stays its own
+        # The output is kept, so that no other tensor gets its address.
+        outputs[output.untyped_storage().data_ptr()] = norm, output
 
     def enter(part: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and (found := left.get(value.untyped_storage().data_ptr())):
-                readers[found[0]].append(part)
+            address = value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+            if address in outputs:
+                norm, _ = outputs[address]
+                readers[norm].append(part)
 
     for norm in norms:
         handles.append(norm.register_forward_hook(leave))
@@ -171,6 +181,7 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
 
 
 def _check_norms(anatomy: Anatomy) -> None:
+    """Refuses norms and projections between the stream and what writes it."""
     for layer in anatomy.layers:
         if layer.post_norm is not None or layer.attention_exit is not layer.output_projection:
             raise RotationError(
@@ -181,6 +192,7 @@ def _check_norms(anatomy: Anatomy) -> None:
 
 
 def _check_rotation(rotation: Tensor, width: int, centred: bool) -> None:
+    """Refuses a matrix that is not orthogonal or, if `centred`, does not keep the vector of ones."""
     identity = torch.eye(width, dtype=torch.float64)
     orthogonal = rotation.shape == identity.shape and torch.allclose(rotation @ rotation.T, identity, atol=1e-6)
     if not orthogonal or (centred and not torch.allclose(rotation.sum(1), torch.ones_like(rotation[0]), atol=1e-6)):
@@ -192,8 +204,8 @@ def _check_rotation(rotation: Tensor, width: int, centred: bool) -> None:
 
 
 def _check_same(before: Tensor, after: Tensor) -> None:
-    """The function must be unchanged; a part that was missed changes the logits by as much as they are."""
-    apart = float((after.double() - before.double()).norm() / before.double().norm())
-    # Norms and routers of many families work in float32 at most.
-    if not apart <= 4 * max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
-        raise RotationError(f"the logits change by {apart:.1e} of themselves in the rotated basis")
+    """Refuses a rotation that changes the logits: a part that was missed changes them by about their own size."""
+    difference = float((after.double() - before.double()).norm() / before.double().norm())
+    # Not finer than float32, in which norms and routers of many families work whatever the model's dtype is.
+    if not difference <= 4 * max(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5:
+        raise RotationError(f"the logits change by {difference:.1e} of themselves in the rotated basis")

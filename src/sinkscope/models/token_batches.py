@@ -34,21 +34,20 @@ from sinkscope.runtime import check_torch_defaults
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Token ids on the CPU, and how they came about."""
+    """Token ids on the CPU, and where they are from."""
 
     ids: Int64[Tensor, "B T"]
     kind: Literal["random", "text", "repeat", "given"]
     seed: int | None = None
     leading_ids: tuple[int, ...] = ()
-    """The ids that every sequence begins with and that are no text: BOS, or all that the tokenizer puts in front."""
+    """The ids in front of every text: BOS, or all that the tokenizer puts there."""
     source: str | None = None
     """The name of the text file, without its folder."""
     whole: tuple[Tensor, ...] = ()
-    """Texts of unequal length, of which `ids` holds the beginnings, as long as the shortest; empty where all are as
-    long as `ids`."""
+    """Texts of unequal length as a whole; `ids` then holds their beginnings, as long as the shortest. Else empty."""
     left_out: int | None = None
-    """For random tokens: how many ids, special ones aside, were left out because the tokenizer has no token for
-    them or their embedding is zero or equal to another's."""
+    """For random tokens: how many ids, beside special ones, are never drawn, since the tokenizer has no token for them
+    or their embedding is zero or equal to another's."""
 
     @property
     def bos(self) -> bool:
@@ -90,14 +89,15 @@ def token_batch(
     num_sequences: int = 32,
     seed: int = 0,
 ) -> TokenBatch:
-    """`num_sequences` sequences of `length` tokens, with what stands before a text included where `bos` asks for it.
+    """A batch of `num_sequences` sequences of `length` tokens each, BOS included.
 
         batch = sinkscope.token_batch(model, "text:book.txt", length=128)
 
-    bos=True puts in front what the tokenizer puts before a text, or the BOS token if it puts none. bos=None means
-    nothing for random and repeated tokens, and for text what the tokenizer itself does. Random tokens are uniform over
-    the vocabulary without special and unused ids; sequence i depends on the seed and i alone, and behind BOS its tokens
-    are the ones it has without. The global random state is neither read nor changed.
+    `tokens` is random, text:FILE or repeat:ID. bos=True puts in front what the tokenizer puts before a text, or the BOS
+    token if it puts nothing; bos=False puts nothing. bos=None does with a text what the tokenizer does, and puts
+    nothing before random and repeated tokens. Random tokens are uniform over the vocabulary without special and unused
+    ids; sequence i depends only on the seed and on i, and has the same tokens with and without BOS. The global random
+    state is neither read nor changed.
     """
     return batch_with_others(model, tokens, bos=bos, length=length, num_sequences=num_sequences, seed=seed)
 
@@ -113,15 +113,18 @@ def batch_with_others(
     others: int = 0,
     least: tuple[int, int] = (2, 1),
 ) -> TokenBatch:
-    """A batch as `token_batch` makes it, with `others` more sequences after it, which calibrate.
+    """A batch as `token_batch` makes it, followed by `others` more sequences, which calibrate.
 
-    `least`: the length and the number of sequences that the caller needs, so that no less is advised for a short text.
+    `least` is the smallest length and number of sequences that the caller can use. If a text is too short, the advice
+    in the refusal stays above them.
     """
     check_torch_defaults()
     kind, argument = check_batch(tokens, length=length, num_sequences=num_sequences + others, seed=seed)
     loaded = load(model)
     check_context(length, context_length(loaded.model))
-    leading = leading_ids(loaded, kind == "text" and None if bos is None else bos)
+    if bos is None and kind != "text":
+        bos = False
+    leading = leading_ids(loaded, bos)
     _check_vocabulary(torch.tensor(leading, dtype=torch.int64), num_embeddings(loaded.model))
     if (window := length - len(leading)) < 1:
         raise InputError(f"{len(leading)} ids stand before each text. Give `length={len(leading) + 1}` or more.")
@@ -150,7 +153,7 @@ def batch_with_others(
 
 
 def batch_of_rows(rows: Sequence[Tensor], **about: Any) -> TokenBatch:
-    """Sequences of any lengths as a batch; those of unequal length are kept whole beside their beginnings."""
+    """Sequences as a batch; those of unequal length are cut to the shortest, and kept whole beside that."""
     lengths = {len(row) for row in rows}
     ids = torch.stack([row[: min(lengths)] for row in rows])
     return TokenBatch(ids=ids, whole=tuple(rows) if len(lengths) > 1 else (), **about)
@@ -168,17 +171,18 @@ def special_ids(loaded: LoadedModel) -> set[int]:
 
 def named_ids(places: Sequence[Any], *names: str) -> set[int]:
     """The ids that tokenizers, or the configurations of models, give these names."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for place in places:
         for config in (place, text_config(place), getattr(place, "generation_config", None)):
             for value in (getattr(config, name, None) for name in names):
-                # What is no number is no id: these files come from strangers.
-                found.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
-    return found
+                # These files come from strangers: what is no number is no id.
+                values = value if isinstance(value, list) else [value]
+                ids.update(token_id for token_id in values if isinstance(token_id, int))
+    return ids
 
 
 def _random_ids(loaded: LoadedModel, length: int, num_sequences: int, seed: int) -> tuple[Int64[Tensor, "B T"], int]:
-    """(ids, how many of the vocabulary were left out beside the special ones)."""
+    """(uniform ids, how many ids of the vocabulary are never drawn, beside the special ones)."""
     ordinary = torch.ones(num_embeddings(loaded.model), dtype=torch.bool)
     ordinary[[token_id for token_id in special_ids(loaded) if 0 <= token_id < len(ordinary)]] = False
     used = ordinary & _used_ids(loaded)
@@ -212,6 +216,7 @@ def _used_ids(loaded: LoadedModel) -> Bool[Tensor, " V"]:
 
 
 def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
+    """The id of repeat:ID, which the model must have."""
     token = torch.tensor(int(argument))
     _check_vocabulary(token, num_embeddings(loaded.model))
     return token
@@ -220,10 +225,14 @@ def _repeated_id(loaded: LoadedModel, argument: str) -> Int64[Tensor, ""]:
 def _shorter(
     num_ids: int, window: int, num_sequences: int, *, leading: int, others: int, least: tuple[int, int]
 ) -> str:
-    """A sentence that says what to ask for of a text that has too few tokens."""
+    """What to ask for instead of a text with too few tokens, as a sentence."""
     least_length, least_sequences = least
     most, longest = num_ids // window - others, num_ids // (num_sequences + others) + leading
-    ways = [f"`num_sequences={most}`"] * (most >= least_sequences) + [f"`length={longest}`"] * (longest >= least_length)
+    ways = []
+    if most >= least_sequences:
+        ways.append(f"`num_sequences={most}`")
+    if longest >= least_length:
+        ways.append(f"`length={longest}`")
     longest = num_ids // (least_sequences + others) + leading
     if not ways and longest >= least_length:
         ways = [f"`length={longest}` with `num_sequences={least_sequences}`"]
@@ -243,7 +252,7 @@ def context_length(model: Any) -> int | None:
 
 
 def check_ids(model: Any, ids: Tensor) -> None:
-    """Refuses ids that a model has no embedding for, and more of them in a sequence than its context."""
+    """Refuses ids without an embedding in the model, and sequences longer than its context."""
     _check_vocabulary(ids, num_embeddings(model))
     check_context(ids.shape[-1], context_length(model))
 

@@ -27,33 +27,37 @@ ANY_TEXT = "a A 1 . \u4e2d"
 
 
 def leading_ids(loaded: LoadedModel, bos: bool | None) -> tuple[int, ...]:
-    """The ids that stand before a text: those that the tokenizer itself puts there.
+    """The ids that stand before a text: those that the tokenizer puts there.
 
-    With bos=True the BOS token where it puts none; with bos=False none.
+    With bos=True also BOS if the tokenizer puts nothing there; with bos=False no ids.
     """
     if bos is False:
         return ()
-    leading = () if loaded.tokenizer is None else _put_in_front(loaded.tokenizer)
+    leading = () if loaded.tokenizer is None else _ids_in_front(loaded.tokenizer)
     return leading or ((bos_id(loaded),) if bos else ())
 
 
 def without_leading(ids: list[int], leading: tuple[int, ...]) -> list[int]:
-    """The ids of a text, without those in front where it is written with them, as a chat template writes it."""
+    """The ids of a text without those in front, if the text itself was written with them, as by a chat template."""
     return ids[len(leading) :] if tuple(ids[: len(leading)]) == leading else ids
 
 
 def found_leading(model: Any, rows: Sequence[Tensor]) -> tuple[int, ...]:
-    """The ids before a text that all these sequences begin with: what the tokenizer puts there, or BOS."""
-    ways: list[tuple[int, ...]] = []
+    """The ids with which all these sequences begin, if they are what the tokenizer puts before a text, or BOS."""
+    candidates: list[tuple[int, ...]] = []
     if (tokenizer := getattr(model, "tokenizer", None)) is not None:
         with contextlib.suppress(InputError):  # one that reads no text at all puts nothing before it
-            ways.append(_put_in_front(tokenizer))
+            candidates.append(_ids_in_front(tokenizer))
     if (bos := find_bos(model)) is not None:
-        ways.append((bos,))
-    return next((way for way in ways if way and all(tuple(row[: len(way)].tolist()) == way for row in rows)), ())
+        candidates.append((bos,))
+    for leading in candidates:
+        if leading and all(tuple(row[: len(leading)].tolist()) == leading for row in rows):
+            return leading
+    return ()
 
 
-def _put_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _ids_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that a tokenizer puts before a text, told from a text that it reads with and without them."""
     ids, text = text_ids(tokenizer, ANY_TEXT, special=True), text_ids(tokenizer, ANY_TEXT)
     starts = (start for start in reversed(range(len(ids))) if ids[start : start + len(text)] == text)
     if (start := next(starts, None)) is None:
@@ -70,13 +74,13 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = F
     advice = "Give ids, or a model with another tokenizer: load(model, tokenizer=...)."
     try:
         # Without verbose=False the tokenizer warns that a text is longer than the model's context.
-        read = ask(problem, advice, tokenizer, text, add_special_tokens=special, verbose=False)
+        encoding = ask(problem, advice, tokenizer, text, add_special_tokens=special, verbose=False)
     except BaseException as error:
-        # Rust's own end of a search that takes too long; no module offers its class.
+        # What Rust raises when a search takes too long. Its class is in no module, so it is known by its name.
         if type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{problem} ({first_line(error)}). {advice}") from error
-    return read["input_ids"]
+    return encoding["input_ids"]
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -100,24 +104,24 @@ def tokenizer_of(loaded: LoadedModel) -> PreTrainedTokenizerBase:
     return loaded.tokenizer
 
 
-def first_ids(tokenizer: PreTrainedTokenizerBase, read: Callable[[int], tuple[str, bool]], wanted: int) -> list[int]:
-    """At least the first `wanted` ids of a text, as the tokenizer gives them for the whole text; all of a short one.
+def first_ids(tokenizer: PreTrainedTokenizerBase, read: Callable[[int], tuple[str, bool]], count: int) -> list[int]:
+    """At least the first `count` ids of a text, as the tokenizer gives them for the whole text; all of a short one.
 
-    `read` gives so much of the text's beginning, and whether that is all. A long text is not read to its end. A cut
-    changes the tokens near it, so twice as much is read until the wanted ones stay as they are.
+    `read(amount)` gives that much of the text's beginning, and whether it is all. A long text is not read to its end. A
+    cut changes the tokens near it, so twice as much is read until the first `count` ids no longer change.
     """
-    amount, before = 8 * wanted, []
+    amount, before = 8 * count, []
     while True:
         text, is_all = read(amount)
         ids = text_ids(tokenizer, text)
-        if is_all or (len(before) >= wanted and before[:wanted] == ids[:wanted]):
+        if is_all or (len(before) >= count and before[:count] == ids[:count]):
             return ids
         amount, before = 2 * amount, ids
 
 
 @cache
 def _standard_input() -> bytes:
-    """All of it, kept: a text is read more than once."""
+    """All bytes of standard input, kept because a text is read more than once."""
     return sys.stdin.buffer.read()
 
 
@@ -144,5 +148,5 @@ def read_text(name: str, num_bytes: int | None = None) -> tuple[str, bool]:
 
 
 def source_of(name: str) -> str:
-    """A text file as it is called in words."""
+    """What a text file is called in sentences."""
     return "standard input" if name == STANDARD_INPUT else user_path(name).name

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sinkscope.models.checkpoint_checks import each_weight
 
 HASHED_ELEMENTS = 1 << 20
+"""Of a larger tensor, this many elements are hashed."""
 _hashed: WeakKeyDictionary[nn.Module, tuple[tuple | None, str]] = WeakKeyDictionary()
 """By model: the sums that its weights had, and their hash."""
 
@@ -22,34 +23,34 @@ def weight_hash(model: nn.Module) -> str:
     2^20, then the first and the last 4,096. So the hash tells checkpoints apart, but may miss a single edited weight.
     """
     sums = _sums(model)
-    known = _hashed.get(model)
-    if sums is None or known is None or known[0] != sums:
-        known = sums, _sha256(model)
-        _hashed[model] = known
-    return known[1]
+    cached = _hashed.get(model)
+    if sums is None or cached is None or cached[0] != sums:
+        cached = sums, _sha256(model)
+        _hashed[model] = cached
+    return cached[1]
 
 
 @torch.no_grad()
 def _sums(model: nn.Module) -> tuple | None:
-    """Of each weight its name and the sum of its bits as integers of 64 bits, several times faster than SHA-256. None
-    where a weight has no bits of its own, as those of tensor subclasses.
+    """The name of each weight and the sum of its bytes read as 64-bit integers, several times faster than SHA-256.
 
-    Any one value that changes shows, also through `.data`. Several may cancel out: values that change places, by eight
-    bytes or a multiple, leave the sum as it is.
+    None if a weight is a tensor subclass or sparse, and has no bytes of its own. A single value that changes shows,
+    also if it was changed through `.data`. Several may cancel out: values that swap places, by a multiple of eight
+    bytes, leave the sum as it is.
     """
     weights: list[tuple] = []
     sums: dict[torch.device, list[Tensor]] = {}
     for name, weight in each_weight(model):
         if type(weight) not in (Tensor, nn.Parameter) or weight.layout != torch.strided:
             return None
-        bytes_of_it = weight.contiguous().reshape(-1).view(torch.uint8)
-        whole = len(bytes_of_it) // 8 * 8
-        words, rest = bytes_of_it[:whole], bytes_of_it[whole:]
+        all_bytes = weight.contiguous().reshape(-1).view(torch.uint8)
+        whole = len(all_bytes) // 8 * 8
+        words, rest = all_bytes[:whole], all_bytes[whole:]
         if words.storage_offset() % 8:
-            words = words.clone()
+            words = words.clone()  # a view as int64 must begin at a multiple of eight bytes
         weights.append((name, tuple(weight.shape), weight.dtype, tuple(rest.tolist()) if len(rest) else ()))
         sums.setdefault(weight.device, []).append(words.view(torch.int64).sum())
-    # Read once for each device: a GPU would be waited for at every weight.
+    # Read once for each device: reading each sum would wait for the GPU at every weight.
     return tuple(weights), tuple(tuple(torch.stack(totals).tolist()) for totals in sums.values())
 
 
@@ -68,11 +69,11 @@ def _sha256(model: nn.Module) -> str:
 
 @torch.no_grad()
 def weight_checksum(model: nn.Module) -> str:
-    """A cheap hash of a model's weights: where they are, how often they were changed in place, and a row and a column
-    of each.
+    """A cheap hash of a model's weights: their addresses, how often each was changed in place, and a row and a column.
 
-    torch does not count changes through `.data`. Those of a whole row or column show, which is how neurons and tokens
-    are taken out; one of a single value may not. Weights that accelerate keeps elsewhere count by their names alone.
+    torch does not count changes through `.data`. Among those, a change of a whole row or column shows, as when neurons
+    or tokens are taken out; a change of a single value may not. Weights that accelerate keeps elsewhere count by their
+    names alone.
     """
     digest = hashlib.sha256()
     lines: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -83,8 +84,8 @@ def weight_checksum(model: nn.Module) -> str:
         if not parameter.is_inference():  # else torch does not count its changes
             digest.update(f"{parameter.data_ptr()} {parameter._version};".encode())
         lines.setdefault((parameter.device, parameter.dtype), []).extend(_lines(parameter.detach()))
-    for found in lines.values():
-        digest.update(torch.cat(found).view(torch.uint8).cpu().numpy().data)
+    for same_type in lines.values():
+        digest.update(torch.cat(same_type).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 

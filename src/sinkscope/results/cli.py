@@ -1,4 +1,4 @@
-"""sinkscope report: the page of a finished run, written again from its files."""
+"""The command `sinkscope report`: writes the page of a finished run again, from its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReportOptions:
     run: Annotated[
         str,
         typer.Argument(
-            help="Folder of a training run, a study, a trace or a bias; reference:NAME for the training of that model.",
+            help="Folder of a run that a sinkscope command wrote; reference:NAME for the training of that model.",
             show_default=False,
         ),
     ]
