@@ -57,7 +57,7 @@ def test_a_command_has_the_defaults_of_its_function(name):
 @pytest.mark.parametrize("name", ["audit", "remedy"])
 def test_the_number_of_texts_that_calibrate_is_told_as_it_is(name):
     option = next(each for each in cli.command_line().commands[name].params if each.name == "num_sequences")
-    assert option.help == f"Held-out texts, beside {arguments.CALIBRATION} for calibration."
+    assert option.help == f"Held-out texts to measure on; {arguments.CALIBRATION} more calibrate."
     assert re.search(
         rf"\b{arguments.CALIBRATION} (that )?calibrate", " ".join(getattr(sinkscope, name).__doc__.split())
     )

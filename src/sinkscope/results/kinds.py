@@ -38,12 +38,12 @@ class Kind:
 
     name: str
     called: str
-    """In a sentence, such as "a study"."""
+    """What a sentence calls it, such as "a study"."""
     schemas: tuple[Schema, ...]
     told_by: str
-    """The table that tells a folder of this kind."""
+    """The table whose file tells a folder of this kind from others."""
     headline: tuple[str, ...]
-    """The table that says most, and those of its columns that a notebook shows."""
+    """What a notebook shows: the most important table, and then some of its columns."""
     page: str
     """The module with `figures(run)` and `write_page(run, destination)`."""
     summary: Any
@@ -52,13 +52,13 @@ class Kind:
     """The entry of the summary that says how many layers and tokens there are; empty where the summary itself does,
     None where nothing does."""
     main_figures: tuple[str, ...] = ()
-    """The figures that say most; the first one where none is named."""
+    """The figures that `.plot()` draws; by default the first one of the page."""
     picture: str = ""
-    """The module with `picture(tables, summary)`, where there is one picture of the whole result."""
+    """The module with `picture(tables, summary)`, if one picture shows the whole result."""
     check: Callable[[Any], None] | None = None
     """Refuses a `Run` that a page could not draw."""
     load: str = ""
-    """The module whose `load(folders)` gives the live result of this kind; without one, its files are shown."""
+    """The module whose `load(folders)` computes the result anew; empty if a folder's files are shown as they are."""
 
 
 @cache

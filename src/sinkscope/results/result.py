@@ -1,4 +1,4 @@
-"""What every function gives back that finds something out: a story, a summary and tables, which can be shown and saved.
+"""The base of every result: a story, a summary and tables, which can be shown, drawn and saved.
 
 A subclass says what its tables are and names its kind, whose page module draws it; the rest follows. What takes long
 to import is imported when it is used.
@@ -35,7 +35,7 @@ SMALL_DPI = 50
 
 
 class Result:
-    """What was found out: `story` in a few sentences, `summary` in one JSON object, `tables` in full."""
+    """A result: `story` in a few sentences, `summary` as one JSON object, `tables` in full."""
 
     # Any: a type checker lets neither a property nor a cached one stand for an attribute with a type.
     kind: Any
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def lacking(self) -> Sequence[str]:
-        """What its page needs and it does not have."""
+        """Names of observables that its page needs and that it does not have."""
         return ()
 
     def table(self, name: str) -> pyarrow.Table:
@@ -74,6 +74,7 @@ class Result:
         self.write_tables(folder)
 
     def write_tables(self, folder: RunFolder) -> None:
+        """Writes every table into an open run folder."""
         for schema in self.schemas:
             folder.write_table(schema, self.tables[schema.name])
 
@@ -100,7 +101,7 @@ class Result:
         return path
 
     def plot(self, *names: str) -> Drawing:
-        """Figures of the page, by name, as one of matplotlib; without names, the chain or those that say most.
+        """Figures of the page, by name, as one matplotlib figure; without names, the chain or the main figures.
 
         Needs the extra `report`. A name that is not there is refused with those that are.
         """
@@ -117,11 +118,11 @@ class Result:
         return drawing([by_id[name] for name in names or main or list(by_id)[:1]])
 
     def figures(self) -> list[Figure]:
-        """What the page draws."""
+        """The figures of the page."""
         return import_module(self._declared.page).figures(self.as_run())
 
     def as_run(self) -> Run:
-        """The result as it is read from its folder, which pages are drawn from."""
+        """The result as `read_run` reads it from a folder; pages are drawn from that."""
         from sinkscope.results.run import read_run
         from sinkscope.results.run_folder import run_folder
 

@@ -53,11 +53,11 @@ class Run:
     environment: dict[str, Any]
     tables: dict[str, Table]
     schemas: tuple[Schema, ...]
-    """Of these tables, with the columns that were read."""
+    """The schemas of `tables`, with the columns that were read."""
     files: tuple[str, ...]
     """What was written beside the page."""
     given_label: str = ""
-    """What distinguishes it from the other runs of a page, where there are several."""
+    """What distinguishes it from other runs on the same page; empty if it is alone."""
 
     @property
     def model(self) -> str:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What was typed; empty where it was not recorded."""
+        """The command that made the run, as it was typed; empty if it was not recorded."""
         return str(self.config.get("command") or self.summary.get("command") or "")
 
     @property
@@ -93,8 +93,9 @@ class Run:
         return self.summary["dom_ratio"]["position"]
 
     @cached_property
-    def births(self) -> list[int]:
-        return births_of(self.summary)
+    def appearance_layers(self) -> list[int]:
+        """Layers where disparity appears."""
+        return appearance_layers(self.summary)
 
     @cached_property
     def claims(self) -> dict[str, dict[str, Any]]:
@@ -217,14 +218,14 @@ def check_known(path: Path, column: str, table: Mapping[str, Sequence], known: I
         raise refused(path, f"column {column} holds the unknown name {min(unknown)!r}")
 
 
-def births_of(summary: Mapping) -> list[int]:
-    """Layers where disparity is born; the embeddings do not count as a layer."""
+def appearance_layers(summary: Mapping) -> list[int]:
+    """Layers where disparity appears; the embeddings do not count as a layer."""
     return [layer for layer in summary["birth_layers"] if layer >= 0]
 
 
 def curve_layers(summary: Mapping) -> list[int]:
-    """The first layer and the one where disparity is born, or the one before the sink where none is."""
-    return sorted({0, *(births_of(summary)[:1] or [before_the_sink(summary)])})
+    """The first layer, and the one where disparity appears, or else the one before the sink."""
+    return sorted({0, *(appearance_layers(summary)[:1] or [before_the_sink(summary)])})
 
 
 def before_the_sink(summary: Mapping) -> int:

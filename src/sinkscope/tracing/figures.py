@@ -77,7 +77,9 @@ def shown_neurons(run: Run, most: int) -> tuple[list[dict], str]:
     """(at most `most` super neurons at the strongest key, a note on how many were left out). Those that first write the
     disparity, which the answer names, come first."""
     rows = run.rows("neurons", position=run.strongest)
-    begins = [row for layer in run.births for row in rows if row["layer"] == layer and row["role"] == "writes"]
+    begins = [
+        row for layer in run.appearance_layers for row in rows if row["layer"] == layer and row["role"] == "writes"
+    ]
     ordered = begins + [row for row in rows if row not in begins]
     return ordered[:most], _cut(most, len(ordered), "neurons")
 
@@ -135,8 +137,8 @@ def _variance(run: Run) -> Figure:
 def _writes(run: Run) -> Figure:
     values = by_layer_and_position(run, "largest_write")[:, :NUM_POSITIONS_DRAWN]
     of_neurons = sorted({neuron["layer"] for neuron in run.rows("neurons", position=run.strongest)})
-    if run.births:
-        where, layers = "the layers where disparity appears", run.births
+    if run.appearance_layers:
+        where, layers = "the layers where disparity appears", run.appearance_layers
     elif of_neurons:
         where, layers = "the layers of super neurons", of_neurons
     elif run.summary["sinks"]:

@@ -10,7 +10,7 @@ import numpy as np
 from sinkscope.measures.sink_score import RECEIVED_THRESHOLD
 from sinkscope.pages.drawn import drawing_class
 from sinkscope.pages.figure import floats
-from sinkscope.results.run import before_the_sink, births_of, curve_layers
+from sinkscope.results.run import appearance_layers, before_the_sink, curve_layers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +63,7 @@ def _variance(panel, positions, layers: list[int], shown: int) -> None:
 def _writes(panel, positions, summary, shown: int) -> None:
     panel.set_title("Largest neuron write by position")
     of_neurons = sorted({neuron["layer"] for neuron in summary.get("super_neurons") or ()})[:2]
-    layers = births_of(summary) or of_neurons or [before_the_sink(summary)]
+    layers = appearance_layers(summary) or of_neurons or [before_the_sink(summary)]
     for layer, marker in zip(layers[:3], "osv", strict=False):
         panel.plot(
             _layer_rows(positions, layer, "largest_write", shown), marker=marker, ms=3, lw=0.8, label=f"layer {layer}"
