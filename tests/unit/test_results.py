@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkscope.errors import InputError
+from sinkscope.results import tables
 from sinkscope.results.tables import Column, Schema, read_table, write_table
 
 SCHEMA = Schema(
@@ -182,4 +183,18 @@ def test_a_table_of_another_version_or_without_a_column_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"heads\.parquet has version 1; this sinkscope reads version 2"):
         read_table(path, newer)
     with pytest.raises(InputError, match="version 1 and lacks entropy"):
+        read_table(path, wider)
+
+
+def test_a_nullable_column_that_is_declared_later_is_empty_in_older_tables(tmp_path, monkeypatch):
+    path = write_table(SCHEMA, DATA, tmp_path / "heads")
+    added = [Column(kind, kind, "declared later", nullable=True) for kind in ("int", "float", "bool", "str")]
+    wider = Schema("heads", (added[0], *SCHEMA.columns, *added[1:]))
+    table = read_table(path, wider, {"int": (0, 3)})
+    assert table == EXPECTED | {column.name: [None] * 4 for column in added}
+    assert list(table) == [column.name for column in wider.columns]
+    assert read_table(path, Schema("heads", tuple(added))) == {column.name: [None] * 4 for column in added}
+    # What is not in the file counts too: its rows are as many as the file says.
+    monkeypatch.setattr(tables, "MOST_CELLS", 4 * len(wider.columns) - 1)
+    with pytest.raises(InputError, match="36 values, and at most 35 are read"):
         read_table(path, wider)

@@ -113,8 +113,9 @@ def write_table(schema: Schema, data: Mapping[str, Sequence | np.ndarray], path_
 def read_table(path: Path, schema: Schema | None = None, ranges: Ranges = NO_RANGES) -> dict[str, list]:
     """The columns of a table by name, nulls as None; `path` may leave the suffix out.
 
-    With a schema only its columns are read. A table of another version is refused, as is one that lacks a column or
-    holds values that the schema does not allow. `ranges` bounds whole numbers by the name of their column.
+    With a schema only its columns are read. A nullable column that is not there is empty. A table of another version is
+    refused, as is one that lacks another column or holds values that the schema does not allow. `ranges` bounds whole
+    numbers by the name of their column.
     """
     file = path if path.suffix == ".parquet" else Path(f"{path}.parquet")
     if not file.is_file():
@@ -228,25 +229,32 @@ def _check_range(name: str, values: np.ndarray, least: int, most: int) -> None:
 
 def _read_parquet(path: Path, schema: Schema | None) -> tuple[int | None, dict[str, list]]:
     pyarrow = _pyarrow()
-    texts = [column.name for column in schema.columns if column.type == "str"] if schema else []
     try:
+        stored_names = set(pyarrow.parquet.read_schema(path).names)
+        columns = [column for column in schema.columns if column.name in stored_names] if schema else []
+        texts = [column.name for column in columns if column.type == "str"]
         with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
             arrow, names = file.schema_arrow, file.schema_arrow.names
             if schema:
                 # Other types are not read: a list in one row may be as long as it likes.
-                declared = {column.name: _arrow_types(pyarrow)[column.type] for column in schema.columns}
-                names = [name for name in declared if name in names]
+                declared = {column.name: _arrow_types(pyarrow)[column.type] for column in columns}
+                names = list(declared)
                 for name in names:
                     stored = arrow.field(name).type
                     value_type = stored.value_type if pyarrow.types.is_dictionary(stored) else stored
                     if value_type != declared[name]:
                         raise ValueError(f"column {name} is of type {stored}, not {declared[name]}")
             # The footer says how much there is: a column of one value takes a few bytes for any number of rows.
-            if (cells := file.metadata.num_rows * len(names)) > MOST_CELLS:
+            num_rows = file.metadata.num_rows
+            if (cells := num_rows * len(schema.columns if schema else names)) > MOST_CELLS:
                 raise ValueError(f"it has {cells:,} values, and at most {MOST_CELLS:,} are read")
             table = file.read(columns=names)
             version = (arrow.metadata or {}).get(b"sinkscope.version")
-        return None if version is None else int(version), {name: _listed(table.column(name)) for name in names}
+        values = {name: _listed(table.column(name)) for name in names}
+        for column in schema.columns if schema else ():
+            if column.nullable:  # one that was declared after the run was saved
+                values.setdefault(column.name, [None] * num_rows)
+        return None if version is None else int(version), values
     except (pyarrow.ArrowException, ValueError, OSError, KeyError) as error:
         raise refused(path, str(error)) from error
 
