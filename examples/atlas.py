@@ -29,20 +29,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from sinkscope.atomic import explained, whole_file
 from sinkscope.errors import InputError
 from sinkscope.pages import html
 from sinkscope.pages.text import NO_VALUE, number
+from sinkscope.results.kinds import Scalar
 from sinkscope.results.tables import Column, Schema, write_table
 from sinkscope.results.validated import (
-    ANYTHING,
-    NAME,
-    SCALAR,
-    AnyOf,
-    Each,
-    Int,
-    Maybe,
-    Real,
+    Name,
+    Whole,
     checked,
     read_json,
     read_text,
@@ -67,23 +64,70 @@ ATLAS = Schema(
     ),
 )
 SCHEME = "activations-8-static"
-OPTIONS = Each(SCALAR)
-AUDITED = AnyOf((bool, OPTIONS), "options, or false")
-OF_A_MODEL = {"model": NAME, "name": Maybe(NAME), "study": Maybe(OPTIONS), "audit": Maybe(AUDITED)}
-SECTIONS = {"study": Maybe(OPTIONS), "audit": Maybe(OPTIONS), "models": [OF_A_MODEL]}
-STUDY = {
-    "family": NAME,
-    "claims": [{"id": NAME, "verdict": NAME}],
-    "minimal_set": Maybe([{"layer": Int(), "neuron": Int()}]),
-    "dom_ratio": {"position": Maybe(Int())},
-    "sink_rate": Maybe(Real()),
-    "massive_dimensions": [Int()],
-}
-AUDIT = {
-    "schemes": {SCHEME: {"measured": Real()}},
-    "advice": [{"scheme": NAME, "remedy": NAME, "share_won_back": Real()}],
-}
-"""What is read of the files, as in `sinkscope.results.validated`."""
+Options = dict[str, Scalar]
+
+
+class OfAModel(BaseModel):
+    model: Name
+    name: Name | None = None
+    study: Options | None = None
+    audit: bool | Options | None = None
+
+
+class Sections(BaseModel):
+    """What the list of models may hold."""
+
+    study: Options | None = None
+    audit: Options | None = None
+    models: list[OfAModel]
+
+
+class Claim(BaseModel):
+    id: Name
+    verdict: Name
+
+
+class Neuron(BaseModel):
+    layer: Whole
+    neuron: Whole
+
+
+class DomRatio(BaseModel):
+    position: Whole | None = None
+
+
+class Study(BaseModel):
+    """What is read of a study's summary.json."""
+
+    family: Name
+    claims: list[Claim]
+    minimal_set: list[Neuron] | None = None
+    dom_ratio: DomRatio
+    sink_rate: float | None = None
+    massive_dimensions: list[Whole]
+
+
+class Damage(BaseModel):
+    measured: float
+
+
+class Schemes(BaseModel):
+    static: Damage = Field(alias=SCHEME)
+
+
+class Advice(BaseModel):
+    scheme: Name
+    remedy: Name
+    share_won_back: float
+
+
+class Audit(BaseModel):
+    """What is read of an audit's summary.json."""
+
+    schemes: Schemes
+    advice: list[Advice]
+
+
 PAGE = Path(__file__).with_name("atlas.html")
 """Its template."""
 MOST_LISTED = 6
@@ -104,15 +148,15 @@ class Entry:
 
 def read_list(path: Path) -> list[Entry]:
     """The models of a YAML file; what is not understood is refused."""
-    asked = read_yaml(path, Each(ANYTHING))
-    if not asked.get("models") or asked.keys() - SECTIONS.keys():
+    asked = read_yaml(path, dict[str, Any])
+    if not asked.get("models") or asked.keys() - Sections.model_fields.keys():
         raise InputError(
             f"{path} has {', '.join(asked) or 'nothing'}, not models and perhaps study and audit. "
             "Write it as the head of atlas.py shows."
         )
     if isinstance(asked["models"], list):
         asked["models"] = [{"model": given} if isinstance(given, str) else given for given in asked["models"]]
-    checked(asked, SECTIONS, path)
+    checked(asked, Sections, path)
     entries = []
     for own in asked["models"]:
         model = own.pop("model")
@@ -201,7 +245,7 @@ def row_of(entry: Entry, out: Path) -> Row | None:
     folder = out / entry.name
     if not (folder / "study" / "summary.json").is_file():
         return None
-    found = read_json(folder / "study" / "summary.json", STUDY)
+    found = read_json(folder / "study" / "summary.json", Study)
     verdicts = Verdicts({claim["id"]: claim["verdict"] for claim in found["claims"]})
     has_sink = verdicts.hold("sink")
     neurons = [f"{neuron['layer']}:{neuron['neuron']}" for neuron in found["minimal_set"] or []]
@@ -226,7 +270,7 @@ def _some(items: Iterable[Any]) -> str:
 def _remedy(path: Path) -> str:
     if not path.is_file():
         return "not audited"
-    audited = read_json(path, AUDIT)
+    audited = read_json(path, Audit)
     cost = audited["schemes"][SCHEME]["measured"]
     advised = [step for step in audited["advice"] if step["scheme"] == SCHEME]
     if not advised:

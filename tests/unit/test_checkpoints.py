@@ -309,9 +309,9 @@ SPOILED_LOGS = {
     "none": (lambda run: (run / "metrics.jsonl").unlink(), "there is no such file"),
     "zeros": (spoil_line("metrics.jsonl", 3, "\0\0\0\n"), "line 3: Expecting value"),
     "deep": (spoil_line("metrics.jsonl", 3, "[" * 100_000 + "\n"), "line 3: it is nested"),
-    "text step": (with_value("metrics.jsonl", 3, "step", "3"), r"line 3\.step is '3', not a whole number"),
+    "text step": (with_value("metrics.jsonl", 3, "step", "3"), r"line 3: step must be a whole number, not '3'"),
     "infinite": (with_value("metrics.jsonl", 2, "loss", float("inf")), "line 2: Infinity is not a number"),
-    "huge": (with_value("metrics.jsonl", 2, "tokens", 10**30), "line 2 holds a number of more than 64 bits"),
+    "huge": (with_value("metrics.jsonl", 2, "tokens", 10**30), "line 2: it holds a number of more than 64 bits"),
     "a row is missing": (spoil_line("metrics.jsonl", 3, ""), "line 3 is of step 4, not of step 3"),
     "cut": (spoil_line("metrics.jsonl", 8, '{"step": 8'), "it has 7 rows and lacks step 8"),
     "a probe is missing": (
@@ -322,7 +322,7 @@ SPOILED_LOGS = {
         with_value("probes.jsonl", 2, "layers", {"cosine": [1.0], "top_share": []}),
         "its observables have different",
     ),
-    "whole": (with_value("probes.jsonl", 2, "whole", None), r"line 2\.whole is None"),
+    "whole": (with_value("probes.jsonl", 2, "whole", None), r"line 2: whole must be an object with names, not None"),
 }
 
 

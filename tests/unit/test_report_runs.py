@@ -75,9 +75,17 @@ REFUSED = {
     missing_table: "layers",
     cut_table: "positions",
     broken_summary: "summary.json",
-    other_summary: "a list of 1, not an object",
+    other_summary: "it must be an object with names, not a list of 1",
     broken_config: "config.yaml",
 }
+
+
+def test_a_run_that_was_saved_before_a_nullable_column_was_declared_has_a_page(study, tmp_path):
+    path = study / "sinks.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(["low", "high"]), path)
+    assert set(read_run(study).tables["sinks"]["low"]) == {None}
+    write_page_of_run(study, tmp_path / "page.html")
+    assert (tmp_path / "page.html").is_file()
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", None))

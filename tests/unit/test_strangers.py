@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import pyarrow
 import pyarrow.parquet
@@ -15,6 +16,7 @@ import pytest
 import small_results as small
 import torch
 import yaml
+from pydantic import BaseModel
 from study_tables import write_study_folder
 from training_folders import write_training_folder
 
@@ -27,10 +29,19 @@ from sinkscope.models.initial import draw
 from sinkscope.pages import html
 from sinkscope.pretrain.presets import resolve
 from sinkscope.results import tables
+from sinkscope.results.kinds import below
 from sinkscope.results.run_folder import run_folder
 from sinkscope.results.saved import write_page_of_run
 from sinkscope.results.tables import Column, Schema, read_table, write_table
-from sinkscope.results.validated import UnusableFileError, check_safetensors, read_json, read_yaml
+from sinkscope.results.validated import (
+    Name,
+    UnusableFileError,
+    Whole,
+    check_safetensors,
+    checked,
+    read_json,
+    read_yaml,
+)
 
 LINK = '<a href="http://example.org">name</a>\x1b[31m'
 HOSTILE = (
@@ -357,6 +368,45 @@ def test_yaml_within_bounds(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=f"Cannot use {path}: .*{message}"):
         read_yaml(path)
+
+
+class Item(BaseModel):
+    position: Annotated[Whole, below("length")]
+    rate: float | None = None
+
+
+class Document(BaseModel):
+    model: Name
+    bos: bool
+    items: list[Item]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": 3}, "model must be text, not 3."),
+        ({"model": "x" * 5000}, "model must be text of at most 4096 characters, not 'xxx"),
+        ({"bos": 1}, "bos must be true or false, not 1."),
+        ({"items": {"position": 1}}, "items must be a list, not a dict of 1."),
+        ({"items": [{"position": 1}, {}]}, "items[1] has no key 'position'."),
+        ({"items": [[]]}, "items[0] must be an object with names, not a list of 0."),
+        ({"items": [{"position": True}]}, "items[0].position must be a whole number, not True."),
+        ({"items": [{"position": 2.0}]}, "items[0].position must be a whole number, not 2.0."),
+        ({"items": [{"position": -1}]}, "items[0].position must be at least 0, not -1."),
+        ({"items": [{"position": 8}]}, "items[0].position must be below 8, not 8."),
+        ({"items": [{"position": 1, "rate": "1"}]}, "items[0].rate must be a number, not '1'."),
+        ({"items": [{"position": 1, "rate": False}]}, "items[0].rate must be a number, not False."),
+        ({"items": [0] * (1 << 20)}, "it has more than 1,048,576 values."),
+    ],
+)
+def test_what_is_not_as_declared_is_named(tmp_path, changes, message):
+    whole = {"model": "planted", "bos": False, "items": [{"position": 7, "rate": 1}], "more": {"a": [None]}}
+    assert checked(whole, Document, tmp_path, {"length": 8}) == whole
+    with pytest.raises(UnusableFileError) as error:
+        checked(whole | changes, Document, tmp_path, {"length": 8}, where="line 3")
+    assert str(error.value).startswith(f"Cannot use {tmp_path}: line 3: {message[:-1]}")
+    with pytest.raises(UnusableFileError, match=r"it must be an object with names, not None"):
+        checked(None, Document, tmp_path)
 
 
 def test_what_is_no_plain_file(tmp_path):

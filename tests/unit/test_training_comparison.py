@@ -255,12 +255,12 @@ DAMAGED = {
     "not complete": (remove("summary.json"), f"step {STEPS} of {STEPS}.*same sinkscope pretrain command"),
     "no config": (remove("config.yaml"), "no config.yaml"),
     "no environment": (remove("environment.json"), "no environment.json"),
-    "metrics": (spoil("metrics.jsonl"), r"metrics\.jsonl: line 1\.tokens is None"),
-    "probes": (spoil("probes.jsonl"), r"probes\.jsonl: line 1\..* is None"),
-    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), r"config\.yaml: model is None"),
+    "metrics": (spoil("metrics.jsonl"), r"metrics\.jsonl: line 1: it has no key 'tokens'"),
+    "probes": (spoil("probes.jsonl"), r"probes\.jsonl: line 1: it has no key 'tokens'"),
+    "other config": (lambda run: (run / "config.yaml").write_text("a: 1"), r"config\.yaml: it has no key 'model'"),
     "other rows": (
         lambda run: (run / "probes.jsonl").write_text('{"step": 1}\n'),
-        r"probes\.jsonl: line 1\..* is None",
+        r"probes\.jsonl: line 1: it has no key 'tokens'",
     ),
     "no rows": (lambda run: (run / "metrics.jsonl").write_text(""), f"its 0 rows do not end at step {STEPS}"),
 }

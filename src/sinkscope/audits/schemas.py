@@ -5,10 +5,12 @@ A damage is a change of the next-token loss in nats a token; its interval is at 
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from sinkscope.results.kinds import Kind
 from sinkscope.results.run import Run, check_known
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, Text, refused
+from sinkscope.results.validated import Name, Whole, refused
 
 _MODULE = Column("module", "str", "Name of the module, as named_modules() gives it")
 _LAYER = Column("layer", "int", "Layer, counted from 0")
@@ -129,6 +131,32 @@ def check_audit(run: Run) -> None:
             raise refused(run.path / "sink_tokens.parquet", "a token with a text, between tokens without one")
 
 
+class Source(BaseModel):
+    source: Name | None = None
+
+
+class AuditSummary(BaseModel):
+    model: Name
+    family: Name
+    tokens: Source
+    loss: float
+    story: str
+    refused: dict[str, str]
+    why_nothing: str | None = None
+    nothing_needed: bool
+    rank_correlation: float | None = None
+    repeatability: float | None = None
+    sinks_per_text: float
+
+
+class RemedySummary(BaseModel):
+    model: Name
+    story: str
+    num_texts: Whole
+    length: Whole
+    source: Name | None = None
+
+
 KINDS = (
     Kind(
         name="audit",
@@ -138,19 +166,7 @@ KINDS = (
         headline=("damages", "level", "place", "scheme", "predicted", "measured", "measured_low", "measured_high"),
         page="sinkscope.audits.audit_page",
         main_figures=("remedies", "scatter"),
-        summary={
-            "model": NAME,
-            "family": NAME,
-            "tokens": {"source": Maybe(NAME)},
-            "loss": Real(),
-            "story": Text(),
-            "refused": Each(Text()),
-            "why_nothing": Maybe(Text()),
-            "nothing_needed": bool,
-            "rank_correlation": Maybe(Real()),
-            "repeatability": Maybe(Real()),
-            "sinks_per_text": Real(),
-        },
+        summary=AuditSummary,
         check=check_audit,
     ),
     Kind(
@@ -160,7 +176,7 @@ KINDS = (
         told_by=LOSSES.name,
         headline=("losses", "model", "scheme", "loss", "change", "won_back"),
         page="sinkscope.audits.remedy_page",
-        summary={"model": NAME, "story": Text(), "num_texts": Int(), "length": Int(), "source": Maybe(NAME)},
+        summary=RemedySummary,
         sized_by=None,
     ),
 )

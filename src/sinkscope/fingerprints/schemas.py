@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from sinkscope.results.kinds import Kind
 from sinkscope.results.run import Run, check_known
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import NAME, Int, Text, refused
+from sinkscope.results.validated import Name, Whole, refused
 
 PAIRS = Schema(
     "pairs",
@@ -46,6 +48,24 @@ UNRELATED = Schema(
 FINGERPRINT_TABLES = (PAIRS, UNRELATED)
 
 
+class Inputs(BaseModel):
+    vocabulary: Whole
+    length: Whole
+    num_sequences: Whole
+
+
+class Model(BaseModel):
+    name: Name
+
+
+class Summary(BaseModel):
+    method: Name
+    story: str
+    caveat: str
+    inputs: Inputs
+    models: list[Model]
+
+
 METHOD = {
     "alignment": "Every model reads the same uniformly random sequences. Alignment correlates the whitened ranks of "
     "their hidden dimensions one by one, in the last layer and in the embeddings of the last tokens: 1 for a model "
@@ -78,13 +98,7 @@ KINDS = (
         told_by=PAIRS.name,
         headline=("pairs", "base", "suspect", "verdict", "effect", "low", "high", "z", "q"),
         page="sinkscope.fingerprints.page",
-        summary={
-            "method": NAME,
-            "story": Text(),
-            "caveat": Text(),
-            "inputs": {"vocabulary": Int(), "length": Int(), "num_sequences": Int()},
-            "models": [{"name": NAME}],
-        },
+        summary=Summary,
         sized_by=None,
         check=check_pairs,
     ),

@@ -16,11 +16,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,7 +37,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts
-from sinkscope.results.validated import NAME, Int, Maybe, check_safetensors, parse_json, refused
+from sinkscope.results.validated import Count, Name, Whole, check_safetensors, checked, parse_json, refused
 from sinkscope.tracing.overflow import overflow
 from sinkscope.tracing.receipt import Receipt, receipt_of_own_pass
 from sinkscope.tracing.single_reader import evaluation_mode
@@ -47,22 +48,33 @@ METADATA = "sinkscope.signature"
 TOKENS_AT_ONCE = 16_384
 WIDEST = 1 << 15
 """The most dimensions of a state, twice those of the widest models: a comparison takes memory for their square."""
-RECORD = {
-    "version": Int(),
-    "name": NAME,
-    "inputs": {
-        "vocabulary": Int(2, 1 << 26),
-        "length": Int(1),
-        "num_sequences": Int(1),
-        "seed": Int(0, 2**63 - 1),
-    },
-    "inputs_hash": NAME,
-    "weight_hash": NAME,
-    "dtype": NAME,
-    "vocabulary": Int(2, 1 << 26),
-    "config": Maybe({"model_type": NAME}),
-}
-"""The shape of the JSON record that a file holds beside the states."""
+
+
+class Versioned(BaseModel):
+    version: Whole
+
+
+class InputsOfRecord(BaseModel, extra="forbid"):
+    vocabulary: Annotated[int, Field(ge=2, le=1 << 26)]
+    length: Count
+    num_sequences: Count
+    seed: Annotated[int, Field(ge=0)]
+
+
+class ConfigOfRecord(BaseModel):
+    model_type: Name
+
+
+class Record(BaseModel, extra="forbid"):
+    """The JSON record that a file holds beside the states; its version is checked first."""
+
+    name: Name
+    inputs: InputsOfRecord
+    inputs_hash: Name
+    weight_hash: Name
+    dtype: Name
+    vocabulary: Annotated[int, Field(ge=2, le=1 << 26)]
+    config: ConfigOfRecord | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +162,13 @@ def load_signature(path: Path) -> Signature:
             metadata = (file.metadata() or {}).get(METADATA)
             if metadata is None:
                 raise refused(path, "it is not the signature of a model")
-            record = parse_json(metadata, path, RECORD)
+            record = parse_json(metadata, path, Versioned)
             if (version := record.pop("version")) != VERSION:
                 raise InputError(
                     f"The signature {path} has version {version}, and this sinkscope reads version {VERSION}. "
                     "Make it again from the model."
                 )
-            if record.keys() != RECORD.keys() - {"version"} or record["inputs"].keys() != RECORD["inputs"].keys():
-                raise refused(path, "its entries are not those of a signature")
+            checked(record, Record, path)
             # Slices tell shape and dtype without reading the numbers: a file from a stranger may claim any size.
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {name: tensor.get_shape() for name, tensor in slices.items()}

@@ -5,9 +5,10 @@ A value's interval is at 95 %, over `n` seeds or sequences as `over` says; null 
 
 from __future__ import annotations
 
-from sinkscope.results.kinds import OF_A_MODEL, Kind
+from pydantic import BaseModel
+
+from sinkscope.results.kinds import Kind, OfAModel
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import Each, Maybe, Text
 
 QUANTITIES = {
     "prediction_ratio": "how often the preferred token is the most likely one, divided by chance",
@@ -144,6 +145,15 @@ PERSISTENCE = Schema(
 BIAS_TABLES = (BIAS, PREFERRED_TOKENS, CONTRACTION, CONTRACTION_POSITIONS, CONTROLS, PERSISTENCE)
 
 
+class Control(BaseModel):
+    refused: str | None = None
+    """Why it could not be made."""
+
+
+class Summary(OfAModel):
+    controls: dict[str, Control]
+
+
 KINDS = (
     Kind(
         name="bias",
@@ -152,6 +162,6 @@ KINDS = (
         told_by=BIAS.name,
         headline=("bias", "quantity", "over", "value", "value_low", "value_high"),
         page="sinkscope.initial_bias.page",
-        summary={**OF_A_MODEL, "controls": Each({"refused": Maybe(Text())})},
+        summary=Summary,
     ),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from sinkscope.results.kinds import SIZES, Kind
+from pydantic import BaseModel
+
+from sinkscope.results.kinds import Kind, SizesOfTokens
 from sinkscope.results.run import Run
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import NAME, Int, Maybe, Text, refused
+from sinkscope.results.validated import Name, Whole, refused
 
 ARMS = ("before", "after", "control")
 MOST_POSITIONS = 256
@@ -38,6 +40,37 @@ def check_order(run: Run) -> None:
         raise refused(path, "rows that are not those of every layer and position in order")
 
 
+class Told(BaseModel):
+    story: str
+
+
+class Baseline(Told):
+    model: Name
+    tokens: SizesOfTokens
+
+
+class Check(BaseModel):
+    intervention: str
+    passed: bool | None = None
+    text: str
+
+
+class Token(BaseModel):
+    position: Whole
+    text: str
+
+
+class Summary(BaseModel):
+    story: str
+    before: Baseline
+    after: Told
+    control: Told
+    control_is: str
+    calibrated_on: str
+    checks: list[Check] | None = None
+    texts: list[Token] | None = None
+
+
 KINDS = (
     Kind(
         name="intervene",
@@ -47,16 +80,7 @@ KINDS = (
         headline=("means", "quantity", "position", *ARMS),
         page="sinkscope.interventions.page",
         main_figures=("sink-rate", "received"),
-        summary={
-            "story": Text(),
-            "before": {"model": NAME, "tokens": SIZES, "story": Text()},
-            "after": {"story": Text()},
-            "control": {"story": Text()},
-            "control_is": Text(),
-            "calibrated_on": Text(),
-            "checks": Maybe([{"intervention": Text(), "passed": Maybe(bool), "text": Text()}]),
-            "texts": Maybe([{"position": Int(), "text": Text()}]),
-        },
+        summary=Summary,
         sized_by="before",
         check=check_order,
     ),

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,7 +37,7 @@ from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
 from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.progress import Say
 from sinkscope.results.run_folder import MARK, remove_run, run_folder
-from sinkscope.results.validated import NAME, Each, Int, Maybe, Real, UnusableFileError, read_json, refused
+from sinkscope.results.validated import Count, Name, UnusableFileError, read_json, refused
 
 FOLDER = "checkpoints"
 RECORD = "checkpoint.json"
@@ -47,14 +48,18 @@ Parameters = dict[str, Tensor]
 Layout = tuple[tuple[int, ...], torch.dtype | None]
 """Shape and dtype of a tensor; None for a dtype that a checkpoint cannot hold."""
 
-RECORD_SHAPE = {
-    "step": Int(1),
-    "files": Each(NAME),
-    "data": NAME,
-    "elapsed_s": Real(0),
-    "seconds": Each(Real(0)),
-    "validation_loss": Maybe(Real()),
-}
+
+class Record(BaseModel):
+    """What checkpoint.json must hold; it may hold more."""
+
+    step: Count
+    files: dict[str, Name]
+    data: Name
+    elapsed_s: Annotated[float, Field(ge=0)]
+    seconds: dict[str, Annotated[float, Field(ge=0)]]
+    validation_loss: float | None = None
+
+
 # What each optimiser keeps for a parameter: (names of tensors of its shape, names of scalars).
 _MUON = (("momentum_buffer",), ())
 _STATE = {
@@ -211,7 +216,7 @@ def damage(path: Path, expected: Mapping[str, Layout]) -> str | None:
 
 def _record(path: Path) -> dict[str, Any]:
     """checkpoint.json, checked."""
-    record = read_json(path / RECORD, RECORD_SHAPE)
+    record = read_json(path / RECORD, Record)
     if path.name != f"step-{record['step']:08d}":
         raise refused(path / RECORD, f"it is of step {record['step']}")
     return record

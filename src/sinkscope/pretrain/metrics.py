@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from sinkscope.arguments import TRACKERS, check_choice
@@ -32,12 +33,10 @@ from sinkscope.pretrain.optimisers import learning_rate
 from sinkscope.results.tables import Column, Schema, write_table
 from sinkscope.results.validated import (
     MOST_LINES_OF_JSON,
-    NAME,
-    Each,
-    Int,
-    Maybe,
-    Real,
+    Count,
+    Name,
     UnusableFileError,
+    Whole,
     parse_json,
     read_json_lines,
     read_text,
@@ -83,27 +82,31 @@ PROBES = Schema(
 )
 
 
-# What a row must hold. Comparisons divide by tokens, seconds and speeds, so these must be above 0.
-ROWS = {
-    "metrics.jsonl": {
-        "step": Int(1),
-        "tokens": Int(1),
-        "loss": Real(),
-        "gradient_norm": Real(0),
-        "learning_rate": Real(0),
-        "tokens_per_second": Real(1e-9, 1e15),
-        "mfu": Maybe(Real(0)),
-        "elapsed_s": Real(1e-9, 1e12),
-        "validation_loss": Maybe(Real()),
-    },
-    "probes.jsonl": {
-        "step": Int(),
-        "tokens": Int(),
-        "batch": NAME,
-        "whole": {"sink_rate": Maybe(Real())},
-        "layers": Each([Maybe(Real())]),
-    },
-}
+class MetricsRow(BaseModel):
+    """What a row of metrics.jsonl must hold. Comparisons divide by tokens, seconds and speeds, so these are above 0."""
+
+    step: Count
+    tokens: Count
+    loss: float
+    gradient_norm: Annotated[float, Field(ge=0)]
+    learning_rate: Annotated[float, Field(ge=0)]
+    tokens_per_second: Annotated[float, Field(ge=1e-9, le=1e15)]
+    mfu: Annotated[float, Field(ge=0)] | None = None
+    elapsed_s: Annotated[float, Field(ge=1e-9, le=1e12)]
+    validation_loss: float | None = None
+
+
+class ProbesRow(BaseModel):
+    """What a row of probes.jsonl must hold: observables of the whole model, and by layer."""
+
+    step: Whole
+    tokens: Whole
+    batch: Name
+    whole: dict[str, float | None]
+    layers: dict[str, list[float | None]]
+
+
+ROWS = {"metrics.jsonl": MetricsRow, "probes.jsonl": ProbesRow}
 
 Tracker = Callable[[int, dict[str, float]], None]
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.config import PretrainConfig, read_config
@@ -19,18 +21,17 @@ from sinkscope.pretrain.metrics import read_rows
 from sinkscope.pretrain.presets import decoder_config, with_defaults
 from sinkscope.pretrain.tokenize import load_tokenizer
 from sinkscope.pretrain.tokens import TokenShards, is_shards, open_shards
+from sinkscope.results.kinds import Scalar
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.validated import (
-    LARGEST_INT,
-    NAME,
-    SCALAR,
-    Each,
-    Int,
-    Maybe,
+    Count,
+    Name,
     UnusableFileError,
+    Whole,
     read_json,
     read_yaml,
     refused,
+    strictly,
 )
 from sinkscope.user_paths import user_path
 
@@ -48,11 +49,37 @@ SETTINGS_OF_REPLICAS = (
 )
 THEN = ", then "
 """In environment.json, between an old value and a new one of a run that resumed on another machine or set-up."""
-CONFIG = {
-    "model": {"attention_variant": Maybe(NAME), "variant_options": Maybe(Each(SCALAR))},
-    "training": {"steps": Int(1), "seed": Maybe(Int(0, LARGEST_INT))},
-}
-SUMMARY = {"data": Maybe(NAME)}
+
+
+class ModelOfARun(BaseModel):
+    attention_variant: Name | None = None
+    variant_options: dict[str, Scalar] | None = None
+
+
+class TrainingOfARun(BaseModel):
+    steps: Count
+    seed: Annotated[int, Field(ge=0)] | None = None
+
+
+class ConfigOfARun(BaseModel):
+    """What the config.yaml of a finished run must hold, also of an older version."""
+
+    model: ModelOfARun
+    training: TrainingOfARun
+
+
+class SummaryOfARun(BaseModel):
+    data: Name | None = None
+
+
+class TokensOfAModel(BaseModel):
+    """What is read of the config.json of an exported model."""
+
+    vocab_size: Count
+    bos_token_id: Whole | None = None
+    eos_token_id: Whole | None = None
+
+
 # Settings that must be equal for losses and observables to be compared: the same batches of the same tokens, and the
 # same held-out windows.
 EQUAL_SETTINGS = (
@@ -115,7 +142,7 @@ def read_finished_run(folder: Path) -> FinishedRun:
         if not (folder / name).is_file():
             problem = f"There is no {name} in {folder}" if folder.is_dir() else f"There is no folder {folder}"
             raise InputError(f"{problem}. Give the folder of a complete run that sinkscope pretrain wrote.")
-    config = read_yaml(folder / "config.yaml", CONFIG)
+    config = read_yaml(folder / "config.yaml", ConfigOfARun)
     config["training"] = with_defaults(config["training"])
     metrics, steps = read_rows(folder / "metrics.jsonl"), config["training"]["steps"]
     if not (folder / "summary.json").is_file():
@@ -131,9 +158,9 @@ def read_finished_run(folder: Path) -> FinishedRun:
     probes = folder / "probes.jsonl"
     run = FinishedRun(
         path=folder,
-        summary=read_json(folder / "summary.json", SUMMARY),
+        summary=read_json(folder / "summary.json", SummaryOfARun),
         config=config,
-        environment=read_json(folder / "environment.json", Each(SCALAR)),
+        environment=read_json(folder / "environment.json", dict[str, Scalar]),
         evaluations=[row for row in metrics if row.get("validation_loss") is not None],
         probes=read_rows(probes) if probes.exists() else [],
         tokens_per_second=median([row["tokens_per_second"] for row in metrics]),
@@ -267,10 +294,8 @@ def initial_configuration(run: Path) -> tuple[DecoderConfig, Path]:
         ) from error
     for folder in (run / "model", *sorted(run.glob("snapshots/step-????????"))):
         if (file := folder / "config.json").is_file():
-            token = Maybe(Int())
-            shape = {"vocab_size": Int(1), "bos_token_id": token, "eos_token_id": token}
-            vocabulary = {name: value for name, value in read_json(file, shape).items() if name in shape}
-            return decoder_config(config.model | vocabulary), folder
+            exported = strictly(TokensOfAModel, read_json(file, TokensOfAModel))
+            return decoder_config(config.model | exported.model_dump(exclude_unset=True)), folder
     shards = shards_of_run(config, run)
     return decoder_config_of_run(config, shards), shards.path
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import NAME, Text
+from sinkscope.results.validated import Name
 
 RATIOS = ("tokens_ratio", "seconds_ratio")
 _RUN = (
@@ -116,6 +118,11 @@ VARIANTS = Schema(
 COMPARISON_TABLES = (VARIANTS, TRAINING_RUNS, BIRTHS, LOSSES, OBSERVABLES)
 
 
+class Summary(BaseModel):
+    baseline: Name
+    notes: list[str]
+
+
 KINDS = (
     Kind(
         name="training",
@@ -125,7 +132,7 @@ KINDS = (
         headline=("variants", "variant", "quantity", "num_seeds", "mean", "low", "high"),
         page="sinkscope.pretrain.page",
         main_figures=("loss-tokens", "sink-rate", "dom-ratio"),
-        summary={"baseline": NAME, "notes": [Text()]},
+        summary=Summary,
         sized_by=None,
         load="sinkscope.pretrain.saved",
     ),

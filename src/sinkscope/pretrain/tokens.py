@@ -17,14 +17,15 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from sinkscope.errors import InputError
 from sinkscope.pretrain.text_sources import LARGEST_VOCABULARY
 from sinkscope.results.run_folder import RunFolder
-from sinkscope.results.validated import NAME, Int, read_json, shortened
+from sinkscope.results.validated import Count, Name, Whole, read_json, shortened, strictly
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 VERSION = 1
 DTYPES = ("<u2", "<u4")
-SHARD_SHAPE = {"file": NAME, "split": NAME, "num_tokens": Int(1), "num_documents": Int(), "sha256": NAME}
-MANIFEST_SHAPE = {
-    "version": Int(),
-    "dtype": NAME,
-    "vocab_size": Int(1, LARGEST_VOCABULARY),
-    "shards": [SHARD_SHAPE],
-}
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -50,13 +44,21 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, as the manifest lists it."""
-
-    file: str
+    file: Name
     split: Split
-    num_tokens: int
-    num_documents: int
-    sha256: str
+    num_tokens: Count
+    num_documents: Whole
+    sha256: Name
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json must hold; it may hold more."""
+
+    version: Whole
+    dtype: Literal["<u2", "<u4"]
+    vocab_size: Annotated[int, Interval(ge=1, le=LARGEST_VOCABULARY)]
+    shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
@@ -168,24 +170,19 @@ def is_shards(data: Sequence[str]) -> bool:
 
 def open_shards(path: Path) -> TokenShards:
     """The shards in a folder, their sizes checked against the manifest; no token is read."""
-    manifest = read_json(path / MANIFEST, MANIFEST_SHAPE)
-    if manifest["version"] != VERSION:
-        raise _damaged(path, f"they have version {manifest['version']}, and this sinkscope reads version {VERSION}")
-    if manifest["dtype"] not in DTYPES:
-        raise _damaged(path, f"their dtype is {shortened(manifest['dtype'])}, not one of {', '.join(DTYPES)}")
-    shards = tuple(Shard(**{name: entry[name] for name in SHARD_SHAPE}) for entry in manifest["shards"])
-    for shard in shards:
-        if problem := _problem(path, shard, np.dtype(manifest["dtype"]).itemsize):
+    manifest = strictly(Manifest, read_json(path / MANIFEST, Manifest))
+    if manifest.version != VERSION:
+        raise _damaged(path, f"they have version {manifest.version}, and this sinkscope reads version {VERSION}")
+    for shard in manifest.shards:
+        if problem := _problem(path, shard, np.dtype(manifest.dtype).itemsize):
             raise _damaged(path, f"{shortened(shard.file)!r} {problem}")
-    return TokenShards(path, manifest["dtype"], manifest["vocab_size"], shards)
+    return TokenShards(path, manifest.dtype, manifest.vocab_size, manifest.shards)
 
 
 def _problem(path: Path, shard: Shard, width: int) -> str | None:
     """What is wrong with a shard, by its entry in the manifest and its file's size; None if nothing is."""
     if shard.file in ("", ".", "..") or {"/", "\\", "\0"} & set(shard.file):
         return "is not the name of a file in the folder"
-    if shard.split not in SPLITS:
-        return f"belongs to a split that is neither {' nor '.join(SPLITS)}"
     file = path / shard.file
     if not file.is_file():
         return "is missing"

@@ -31,8 +31,9 @@ from sinkscope.pretrain.tokenize import TokenizeConfig, tokenize
 from sinkscope.pretrain.tokens import SPLITS, TokenShards, TokenStream, is_shards
 from sinkscope.pretrain.training_run import TrainingRun
 from sinkscope.progress import Say
+from sinkscope.results.kinds import Scalar
 from sinkscope.results.run_folder import RunFolder, run_folder
-from sinkscope.results.validated import SCALAR, Each, UnusableFileError, read_json
+from sinkscope.results.validated import UnusableFileError, read_json
 from sinkscope.runtime import environment
 from sinkscope.user_paths import check_path, user_path
 
@@ -176,7 +177,7 @@ def _environment(group: Processes, compile: bool) -> dict[str, Any]:
 
 def _note_changed_set_up(folder: RunFolder, now: dict[str, Any]) -> None:
     """Adds to environment.json what has changed since the run last stopped, as "old, then new"."""
-    saved = read_json(folder.path / "environment.json", Each(SCALAR))
+    saved = read_json(folder.path / "environment.json", dict[str, Scalar])
     changes = {}
     for name, value in now.items():
         if name in saved and name != "started_at":
@@ -193,7 +194,7 @@ def _finished_summary(config: PretrainConfig, out: Path, say: Say) -> dict[str, 
     if not file.is_file():
         return None
     try:
-        summary = read_json(file, {})
+        summary = read_json(file, dict[str, Any])
     except UnusableFileError as error:
         say(f"{file} is damaged ({error.reason}); writing the end of the run again")
         return None

@@ -11,25 +11,69 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo
 
 from sinkscope.errors import InputError
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.tables import Schema
-from sinkscope.results.validated import NAME, Int, Maybe, Text
+from sinkscope.results.validated import Name, Whole
 
-SIZES = {"length": Int(1, 2**31), "count": Int(1, 2**31)}
-"""Of the entry `tokens` of a summary."""
-OF_A_MODEL = {
-    "model": Maybe(NAME),
-    "family": NAME,
-    "tokens": {"kind": NAME, "bos": bool},
-    "story": Maybe(Text()),
-    "verdict": Maybe(Text()),
-    "counts": Maybe(Text()),
-    "command": Maybe(Text()),
-}
-"""What the summary of one model's run says, beside its results."""
+
+def below(size: str) -> AfterValidator:
+    """A number below one of the sizes of the same summary: num_layers, length, count or longest."""
+
+    def check(number: int, info: ValidationInfo) -> int:
+        sizes: Any = info.context
+        if number >= sizes[size]:
+            raise ValueError(f"below {sizes[size]}")
+        return number
+
+    return AfterValidator(check)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        raise ValueError("a number, a text, true or false")
+    return value
+
+
+Scalar = Annotated[Any, AfterValidator(_scalar)]
+Layer = Annotated[Whole, below("num_layers")]
+Position = Annotated[Whole, below("length")]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class SizesOfTokens(BaseModel):
+    length: Size
+    count: Size
+    whole: list[Size] | None = None
+    """The length of each text."""
+
+
+class Sizes(BaseModel):
+    """What a summary, or an entry of it, says of the size of its tables."""
+
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]
+    tokens: SizesOfTokens
+
+
+class KindOfTokens(BaseModel):
+    kind: Name
+    bos: bool
+
+
+class OfAModel(BaseModel):
+    """What the summary of one model's run says, beside its sizes and results."""
+
+    model: Name | None = None
+    family: Name
+    tokens: KindOfTokens
+    story: str | None = None
+    verdict: str | None = None
+    counts: str | None = None
+    command: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +90,8 @@ class Kind:
     """What a notebook shows: the most important table, and then some of its columns."""
     page: str
     """The module with `figures(run)` and `write_page(run, destination)`."""
-    summary: Any
-    """The shape of summary.json."""
+    summary: type[BaseModel]
+    """What summary.json must hold; it may hold more."""
     sized_by: str | None = ""
     """The entry of the summary that says how many layers and tokens there are; empty where the summary itself does,
     None where nothing does."""

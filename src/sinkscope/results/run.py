@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.results.kinds import SIZES, Kind, kind_of, kinds
+from sinkscope.results.kinds import Kind, Sizes, kind_of, kinds
 from sinkscope.results.run_folder import is_training_run
 from sinkscope.results.tables import NO_RANGES, Schema, read_table, rows_where
-from sinkscope.results.validated import Int, Maybe, checked, read_json, read_yaml, refused
+from sinkscope.results.validated import checked, read_json, read_yaml, refused, strictly
 
 Table = dict[str, list]
-NUMBERED = {
-    "layer": Int(-1, "num_layers"),
-    "position": Int(0, "length"),
-    "target": Int(0, "length"),
-    "sequence": Int(0, "count"),
-    "distance": Int(0, "length"),
-    "head": Int(0, 2**16),
-    "expert": Int(-1, 2**31),
-    "neuron": Int(0, 2**31),
-    "dimension": Int(0, 2**31),
-    "rank": Int(0, 2**31),
+NUMBERED: dict[str, tuple[int, int | str]] = {
+    "layer": (-1, "num_layers"),
+    "position": (0, "length"),
+    "target": (0, "length"),
+    "sequence": (0, "count"),
+    "distance": (0, "length"),
+    "head": (0, 2**16),
+    "expert": (-1, 2**31),
+    "neuron": (0, 2**31),
+    "dimension": (0, 2**31),
+    "rank": (0, 2**31),
 }
-"""Columns that index something, in every table."""
+"""Columns that index something, in every table: the least number, and the first too large or the size it is."""
 FEW = {
     **{"id": 1000, "condition": 1000, "quantity": 1000, "target": 1000, "control": 1000, "checkpoint": 10_000},
     **{"kind": 10_000, "what": 10_000, "remedy": 1000, "scheme": 1000, "model": 10_000, "variant": 1000},
@@ -140,16 +140,16 @@ def _sizes(kind: Kind, summary: Mapping[str, Any], path: Path) -> dict[str, int]
     """How many layers, tokens and sequences a summary states; `longest` is the longest text."""
     if kind.sized_by is None:
         return {}
-    shape: Any = {"num_layers": Int(1, 10_000), "tokens": {**SIZES, "whole": Maybe([Int(1, 2**31)])}}
-    checked(summary, {kind.sized_by: shape} if kind.sized_by else shape, path)
-    stated = summary[kind.sized_by] if kind.sized_by else summary
-    tokens = stated["tokens"]
-    longest = max([tokens["length"], *(tokens.get("whole") or ())])
+    stated = checked(summary, dict[str, Any], path)
+    if kind.sized_by:
+        stated = stated.get(kind.sized_by)
+    sizes = strictly(Sizes, checked(stated, Sizes, path, where=kind.sized_by))
+    tokens = sizes.tokens
     return {
-        "num_layers": stated["num_layers"],
-        "length": tokens["length"],
-        "count": tokens["count"],
-        "longest": longest,
+        "num_layers": sizes.num_layers,
+        "length": tokens.length,
+        "count": tokens.count,
+        "longest": max([tokens.length, *(tokens.whole or ())]),
     }
 
 
@@ -172,7 +172,9 @@ def _table(folder: Path, schema: Schema, sizes: Mapping[str, int]) -> Table:
         ranges = NO_RANGES
     else:
         bounds = {**sizes, "length": sizes["longest"]} if schema.of_texts else sizes
-        ranges = {name: allowed.ends(bounds) for name, allowed in NUMBERED.items()}
+        ranges = {
+            name: (least, (bounds[end] if isinstance(end, str) else end) - 1) for name, (least, end) in NUMBERED.items()
+        }
     table = read_table(folder / schema.name, schema, ranges)
     check_table(schema, table, sizes, folder / f"{schema.name}.parquet")
     return table
@@ -185,7 +187,7 @@ def is_run(folder: Path) -> bool:
 
 def _optional(read: Callable[[Path, Any], Any], path: Path) -> dict[str, Any]:
     """The object in a file; empty where there is no file."""
-    return read(path, {}) if path.exists() else {}
+    return read(path, dict[str, Any]) if path.exists() else {}
 
 
 def check_table(schema: Schema, table: Table, sizes: Mapping[str, int], path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -140,13 +140,21 @@ def remove_run(path: Path) -> None:
     shutil.rmtree(path)
 
 
+@dataclass(frozen=True)
+class OfTraining:
+    """What the config.yaml of a training run alone holds."""
+
+    model: dict[str, Any]
+    training: dict[str, Any]
+
+
 def is_training_run(folder: Path) -> bool:
     """Whether `pretrain` made this folder, finished or not: its config.yaml alone describes a model and its training.
 
     It is here and not in `pretrain` for callers that must know before torch is imported.
     """
     try:
-        read_yaml(folder / "config.yaml", {"model": {}, "training": {}})
+        read_yaml(folder / "config.yaml", OfTraining)
     except InputError:
         return False
     return True

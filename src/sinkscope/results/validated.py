@@ -1,12 +1,11 @@
-"""Files that a stranger may have made: read within bounds, and checked against a declared shape before they are used.
+"""Files that a stranger may have made: read within bounds, and checked against a declaration before they are used.
 
 A document (JSON, YAML, a line of JSON) is refused where it is longer, deeper or wordier than any that sinkscope writes.
-YAML is read without aliases and tags, and a date in it is text. What a kind of document must hold is a shape, as data:
+YAML is read without aliases and tags, and a date in it is text. What a kind of document must hold is declared as a
+pydantic model or a dataclass, and pydantic checks it. A document may hold more than its declaration names, unless that
+forbids it. Bounds that depend on the document's own sizes are in the declaration too: see `below`.
 
-    {"model": NAME, "tokens": {"length": Int(1), "bos": bool}, "sinks": [{"position": Int(0, "length")}]}
-
-A mapping may hold more than its shape names. A bound given by a name is one of the `sizes` that the caller knows by
-then. Everything else is an UnusableFileError that names the file and what is wrong in it.
+Everything else is an UnusableFileError that names the file and what is wrong in it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from annotated_types import MaxLen
+from annotated_types import Interval, MaxLen
 
 from sinkscope.errors import InputError
 
@@ -32,6 +31,8 @@ MOST_JSON = 1 << 24
 MOST_YAML = 1 << 18
 """Bytes of a document. YAML is parsed by Python code, a thousand times slower than JSON."""
 MOST_LINES_OF_JSON = 1 << 28
+MOST_VALUES = 1 << 20
+"""Of a document: pydantic keeps an error for every wrong one."""
 MOST_DEPTH = 32
 MOST_CHARACTERS = 1 << 16
 LARGEST_INT = 2**63 - 1
@@ -77,72 +78,23 @@ MUST_BE = {
     "less_than_equal": "at most {le}",
     "string_too_long": "text of at most {max_length} characters",
     "literal_error": "{expected}",
+    "value_error": "{error}",
 }
 """What a value must be, by pydantic's name of the error."""
 
 
-@dataclass(frozen=True)
-class Int:
-    """A whole number from `least` to `most`; a `most` given by name is the first number too large."""
-
-    least: int = 0
-    most: int | str = 2**53
-
-    def ends(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The smallest and the largest number."""
-        return self.least, self.most if isinstance(self.most, int) else sizes[self.most] - 1
-
-
-@dataclass(frozen=True)
-class Real:
-    """A number from `least` to `most`."""
-
-    least: float = -LARGEST_FLOAT
-    most: float = LARGEST_FLOAT
-
-
-@dataclass(frozen=True)
-class Text:
-    """A string of at most so many characters."""
-
-    most: int = MOST_CHARACTERS
-
-
-@dataclass(frozen=True)
-class Maybe:
-    """A shape that may be null or missing."""
-
-    shape: Any
-
-
-@dataclass(frozen=True)
-class Each:
-    """A mapping of any names, whose values have one shape."""
-
-    shape: Any
-
-
-@dataclass(frozen=True)
-class AnyOf:
-    """One of several shapes."""
-
-    shapes: tuple[Any, ...]
-    words: str = "a number, a text, true or false"
-
-
 Name = Annotated[str, MaxLen(4096)]
-NAME = Text(4096)
 """The name of a model, a path or a variant."""
-SCALAR = Maybe(AnyOf((bool, Int(-LARGEST_INT, LARGEST_INT), Real(), Text())))
-ANYTHING = object()
+Whole = Annotated[int, Interval(ge=0, le=2**53)]
+Count = Annotated[int, Interval(ge=1, le=2**53)]
 
 
-def read_json(path: Path, shape: Any = ANYTHING) -> Any:
+def read_json(path: Path, kind: Any = Any) -> Any:
     """The value in a JSON file."""
-    return parse_json(read_text(path, MOST_JSON), path, shape)
+    return parse_json(read_text(path, MOST_JSON), path, kind)
 
 
-def read_yaml(path: Path, shape: Any = ANYTHING) -> Any:
+def read_yaml(path: Path, kind: Any = Any) -> Any:
     """The value in a YAML file; None where it is empty."""
     import yaml
 
@@ -159,22 +111,22 @@ def read_yaml(path: Path, shape: Any = ANYTHING) -> Any:
         value = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise refused(path, _reason(error)) from error
-    return checked(value, shape, path)
+    return checked(value, kind, path)
 
 
-def read_json_lines(path: Path, shape: Any = ANYTHING) -> list[Any]:
+def read_json_lines(path: Path, kind: Any = Any) -> list[Any]:
     """The values in a file of JSON, one a line; a last line that a killed process left unfinished is dropped."""
     lines = read_text(path, MOST_LINES_OF_JSON).split("\n")[:-1]
-    return [parse_json(line, path, shape, where=f"line {number}") for number, line in enumerate(lines, start=1)]
+    return [parse_json(line, path, kind, where=f"line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def parse_json(text: str, path: Path, shape: Any = ANYTHING, *, where: str = "") -> Any:
+def parse_json(text: str, path: Path, kind: Any = Any, *, where: str = "") -> Any:
     """The value that is written in a text of the file `path`."""
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise refused(path, f"{where}: {_reason(error)}" if where else _reason(error)) from error
-    return checked(value, shape, path, where=where)
+    return checked(value, kind, path, where=where)
 
 
 def read_text(path: Path, most: int) -> str:
@@ -195,29 +147,33 @@ def check_safetensors(path: Path) -> None:
         raise refused(path, f"its {size:,} bytes do not begin with a safetensors header")
 
 
-def checked(value: Any, shape: Any, path: Path, sizes: Mapping[str, int] | None = None, where: str = "") -> Any:
-    """The value itself, if it is within bounds and has the shape."""
+def checked(value: Any, kind: Any, path: Path, sizes: Mapping[str, int] | None = None, where: str = "") -> Any:
+    """The value itself, if it is within bounds and as declared; `sizes` are those that `below` names."""
     try:
-        _check_bounds(value, where)
-        if isinstance(shape, type) and is_dataclass(shape):
-            strictly(shape, value)
-        else:
-            _check_shape(value, shape, where, sizes or {})
+        _check_bounds(value)
+        strictly(kind, value, sizes)
     except (ValueError, InputError) as error:
-        raise refused(path, str(error)) from error
+        raise refused(path, f"{where}: {error}" if where else str(error)) from error
     return value
 
 
-def strictly(kind: type[T], value: Any) -> T:
-    """The dataclass `kind` with these values, which must have its types and be in its ranges."""
-    from pydantic import TypeAdapter, ValidationError  # here: the command line starts without it
+def strictly(kind: type[T], value: Any, sizes: Mapping[str, int] | None = None) -> T:
+    """The value as pydantic makes it of a declaration; nothing of another type or out of its range is taken."""
+    from pydantic import ValidationError  # here: the command line starts without it
 
     # As JSON, where a list may be a tuple, and true is no number.
     text = json.dumps(value, default=repr)
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        return _adapter(kind).validate_json(text, strict=True, context=sizes)
     except ValidationError as error:
         raise first_error(error) from None
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def first_error(error: ValidationError) -> WrongValueError:
@@ -258,14 +214,15 @@ def _first_bytes(path: Path, most: int) -> bytes:
         raise refused(path, _reason(error)) from error
 
 
-def _check_bounds(value: Any, where: str) -> None:
+def _check_bounds(value: Any) -> None:
     """Refuses a document that is deeper, longer or larger than allowed, without recursion, which depth would break."""
-    left = [(value, 0)]
+    left, num_values = [(value, 0)], 0
     while left:
         value, depth = left.pop()
+        num_values += 1
         if isinstance(value, dict):
             if wrong := [key for key in value if not isinstance(key, str)]:
-                raise _wrong(f"a name in {where or 'it'}", "text", wrong[0])
+                raise ValueError(f"a name in it is {_described(wrong[0])}, not text")
             left += ((key, depth) for key in value)
             value = list(value.values())
         if isinstance(value, list):
@@ -274,62 +231,14 @@ def _check_bounds(value: Any, where: str) -> None:
             left += ((item, depth + 1) for item in value)
         elif isinstance(value, str):
             if len(value) > MOST_CHARACTERS:
-                raise ValueError(f"{where or 'it'} has a text of more than {MOST_CHARACTERS:,} characters")
+                raise ValueError(f"it has a text of more than {MOST_CHARACTERS:,} characters")
             value.encode()  # a lone surrogate can be written in JSON, and in no file of ours
         elif isinstance(value, int) and abs(value) > LARGEST_INT:
-            raise ValueError(f"{where or 'it'} holds a number of more than 64 bits")
+            raise ValueError("it holds a number of more than 64 bits")
         elif isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-            raise ValueError(f"{where or 'it'} holds {value}, not a number of at most {LARGEST_FLOAT:g}")
-
-
-def _check_shape(value: Any, shape: Any, where: str, sizes: Mapping[str, int]) -> None:
-    if shape is ANYTHING:
-        return
-    if isinstance(shape, Maybe):
-        if value is not None:
-            _check_shape(value, shape.shape, where, sizes)
-    elif isinstance(shape, Int):
-        least, most = shape.ends(sizes)
-        if type(value) is not int or not least <= value <= most:
-            raise _wrong(where, f"a whole number from {least} to {most}", value)
-    elif isinstance(shape, Real):
-        if type(value) not in (int, float) or not shape.least <= value <= shape.most:
-            raise _wrong(where, f"a number from {shape.least:g} to {shape.most:g}", value)
-    elif isinstance(shape, Text):
-        if not isinstance(value, str) or len(value) > shape.most:
-            raise _wrong(where, f"text of at most {shape.most:,} characters", value)
-    elif isinstance(shape, AnyOf):
-        if not any(_fits(value, one, sizes) for one in shape.shapes):
-            raise _wrong(where, shape.words, value)
-    elif shape is bool:
-        if not isinstance(value, bool):
-            raise _wrong(where, "true or false", value)
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise _wrong(where, "a list", value)
-        for index, item in enumerate(value):
-            _check_shape(item, shape[0], f"{where}[{index}]", sizes)
-    else:
-        if not isinstance(value, dict):
-            raise _wrong(where, "an object with names", value)
-        for name, field_shape in _fields(value, shape):
-            _check_shape(value.get(name), field_shape, f"{where}.{name}" if where else shortened(name), sizes)
-
-
-def _fields(value: Mapping[str, Any], shape: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((name, shape.shape) for name in value) if isinstance(shape, Each) else shape.items()
-
-
-def _fits(value: Any, shape: Any, sizes: Mapping[str, int]) -> bool:
-    try:
-        _check_shape(value, shape, "", sizes)
-    except ValueError:
-        return False
-    return True
-
-
-def _wrong(where: str, expected: str, value: Any) -> ValueError:
-    return ValueError(f"{shortened(where, 80) if where else 'it'} is {_described(value)}, not {expected}")
+            raise ValueError(f"it holds {value}, not a number of at most {LARGEST_FLOAT:g}")
+    if num_values > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values")
 
 
 def _place(names: Iterable[str | int]) -> str:

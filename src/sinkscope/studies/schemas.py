@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
-from sinkscope.tracing.schemas import TRACE_TABLES, TRACED, check_heads
+from sinkscope.tracing.schemas import TRACE_TABLES, TraceSummary, check_heads
 
 _TARGET = Column("target", "int", "Position that the condition acts on; null for the baseline", nullable=True)
 _FACTOR = Column("factor", "float", "Strength of the intervention, such as 8; null if it has none", nullable=True)
@@ -268,7 +268,7 @@ KINDS = (
         told_by=CLAIMS.name,
         headline=("claims", "verdict", "statement", "effect", "low", "high", "control"),
         page="sinkscope.studies.page",
-        summary=TRACED,
+        summary=TraceSummary,
         picture="sinkscope.tracing.picture",
         check=check_heads,
     ),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Annotated
 
-from sinkscope.results.kinds import OF_A_MODEL, Kind
+from pydantic import BaseModel, Field
+
+from sinkscope.results.kinds import Kind, Layer, OfAModel, Position, below
 from sinkscope.results.run import Run
 from sinkscope.results.tables import Column, Schema
-from sinkscope.results.validated import Int, Maybe, Real, Text, refused
+from sinkscope.results.validated import Whole, refused
 from sinkscope.tracing.observables import CHAIN, TABLE_OF_AXES, Observable
 from sinkscope.tracing.reducers import Largest
 
@@ -284,20 +287,48 @@ def check_heads(run: Run) -> None:
             raise refused(run.path / "heads.parquet", f"other rows at position {position} than a layer's heads each")
 
 
-TRACED = {
-    **OF_A_MODEL,
-    "sink_rate": Maybe(Real()),
-    "keys": Maybe([Int(0, "length")]),
-    "writers": Maybe([{"layer": Int(0, "num_layers"), "expert": Maybe(Int()), "neuron": Int()}]),
-    "sinks": [{"position": Int(0, "length"), "layers": Maybe([Int(0, "num_layers")])}],
-    "birth_layers": [Int(-1, "num_layers")],
-    "super_neurons": Maybe([{"layer": Int(0, "num_layers")}]),
-    "massive_dimensions": [Int()],
-    "token_sinks": Maybe([{"text": Text(), "num_sequences": Int(), "num_with": Int(), "positions": [Int()]}]),
-    "variance_ratio": Maybe([Maybe(Real())]),
-    "dom_ratio": {"position": Int(0, "length"), "sink": Maybe([Maybe(Real())]), "elsewhere": [Maybe(Real())]},
-}
-"""The checked entries of a trace's summary. Those of a study's summary include them."""
+class SinkOfSummary(BaseModel):
+    position: Position
+    layers: list[Layer] | None = None
+
+
+class InLayer(BaseModel):
+    layer: Layer
+
+
+class Writer(InLayer):
+    expert: Whole | None = None
+    neuron: Whole
+
+
+class TokenSink(BaseModel):
+    text: str
+    num_sequences: Whole
+    num_with: Whole
+    positions: list[Whole]
+
+
+class DomRatios(BaseModel):
+    position: Position
+    sink: list[float | None] | None = None
+    elsewhere: list[float | None]
+
+
+class TraceSummary(OfAModel):
+    """The checked entries of a trace's summary. Those of a study's summary include them."""
+
+    sink_rate: float | None = None
+    keys: list[Position] | None = None
+    writers: list[Writer] | None = None
+    sinks: list[SinkOfSummary]
+    birth_layers: list[Annotated[int, Field(ge=-1), below("num_layers")]]
+    super_neurons: list[InLayer] | None = None
+    massive_dimensions: list[Whole]
+    token_sinks: list[TokenSink] | None = None
+    variance_ratio: list[float | None] | None = None
+    dom_ratio: DomRatios
+
+
 KINDS = (
     Kind(
         name="trace",
@@ -306,7 +337,7 @@ KINDS = (
         told_by=SINKS.name,
         headline=("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention"),
         page="sinkscope.tracing.page",
-        summary=TRACED,
+        summary=TraceSummary,
         picture="sinkscope.tracing.picture",
         check=check_heads,
     ),
