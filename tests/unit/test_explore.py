@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 import sinkscope
 from sinkscope.cli_options import ModelOptions
 from sinkscope.errors import InputError
-from sinkscope.explore import readings
+from sinkscope.explore import text_result
 from sinkscope.explore.cli import ExploreOptions, explore_command
 from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, CallingThread, application, listening
 from sinkscope.explore.sources import FinishedTrace, LiveModel
@@ -56,13 +56,13 @@ def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
     view = page.view(edits=edits).json()
     typed = {}
     exec(view["python"], typed)
-    found = typed["found"].recording
+    found = typed["result"].recording
     received_T = found["received"].double().mean((0, 1))
     assert view["received"]["now"] == pytest.approx(received_T.tolist(), rel=1e-4)
     assert view["heads"]["now"] == [
         pytest.approx(row, rel=1e-4) for row in found["received"][:, :, view["opened"]].tolist()
     ]
-    assert view["story"] == typed["found"].story
+    assert view["story"] == typed["result"].story
     if edits:
         baseline = sinkscope.trace("reference:softmax", PROMPT).recording["received"].double().mean((0, 1))
         assert view["received"]["before"] == pytest.approx(baseline.tolist(), rel=1e-4)
@@ -72,15 +72,17 @@ def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
 def test_position_0_can_be_masked_to_itself_by_the_lines_too(page):
     view, typed = page.view(edits=[["mask_to_self", "0"]]).json(), {}
     exec(view["python"], typed)
-    assert view["received"]["now"] == pytest.approx(view["received"]["before"], rel=1e-3), "it sees itself alone anyway"
-    assert view["story"] == typed["found"].story
+    assert view["received"]["now"] == pytest.approx(view["received"]["before"], rel=1e-3), (
+        "it attends only to itself anyway"
+    )
+    assert view["story"] == typed["result"].story
 
 
 def test_the_lines_say_whether_a_bos_token_comes_first(model):
     with_bos = LiveModel(model.loaded, "given", bos=True)
     typed = {"given": model.loaded}
     exec(with_bos.python(PROMPT, ()), typed)
-    assert typed["found"].recording.batch.bos
+    assert typed["result"].recording.batch.bos
     assert "bos=True" in with_bos.python(PROMPT, (("mask_to_self", "3"),))
     assert "bos" not in model.python(PROMPT, (("mask_to_self", "3"),))
 
@@ -104,9 +106,9 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
     dimensions = ["20@0", "78@0", "40@0"]  # without them nothing at position 0 is massive
     edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
     view = page.view(edits=edits).json()
-    asked = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
     baseline = model._baseline(PROMPT)
-    findings = baseline.under(baseline.make(asked)).findings
+    specs = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
+    findings = baseline.under(baseline.make(specs)).findings
     states = {row["state"] for row in view["neurons"]}
     assert states >= {"silent now", "no longer listed"}
     for row in view["neurons"]:
@@ -127,7 +129,7 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
 def test_a_list_that_is_cut_says_so(page, monkeypatch):
     whole = page.view().json()
     assert whole["found"] == {name: len(whole[name]) for name in ("neurons", "dimensions")}
-    monkeypatch.setattr(readings, "MOST_LISTED", 2)
+    monkeypatch.setattr(text_result, "MOST_LISTED", 2)
     cut = page.view().json()
     assert (cut["neurons"], cut["found"]) == (whole["neurons"][:2], whole["found"])
 
@@ -220,7 +222,7 @@ def test_a_finished_trace_is_shown_as_the_live_one_in_windows(model, tmp_path, m
     state = STATE | {"quantity": "dom_ratio"}
     shown, whole = (client.post("/secret/view", json=state).json() for client in (finished, live))
     assert shown == whole | {"python": None}
-    monkeypatch.setattr(readings, "WINDOW", 8)
+    monkeypatch.setattr(text_result, "WINDOW", 8)
     part = finished.post("/secret/view", json=state | {"start": 9}).json()
     assert (part["start"], part["length"]) == (8, whole["length"])
     assert part["tokens"] == whole["tokens"][8:16]

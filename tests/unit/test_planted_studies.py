@@ -72,7 +72,7 @@ def test_every_claim_but_variances_rivals_holds_in_the_planted_chain(seed):
     assert found.went == "gone"
     assert found.plan.dimensions == (facts.massive_dimension,)
     notes = notes_of(found)
-    assert "a lock on a coordinate" in notes["lock"]
+    assert "they read a coordinate" in notes["lock"]
     assert notes["channel_sparsity_necessary"].startswith(
         "the sink needs the coordinate that keys read, not sparse vectors"
     )
@@ -292,7 +292,7 @@ def test_the_right_link_of_a_decoy_fails(kind):
     assert {claim: verdicts[claim] for claim in LINKS[kind]} == LINKS[kind]
     assert wrongly_held(kind, verdicts) == set()
     if kind == "dense_neuron":
-        assert "a lock on a direction" in kept["tables"]["claims"]["note"][list(CLAIMS).index("lock")]
+        assert "they read a direction" in kept["tables"]["claims"]["note"][list(CLAIMS).index("lock")]
 
 
 def wrongly_held(kind: str, verdicts: dict[str, str]) -> set[str]:

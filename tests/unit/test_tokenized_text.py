@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import sinkscope
 from sinkscope.audits.texts import spread_batch
 from sinkscope.errors import InputError
-from sinkscope.explore.sources import Asked, LiveModel
+from sinkscope.explore.sources import LiveModel, TabState
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import as_batch, prompt_batch
 from sinkscope.models.token_batches import token_batch
@@ -273,7 +273,7 @@ class TestBeginnings:
             yield sinkscope.study(loaded, tokens=f"text:{named}", bos=bos, length=32, num_sequences=16).story
             yield sinkscope.audit(loaded, named, bos=bos, schemes=["activations-8-dynamic"], **sizes).story
             yield sinkscope.remedy(loaded, named, bos=bos, unplug=True, **sizes).story
-            yield LiveModel(loaded, "loaded", bos=bos).view(Asked.of(asked, 1))["story"]
+            yield LiveModel(loaded, "loaded", bos=bos).view(TabState.of(asked, 1))["story"]
 
         assert [("without the BOS token" in story) for story in stories(False)] == [True] * 4
         assert [("BOS" in story) for story in stories(None)] == [False] * 4

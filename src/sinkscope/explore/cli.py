@@ -1,10 +1,10 @@
-"""sinkscope explore: a local page to type prompts into and to intervene on what the model makes of them."""
+"""sinkscope explore: the command that serves the live page, and its options."""
 
 from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,16 +24,16 @@ class ExploreOptions:
     """What the page begins with, and where it is."""
 
     beside: Annotated[
-        str | None, typer.Option(help="A second model or trace, to compare with.", show_default=False)
+        str | None, typer.Option(help="A second model or finished trace, shown beside the first.", show_default=False)
     ] = None
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="The text to begin with; a second one is shown beside it.", show_default=False),
+        typer.Option(help="The prompt to begin with. Given twice, both are shown side by side.", show_default=False),
     ] = None
     bos: Bos = None
-    port: Annotated[int, typer.Option(help="Port of this machine; 0 takes a free one.")] = 0
+    port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.")] = 0
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser; its address is printed.")
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser, or only print its address.")
     ] = True
 
     def __post_init__(self) -> None:
@@ -45,11 +45,11 @@ class ExploreOptions:
             )
 
 
-def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
-    """Explore a prompt on a live page, and intervene by clicking.
+def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
+    """Open a live page: type a prompt, see its sinks, and intervene by clicking.
 
-    MODEL may also be the folder of a finished trace, however long. The page is served to this machine alone, and needs
-    no network. Ctrl-C ends it.
+    MODEL may also be the folder of a finished trace, however long. Only this machine can open the page, and it needs no
+    network. Ctrl-C ends it.
 
     Example: sinkscope explore gpt2 --prompt "The cat sat on the mat."
     """
@@ -64,25 +64,25 @@ def explore_command(asked: ExploreOptions, source: ModelOptions) -> None:
 
     def opened(address: str) -> None:
         say(f"Page: {address}\nCtrl-C ends it.")
-        if asked.browser:
+        if options.browser:
             webbrowser.open(until_the_end.enter_context(private_redirect(address)).as_uri())
 
-    with ExitStack() as until_the_end, listening(asked.port) as at:
-        sources = [_opened(source, asked.bos)]
-        if asked.beside is not None:
-            sources.append(_opened(replace(source, model=asked.beside), asked.bos))
-        if asked.prompt and not any(each.is_live for each in sources):
+    with ExitStack() as until_the_end, listening(options.port) as at:
+        sources = [_opened(source, options.bos)]
+        if options.beside is not None:
+            sources.append(_opened(replace(source, model=options.beside), options.bos))
+        if options.prompt and not any(each.is_live for each in sources):
             raise InputError(
                 "A finished trace has its own text and cannot read `prompt`. Leave `prompt` out, or name a model."
             )
         try:
-            serve(sources, prompts=asked.prompt or [FIRST_PROMPT], at=at, opened=opened)
+            serve(sources, prompts=options.prompt or [FIRST_PROMPT], at=at, opened=opened)
         except KeyboardInterrupt:
             say("Ended.")
 
 
 def _opened(source: ModelOptions, bos: bool | None) -> Source:
-    """The model, or the finished trace, that is named."""
+    """The finished trace, where `model` is its folder; else the model, loaded."""
     from sinkscope.explore.sources import FinishedTrace, LiveModel
     from sinkscope.results.run_folder import is_training_run
     from sinkscope.user_paths import user_path
@@ -90,12 +90,16 @@ def _opened(source: ModelOptions, bos: bool | None) -> Source:
     folder = None if source.model is None else user_path(source.model)
     if folder is not None and (folder / "summary.json").is_file() and not is_training_run(folder):
         return FinishedTrace(folder)
-    given = {field.name for field in fields(source) if getattr(source, field.name) != field.default} - {"model"}
     loaded = source.load()
     if loaded.tokenizer is None:
         raise InputError(
-            f"{loaded.name} has no tokenizer to read what is typed. "
+            f"{loaded.name} has no tokenizer, so it cannot read a prompt. "
             "Save its tokenizer beside it, or write a trace and open that: sinkscope explore RUN."
         )
-    options = "".join(f", {name}={value!r}" for name, value in asdict(source).items() if name in given)
-    return LiveModel(loaded, f"sinkscope.load({source.model or loaded.name!r}{options})", bos=bos)
+    # The call of `load` that does the same, with the options that are not at their defaults.
+    arguments = [repr(source.model or loaded.name)]
+    for field in fields(source):
+        value = getattr(source, field.name)
+        if field.name != "model" and value != field.default:
+            arguments.append(f"{field.name}={value!r}")
+    return LiveModel(loaded, f"sinkscope.load({', '.join(arguments)})", bos=bos)

@@ -32,15 +32,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from sinkscope.errors import InputError
-from sinkscope.explore.readings import QUANTITIES
-from sinkscope.explore.sources import Asked, Source
+from sinkscope.explore.sources import Source, TabState
+from sinkscope.explore.text_result import QUANTITIES
 from sinkscope.memory import is_out_of_memory
 from sinkscope.pages import html
 
 MOST_BYTES = 1 << 18
-"""Of a request."""
+"""The longest request body."""
 MOST_WAITING = 8
-"""Requests that are computed or wait for it."""
+"""How many requests may be running or waiting at once; a further one is refused."""
 ASSETS = {
     "": ("sinkscope.explore", "index.html", "text/html"),
     "page.js": ("sinkscope.explore", "page.js", "text/javascript"),
@@ -48,7 +48,7 @@ ASSETS = {
     "page.css": ("sinkscope.explore", "page.css", "text/css"),
     "report.css": ("sinkscope.pages", "page.css", "text/css"),
 }
-"""By address: package, file and type. The look is that of the reports."""
+"""Address -> package, file and type. The live page looks like the reports, so it shares their style sheet."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -64,7 +64,7 @@ ENDED = InputError("This page was ended in its terminal. Start `sinkscope explor
 
 
 WAKES_S = 0.5
-"""So soon Ctrl-C is heard, in seconds."""
+"""How long Ctrl-C may go unnoticed, in seconds."""
 
 
 class CallingThread(Executor):
@@ -74,20 +74,20 @@ class CallingThread(Executor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """What the call will give."""
+        """A future of the call's result."""
         future: Future[Any] = Future()
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return future
 
     def stop(self) -> None:
-        """Lets `run` return after the calls that wait."""
+        """Lets `run` return once the waiting calls are done."""
         self._calls.put(None)
 
     def run(self) -> None:
-        """Runs calls until `stop`. What ends the process also ends the call that runs."""
+        """Runs calls until `stop`. A signal that ends the process also ends the call that is running."""
         while True:
             try:
-                # Not without end: a signal that another thread receives would not wake this one.
+                # With a timeout, because a signal that another thread receives would not wake this one.
                 next_call = self._calls.get(timeout=WAKES_S)
             except queue.Empty:
                 continue
@@ -108,17 +108,19 @@ class CallingThread(Executor):
 def application(
     sources: Sequence[Source], *, prompts: Sequence[str], token: str, port: int, worker: Executor | None = None
 ) -> Starlette:
-    """The page, for requests to this machine that know the token. `worker` runs the models, one call at a time."""
+    """The web application. It answers requests to this machine that know the token. `worker` runs the models, one call
+    at a time."""
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
     worker = worker or ThreadPoolExecutor(1)
     waiting = 0
 
     async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        # A browser says where a POST comes from; other pages may not even learn that there is something here.
-        own = f"http://{host}" if origin is not None or request.method == "POST" else None
-        known = secrets.compare_digest(request.url.path.split("/")[1].encode(), token.encode())
-        if host not in hosts or origin != own or not known:
+        # A browser says which page a POST comes from. Any other page gets the same 403 as a wrong token, so that it
+        # cannot even learn that something is running here.
+        expected = f"http://{host}" if origin is not None or request.method == "POST" else None
+        has_token = secrets.compare_digest(request.url.path.split("/")[1].encode(), token.encode())
+        if host not in hosts or origin != expected or not has_token:
             response: Response = PlainTextResponse("not for this page", 403)
         else:
             response = await answer(request)
@@ -140,12 +142,12 @@ def application(
     async def view(request: Request) -> Response:
         nonlocal waiting
         try:
-            asked = Asked.of(await _json_of(request), len(sources))
+            state = TabState.of(await _json_of(request), len(sources))
             if waiting >= MOST_WAITING:
                 return _told(BUSY, 503)
             waiting += 1
             try:
-                look = asyncio.get_running_loop().run_in_executor(worker, sources[asked.source].view, asked)
+                look = asyncio.get_running_loop().run_in_executor(worker, sources[state.source].view, state)
                 return JSONResponse(await look)
             finally:
                 waiting -= 1
@@ -168,7 +170,7 @@ def application(
 
 
 async def _json_of(request: Request) -> Any:
-    """The value that a request holds; refuses what is too long or no JSON."""
+    """The parsed body of a request. Refuses one that is too long or no JSON."""
     body = b""
     async for part in request.stream():
         body += part
@@ -185,7 +187,7 @@ def _told(error: InputError, status: int) -> Response:
 
 
 def listening(port: int) -> socket.socket:
-    """A socket on the loopback alone, on this port or, for 0, on a free one; a port in use is refused."""
+    """A socket that only this machine can reach, on the port or, for 0, on a free one. A port in use is refused."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -198,8 +200,8 @@ def listening(port: int) -> socket.socket:
 def serve(
     sources: Sequence[Source], *, prompts: Sequence[str], at: socket.socket, opened: Callable[[str], None]
 ) -> None:
-    """Answers until the process is interrupted, and runs the models in this thread; `opened` is called with the
-    address."""
+    """Serves the page until the process is interrupted. Models run in this thread, the server in another. `opened` is
+    called with the address once the server runs."""
     token, port = secrets.token_urlsafe(24), at.getsockname()[1]
     worker = CallingThread()
     app = application(sources, prompts=prompts, token=token, port=port, worker=worker)
@@ -234,9 +236,10 @@ def serve(
 
 @contextmanager
 def private_redirect(address: str) -> Iterator[Path]:
-    """A file that leads a browser to the address, which its user alone can read; it is gone when the block ends.
+    """A file that redirects a browser to the address. Only its owner can read it, and it is deleted when the block
+    ends.
 
-    The command line of a browser, unlike this file, is visible to every user of the machine.
+    The address holds the token, and the command line of a browser is visible to every user of the machine.
     """
     with tempfile.TemporaryDirectory(prefix="sinkscope-") as folder:
         path = Path(folder) / "explore.html"

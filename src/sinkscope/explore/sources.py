@@ -1,7 +1,7 @@
-"""What a tab can look at: a model that reads prompts, or a finished trace.
+"""What a tab of the live page can look at: a model that reads prompts, or a finished trace.
 
-A tab keeps its own state (prompt, interventions, what is opened) and sends all of it with each request, so tabs cannot
-mix and nothing is lost when one is closed. Here stay the models and the last few readings.
+A tab keeps its own state (prompt, interventions, opened token) and sends all of it with each request, so tabs cannot
+mix and nothing is lost when one is closed. The server keeps the models and the last few results.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from typing import Any, cast
 
 from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
-from sinkscope.explore.readings import OBSERVABLES, QUANTITIES, Reading, of_run, of_trace, window
+from sinkscope.explore.text_result import OBSERVABLES, QUANTITIES, TextResult, from_run, from_trace, window
 from sinkscope.interventions.intervene import Baseline, read_prompt
 from sinkscope.interventions.specs import read_specs
 from sinkscope.models.loading import LoadedModel
 
 MOST_CHARACTERS = 20_000
-"""Of a prompt."""
+"""The longest prompt that a request may hold."""
 MOST_TOKENS = 2048
-"""Of a prompt: what a CPU reads while someone waits. Longer texts are for `sinkscope trace`."""
+"""The longest prompt that is read: what a CPU does while someone waits. Longer texts are for `sinkscope trace`."""
 MOST_EDITS = 16
-KEPT = 16
-"""Readings that are kept: going back and forth costs nothing."""
+"""The most interventions in one request."""
+CACHE_SIZE = 16
+"""How many results are kept, so that undo costs nothing."""
 Edits = tuple[tuple[str, str], ...]
-"""Interventions as (kind, what of it), such as ("mask_to_self", "10"), in the order in which they were added."""
+"""Interventions as (kind, its text on the command line), such as ("mask_to_self", "10"), in the order they were
+added."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The state of a tab."""
+class TabState:
+    """The state of a tab, as it comes with each request."""
 
     source: int
     prompt: str
@@ -42,8 +44,8 @@ class Asked:
     quantity: str
 
     @classmethod
-    def of(cls, value: Any, num_sources: int) -> Asked:
-        """From parsed JSON; refuses what is no state."""
+    def of(cls, value: Any, num_sources: int) -> TabState:
+        """From parsed JSON. Refuses what the page would not send."""
         if not isinstance(value, dict):
             raise _refused("The request", "an object", value)
         names = ("source", "prompt", "edits", "position", "start", "quantity")
@@ -77,36 +79,37 @@ def _refused(name: str, allowed: str, value: Any) -> InputError:
 
 
 class LiveModel:
-    """A model that reads prompts, under interventions. For one thread: a model is read by one at a time."""
+    """A model that reads prompts, under interventions. Not for several threads: interventions change the model
+    itself."""
 
     is_live = True
 
     def __init__(self, loaded: LoadedModel, python: str, *, bos: bool | None = None) -> None:
-        """`python`: what loads the model, as a person would type it."""
+        """`python` is the expression that loads the model, as a person would type it."""
         self.loaded, self.name, self._python, self._bos = loaded, loaded.name, python, bos
-        self._baseline = lru_cache(KEPT)(self._read_prompt)
-        self._reading = lru_cache(KEPT)(self._read)
+        self._baseline = lru_cache(CACHE_SIZE)(self._read_prompt)
+        self._result = lru_cache(CACHE_SIZE)(self._read)
 
-    def view(self, asked: Asked) -> dict[str, Any]:
+    def view(self, state: TabState) -> dict[str, Any]:
         """What the page draws."""
-        before = self._reading(asked.prompt, ())
-        now = self._reading(asked.prompt, asked.edits)
+        before = self._result(state.prompt, ())
+        now = self._result(state.prompt, state.edits)
         return {
-            **window(now, before if asked.edits else None, asked.start, asked.position, asked.quantity),
-            "python": self.python(asked.prompt, asked.edits),
+            **window(now, before if state.edits else None, state.start, state.position, state.quantity),
+            "python": self.python(state.prompt, state.edits),
         }
 
     def python(self, prompt: str, edits: Edits) -> str:
-        """Lines that give the same numbers."""
+        """The lines of Python that give the same numbers, for the page."""
         lines = ["import sinkscope", f"model = {self._python}"]
         bos = "" if self._bos is None else f", bos={self._bos}"
         if edits:
-            lines.append(f"found = sinkscope.intervene(model, {_by_kind(edits)!r}, prompt={prompt!r}{bos}).after")
+            lines.append(f"result = sinkscope.intervene(model, {_by_kind(edits)!r}, prompt={prompt!r}{bos}).after")
         elif bos:
             lines.insert(1, "from sinkscope.models.prompts import prompt_batch")
-            lines.append(f"found = sinkscope.trace(model, prompt_batch(model, [{prompt!r}]{bos}))")
+            lines.append(f"result = sinkscope.trace(model, prompt_batch(model, [{prompt!r}]{bos}))")
         else:
-            lines.append(f"found = sinkscope.trace(model, {prompt!r})")
+            lines.append(f"result = sinkscope.trace(model, {prompt!r})")
         return "\n".join(lines)
 
     def _read_prompt(self, prompt: str) -> Baseline:
@@ -118,11 +121,12 @@ class LiveModel:
             )
         return baseline
 
-    def _read(self, prompt: str, edits: Edits) -> Reading:
+    def _read(self, prompt: str, edits: Edits) -> TextResult:
         baseline = self._baseline(prompt)
         if not edits:
-            return of_trace(baseline.trace)
-        return of_trace(baseline.under(baseline.make(read_specs(_by_kind(edits)))), self._reading(prompt, ()))
+            return from_trace(baseline.trace)
+        interventions = baseline.make(read_specs(_by_kind(edits)))
+        return from_trace(baseline.under(interventions), self._result(prompt, ()))
 
 
 class FinishedTrace:
@@ -131,21 +135,21 @@ class FinishedTrace:
     is_live = False
 
     def __init__(self, folder: Path) -> None:
-        self.name, self._reading = folder.name, of_run(folder)
+        self.name, self._result = folder.name, from_run(folder)
 
-    def view(self, asked: Asked) -> dict[str, Any]:
+    def view(self, state: TabState) -> dict[str, Any]:
         """What the page draws."""
-        if asked.edits:
+        if state.edits:
             raise InputError("A finished trace cannot be intervened on. Explore the model itself.")
-        return {**window(self._reading, None, asked.start, asked.position, asked.quantity), "python": None}
+        return {**window(self._result, None, state.start, state.position, state.quantity), "python": None}
 
 
 Source = LiveModel | FinishedTrace
 
 
 def _by_kind(edits: Edits) -> dict[str, list[str]]:
-    """As `intervene` takes them."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """The interventions as `sinkscope.intervene` takes them: kind -> texts."""
+    texts: dict[str, list[str]] = defaultdict(list)
     for kind, text in edits:
-        found[kind].append(text)
-    return dict(found)
+        texts[kind].append(text)
+    return dict(texts)

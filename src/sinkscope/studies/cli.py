@@ -1,4 +1,4 @@
-"""sinkscope study: whether the chain holds in a model, link by link, with causal evidence and controls."""
+"""sinkscope study: the command, its options, and what it prints."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ class StudyOptions:
 
 
 class ValueOfBos(TyperCommand):
-    """Refuses --bos and --no-bos as other commands have them, with what to type here: a study can have both."""
+    """Refuses --no-bos, and --bos without a value, which are right in other commands: a study can have both."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for given, value in pairwise([*args, "--"]):
+        for option, value in pairwise([*args, "--"]):
             choices = ", ".join(CHOICES)
-            if given == "--no-bos":
+            if option == "--no-bos":
                 raise InputError(f"A study has no --no-bos: `bos` takes a value ({choices}). Give `bos=False`.")
-            if given == "--bos" and value.startswith("--"):
+            if option == "--bos" and value.startswith("--"):
                 raise InputError(f"`bos` needs a value ({choices}). Give, for example, `bos=True`.")
         return super().parse_args(ctx, args)
 
 
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
-    """Decide, link by link, whether the chain holds in a model.
+    """Test, link by link, what causes the attention sink of a model.
 
-    A report is written to the run folder. Claims are judged on the sequences asked for; 96 others choose what is tested
-    and calibrate it. The same command with the same --out resumes an interrupted study.
+    Interventions with controls decide some 30 claims, and a report is written to the run folder. Claims are judged on
+    the given sequences; 96 others choose what is tested and calibrate it. An interrupted study resumes when the same
+    command is given again with the same --out.
 
     Example: sinkscope study HuggingFaceTB/SmolLM2-135M --out runs/smollm2
     """
@@ -79,7 +80,7 @@ def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOption
 
 
 def _both(path: Path, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
-    """The run folders of the studies with and without BOS, and the page that compares them; checked before any work."""
+    """The run folders of the studies with and without BOS, and the page that compares them. Checked before any work."""
     from sinkscope.results.run_folder import check_page
 
     names = {"bos": "yes", "no-bos": "no"}  # in this order, a model that has no BOS is refused at once
@@ -92,7 +93,7 @@ def _both(path: Path, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
 
 
 def study_run(model: str) -> Path:
-    """The run folder of a study of a model with every option at its default, made now."""
+    """Studies a model with every option at its default; returns the run folder."""
     path = run_path(None, model, overwrite=False)
     command = shlex.join(["sinkscope", "study", model, "--out", str(path)])
     with finished_parts_are_kept(f"{command} goes on, and {path} can be compared"):
@@ -103,8 +104,8 @@ def study_run(model: str) -> Path:
 def _study(
     source: ModelOptions, tokens: BatchOptions, runs: dict[Path, StudyOptions], page: Path | None, output: Output
 ) -> None:
-    """Studies one model, with or without BOS or both. No run is written before all studies are done, so that an
-    interrupted command can be given again unchanged."""
+    """Studies one model, with BOS, without, or both. No run is written before all studies are done, so that an
+    interrupted command can be given again as it is."""
     from sinkscope import __version__, processes
     from sinkscope.pages import progress
     from sinkscope.pages.html import can_write_pages

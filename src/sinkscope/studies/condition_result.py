@@ -1,6 +1,9 @@
-"""The result of a condition, which a study keeps: its reading, reduced at once to numbers by sequence.
+"""The result of a condition: numbers by sequence, reduced at once from what its pass recorded.
 
-A result is a finished part: a study that was interrupted reads it back instead of running its condition again.
+Each result is kept as a finished part, so that an interrupted study need not run the condition again.
+
+Axes: B sequences, T and S positions, L layers, K places (the sink and the targets), P the same and the mean of all
+other positions, Q quantities, n super neurons.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ QUANTITIES = {
     "dom_ratio": "dom_ratio_LBT",
     "received": "received_LBS",
 }
-"""What is kept at the sink and at the targets, means over layers, by where a reading has it."""
+"""What is kept at the sink and the targets, as a mean over layers; with the attribute of `ConditionReading`."""
 ROWS = {name: QUANTITIES[name] for name in ("entropy", "mixing")}
-"""What is kept of every position's row of attention, means over layers, by where a reading has it."""
+"""What is kept of the attention of every query position, likewise."""
 ARRAYS = ("rate_BS", "later_BS", "at_QKB", "rows_QBT", "norm_LPB", "squares_S2PBL", "weights_2KBL", "neurons_BTn")
 STORED = (*ARRAYS, "places", "acted_in")
-"""Of every result, and what its part holds at least."""
+"""What the part of every result holds; some hold more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,10 @@ class ConditionResult:
     """The numbers of one condition, by sequence."""
 
     rate_BS: np.ndarray
-    """Sink rate of every position, as it is published: over all queries from the key on."""
+    """Sink rate of every position by its published definition, over the key's own query and all later ones."""
     later_BS: np.ndarray
-    """The same over later queries alone, which interventions are judged on."""
+    """Sink rate over later queries only. Interventions are judged on it, because a mask can set the weight of a key's
+    own query to 1."""
     places: tuple[int, ...]
     """The sink and the targets."""
     at_QKB: np.ndarray
@@ -46,14 +50,14 @@ class ConditionResult:
     norm_LPB: np.ndarray
     """Norm of the residual after each layer, at each place and, last, as a mean over all other positions."""
     squares_S2PBL: np.ndarray
-    """Squared deviation and energy of the aggregation at each place and, last, as a mean over the later half of
-    positions, in the layers up to the birth: as it enters the output projection and the norm before it, if any."""
+    """Squared deviation and energy of the aggregation in the early layers, at each place and, last, as a mean over the
+    later half of positions: as it enters the output projection (S = 0) and the norm before it, if there is one."""
     weights_2KBL: np.ndarray
-    """Mixing of the attention at each place in those layers, and the part of it that its own key has."""
+    """sum a^2 of the attention at each place in these layers, and the own key's part of it."""
     neurons_BTn: np.ndarray
     """Activations of the super neurons."""
     loss_B: np.ndarray | None = None
-    """Where it was recorded."""
+    """None where it was not recorded."""
     acted_in: tuple[int, ...] = ()
     """The layers in which its interventions acted."""
     means: dict[str, np.ndarray] = field(default_factory=dict)
@@ -68,12 +72,12 @@ class ConditionResult:
         return np.delete(self.rows_QBT[list(ROWS).index(quantity)], position, axis=1).mean(1)
 
     def moments(self, position: int, before_norm: bool = False) -> np.ndarray:
-        """[3, L] batch variance, energy and squared mean of the aggregation at the sink or a target."""
+        """[3, L] variance, energy and squared mean of the aggregation at the sink or a target."""
         variance_L, energy_L = self.squares(position, before_norm).mean(1)
         return np.stack([variance_L, energy_L, energy_L - variance_L * (1 - 1 / len(self.rate_BS))])
 
     def squares(self, position: int, before_norm: bool = False) -> np.ndarray:
-        """[2, B, L] what the first two are means of."""
+        """[2, B, L] squared deviation and energy, whose means over sequences are the first two moments."""
         return self.squares_S2PBL[int(before_norm), :, self.places.index(position)]
 
     def later_squares(self, before_norm: bool = False) -> np.ndarray:
@@ -81,7 +85,7 @@ class ConditionResult:
         return self.squares_S2PBL[int(before_norm), :, -1]
 
     def weights(self, position: int) -> np.ndarray:
-        """[2, B, L] mixing and its own key's part of it, at the sink or a target."""
+        """[2, B, L] sum a^2 and the own key's part of it, at the sink or a target."""
         return self.weights_2KBL[:, self.places.index(position)]
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -104,7 +108,7 @@ class ConditionResult:
 
 
 def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
-    """The result, reduced from a reading."""
+    """The result of a condition, from what its pass recorded."""
     places = (plan.sink, *plan.targets)
     at = [getattr(reading, name)[..., list(places)].double().nanmean(0).numpy().T for name in QUANTITIES.values()]
     neurons = [reading.neuron_values(neuron).float().numpy() for neuron in plan.super_neurons]

@@ -1,4 +1,5 @@
-"""Runs every condition of a study on the judging sequences."""
+"""Which conditions a study has, how their interventions are made and calibrated, and their runs on the judging
+sequences."""
 
 from __future__ import annotations
 
@@ -60,10 +61,10 @@ class ConditionRunner:
         self.loaded, self.plan, self.replay, self.controls = loaded, plan, replay, controls
         self.minimal, self.writers = minimal, writers
         self._calibration = calibration
-        self._edits: dict[Condition, ChangeAggregation] = {}
-        """A calibration takes a pass, and conditions with something held use those of other conditions."""
+        self._formulas: dict[Condition, ChangeAggregation] = {}
+        """Kept, because calibration takes a pass and a condition with something held needs the same formula again."""
         self._levels: dict[tuple[str, int, bool], Mapping[int, Moments]] = {}
-        """Of a mixing at a position, on the calibration sequences."""
+        """Variance and energy under a mixing at a position, on the calibration sequences; by layer."""
 
     @cached_property
     def calibration(self) -> CachedBatch:
@@ -71,7 +72,7 @@ class ConditionRunner:
         return cached_batch(self.loaded.model, self._calibration, self.plan.factorial_layers)
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
-        """Every condition that has meaning for this model."""
+        """Every condition that applies to this model, in the order in which they run."""
         sink, targets = self.plan.sink, self.plan.targets
         conditions = [condition for target in targets for condition in self._at_target(target)]
         if sink == 0:
@@ -121,17 +122,17 @@ class ConditionRunner:
             yield Condition("amplify_variance", target, DOSE, held=NORMS)
 
     def _both_sides(self, conditions: Iterable[Condition]) -> Iterator[Condition]:
-        """The same on each side of the norm on the aggregation, in models that have one."""
+        """Each condition on both sides of the norm on the aggregation, in models that have one."""
         for condition in conditions:
             for before_norm in sides_of_norm(self.replay.anatomy):
                 yield replace(condition, before_norm=before_norm)
 
     def interventions(self, condition: Condition) -> list[Intervention]:
-        """What the condition does to the model, calibration included."""
+        """The interventions of a condition, calibrated."""
         if condition.levelled:
             return self._matched(condition)
-        free = replace(condition, held=None)
-        made = free.kind.make(self, free)
+        without_held = replace(condition, held=None)
+        made = without_held.kind.make(self, without_held)
         baseline, where = self.replay.baseline, TokenPlace(positions=condition.target)
         neurons = {SUPER_NEURONS: self.plan.super_neurons, RANDOM_OF[SUPER_NEURONS]: self.controls.neurons}
         dimensions = {DIMENSIONS: self.plan.dimensions, RANDOM_OF[DIMENSIONS]: self.controls.dimensions}
@@ -139,11 +140,11 @@ class ConditionRunner:
             return [*made, ClampNeurons(self.loaded, neurons[condition.held], baseline, **where)]
         if condition.held in dimensions:
             return [*made, ClampDimensions(self.loaded, baseline, dimensions[condition.held], **where)]
-        if condition.held == NORMS:  # of every token after every layer: directions alone may change
+        if condition.held == NORMS:  # of every token after every layer, so that only directions may change
             return [*made, ClampNorms(self.loaded, baseline)]
         return made
 
-    # What the entries of CONDITIONS are made of.
+    # The entries of CONDITIONS call these to make their interventions.
 
     def mask_to_self(self, target: int) -> Intervention:
         return mask_to_self(self.loaded, target)
@@ -152,7 +153,7 @@ class ConditionRunner:
         return edit_mask(self.loaded, target, "block", target)
 
     def attend_only(self, target: int, keys: Sequence[int]) -> Intervention:
-        """In layers up to the birth the target attends to these keys and no others."""
+        """In the early layers the target attends to these keys and no others."""
         return edit_mask(self.loaded, target, "only", keys, layers=self.plan.factorial_layers)
 
     def open_to_later(self) -> Intervention:
@@ -160,7 +161,7 @@ class ConditionRunner:
         return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.factorial_layers)
 
     def shift_mean(self, condition: Condition) -> Intervention:
-        """With the variance of the baseline in every layer: the mean alone is moved."""
+        """The mean is shifted, and the variance brought back to that of the baseline in every layer."""
         return ShiftMeanAlone(
             self.loaded,
             condition.target,
@@ -172,14 +173,14 @@ class ConditionRunner:
         )
 
     def transplant_dimensions(self, dimensions: Sequence[int], target: int) -> Intervention:
-        """The sink's values of some dimensions, at the target too."""
+        """Copies the sink's values of some dimensions to the target."""
         plan = self.plan
         return set_dimensions(
             self.loaded, dimensions, "transplant", source=plan.sink, positions=target, layers=plan.layers_with_disparity
         )
 
     def transplant_neurons(self, neurons: Sequence[Neuron], target: int) -> Intervention:
-        """The sink's activations of some neurons, at the target too."""
+        """Copies the sink's activations of some neurons to the target."""
         return transplant_neurons(self.loaded, neurons, self.plan.sink, target)
 
     def ablate(self, neurons: Sequence[Neuron], positions: int | Sequence[int] | None = None) -> Intervention:
@@ -189,7 +190,7 @@ class ConditionRunner:
         return ablate_neurons(self.loaded, neurons, "mean", calibration=self.calibration)
 
     def point_elsewhere(self, mode: Mode, draw: int | None) -> Intervention:
-        """The minimal set's output vectors, by one of the draws."""
+        """Points the minimal set's output vectors elsewhere, as one of the draws says."""
         return densify_neurons(self.loaded, self.minimal, mode, avoid=self.plan.dimensions, seed=draw or 0)
 
     def all_but(self, position: int) -> list[int]:
@@ -197,9 +198,9 @@ class ConditionRunner:
         return [other for other in range(self.replay.ids_BT.shape[1]) if other != position]
 
     def formula(self, condition: Condition) -> ChangeAggregation:
-        """A formula on the aggregation, of the name of the condition."""
-        if condition not in self._edits:
-            self._edits[condition] = ChangeAggregation(
+        """The formula on the aggregation that has the name of the condition."""
+        if condition not in self._formulas:
+            self._formulas[condition] = ChangeAggregation(
                 self.loaded,
                 condition.name,
                 condition.target,
@@ -208,16 +209,16 @@ class ConditionRunner:
                 layers=self.plan.layers,
                 before_norm=condition.before_norm,
             )
-        return self._edits[condition]
+        return self._formulas[condition]
 
     def _matched(self, condition: Condition) -> list[Intervention]:
-        """A mixing with its moments at the level of another."""
+        """A mixing, with the variance or energy at the level of another."""
         mixing = condition.kind.make(self, condition)
         variance, energy = (
             None if of is None else self.level(of, condition.target, condition.before_norm)
             for of in (condition.variance, condition.energy)
         )
-        # What cannot be met shows in the check.
+        # `nearest`: a level that cannot be met is approached, and the manipulation check then marks the condition.
         matched = MatchMoments(
             self.loaded,
             condition.target,
@@ -241,25 +242,30 @@ class ConditionRunner:
     def run(self, condition: Condition, *, loss: bool = True) -> ConditionResult:
         """The result of one condition on the judging sequences."""
         interventions = self.interventions(condition)
-        edits = [edit for edit in interventions if isinstance(edit, ChangeAggregation)]
+        formulas = [intervention for intervention in interventions if isinstance(intervention, ChangeAggregation)]
         cell = f"{condition.label}." if condition.levelled else ""
         first_position = min(intervention.first_position for intervention in interventions)
-        edited: set[int] = set()
+        changed_layers: set[int] = set()
         for intervention in interventions:
             if isinstance(intervention, ChangeNeurons):
-                edited.update(intervention.place.layers)
+                changed_layers.update(intervention.place.layers)
         with together(interventions) as first_layer:
-            reading = self.replay.read(first_layer, first_position, changed_neurons=edited, loss=loss)
-            # Of what is on together: alone they would be calibrated to other means.
-            means = {f"{cell}{name}": mean.numpy() for edit in edits for name, mean in edit.tensors().items()}
-            acted_in = {layer for each in open_interventions(self.replay.anatomy.decoder) for layer in each.acted_in}
+            reading = self.replay.read(first_layer, first_position, changed_neurons=changed_layers, loss=loss)
+            # Read while all interventions are on: a formula is calibrated with the others active below it.
+            means = {}
+            for formula in formulas:
+                means |= {f"{cell}{name}": mean.numpy() for name, mean in formula.tensors().items()}
+            acted_in: set[int] = set()
+            for intervention in open_interventions(self.replay.anatomy.decoder):
+                acted_in.update(intervention.acted_in)
         return replace(reduced(reading, self.plan), means=means, acted_in=tuple(sorted(acted_in)))
 
 
 def _levelled(mixing: str, target: int) -> Iterator[Condition]:
-    """A mixing and the baseline, each with the variance, the energy or both of the other.
+    """The cells of the factorial for one mixing: it and the baseline, each with the variance or energy of the other.
 
-    The variance is brought there twice: with the energy that follows from it, and with its own energy kept.
+    Four of each: the variance changes and the energy with it, the energy alone, the variance with the energy kept,
+    both.
     """
     for name, other in ((mixing, BASELINE), (BASELINE, mixing)):
         for variance, energy in ((other, None), (None, other), (other, name), (other, other)):

@@ -1,8 +1,10 @@
-"""Random sets as controls of what a study acts on: as many neurons, or dimensions, that do as much at the sink.
+"""Random sets, the controls of a study: as many neurons, or dimensions, that do as much at the sink as those acted on.
 
-A control must be able to fail. Neurons are alike in what they write at the sink, |activation| times the norm of the
-output vector; dimensions in their magnitude there; both as means over the choosing sequences. Where a model has nothing
-that comes near, the control is empty: a claim says so, shows no number for it, and does not count it as support.
+A random set that does nothing at the sink would show nothing when it is removed. So neurons are matched by what they
+write there (|activation| times the norm of the output vector) and dimensions by their magnitude there, as means over
+the choosing sequences. If a model has nothing comparable, the control is empty: it has no number, and the claim says
+so.
+
 Axes: B sequences, T positions, U neurons of a layer, F neurons of one group, E width.
 """
 
@@ -35,12 +37,12 @@ class Activity:
     magnitude_E: Tensor
     """|h|, mean over the layers with disparity."""
     directions: dict[int, Tensor]
-    """By layer [E]: the direction that the states which enter attention share most, of length 1."""
+    """By layer [E]: the direction that the sink's states share most as they enter attention, of length 1."""
     written: dict[int, Tensor]
-    """By layer [E]: that of the residual which leaves it."""
+    """By layer [E]: likewise as they leave the layer."""
 
     def of(self, neurons: Sequence[Neuron]) -> float:
-        """What neurons write together."""
+        """The sum of what some neurons write."""
         return sum(float(self.writes[neuron.layer, neuron.expert][neuron.neuron]) for neuron in neurons)
 
 
@@ -49,17 +51,17 @@ class Controls:
     """The random sets of one study."""
 
     neurons: tuple[Neuron, ...]
-    """As many as super neurons."""
+    """As many as there are super neurons."""
     neurons_level: float
-    """What they write at the sink, over what the super neurons do."""
+    """What they write at the sink, over what the super neurons write there."""
     dimensions: tuple[int, ...]
-    """As many as massive ones."""
+    """As many as there are massive dimensions."""
     dimensions_level: float
-    """Their magnitude at the sink over that of the massive ones."""
+    """Their magnitude at the sink, over that of the massive dimensions."""
     sets: tuple[tuple[Neuron, ...], ...]
-    """Each of as many neurons as the minimal set or the writers; none where there are neither."""
+    """Each as large as the minimal set or the writers; empty if there are neither."""
     set_levels: tuple[float, ...]
-    """What each writes over what those do."""
+    """What each set writes at the sink, over what the minimal set or the writers write there."""
 
     @property
     def sets_level(self) -> float:
@@ -68,7 +70,8 @@ class Controls:
 
 
 def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Neuron]) -> Controls:
-    """The random sets that the activity at the sink leads to; `removed` are the minimal set or the writers."""
+    """Random sets matched by the activity at the sink; `removed` is the minimal set or the writers."""
+    # A control must not hold any neuron that may take part in the sink.
     excluded = (*plan.candidates, *plan.writers, *removed, *plan.super_neurons)
 
     def matched(neurons: Sequence[Neuron], seed: int) -> tuple[Neuron, ...]:
@@ -76,7 +79,8 @@ def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Seq
 
     neurons = matched(plan.super_neurons, 0)
     sets = tuple(matched(removed, 1 + number) for number in range(NUM_RANDOM_SETS)) if removed else ()
-    generator, dimensions = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    dimensions: list[int] = []
     for dimension in plan.dimensions:
         taken = (*plan.dimensions, *dimensions)
         dimensions += nearest(activity.magnitude_E, dimension, taken, generator)
@@ -91,8 +95,8 @@ def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Seq
     )
 
 
-def _level(control: float, treated: float) -> float:
-    return control / treated if treated else 0.0
+def _level(control: float, acted_on: float) -> float:
+    return control / acted_on if acted_on else 0.0
 
 
 def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> Activity:
@@ -113,21 +117,22 @@ def read_activity(anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan) -> A
     recording = recorder.read(model, ids_BT)
     writes: dict[Group, Tensor] = {}
     for layer in anatomy.layers:
-        experts, counts = zip(*((expert, weight.shape[1]) for expert, weight in layer.down_weights()), strict=True)
-        groups = recording["writes"][layer.index].cpu().split(counts)
-        writes |= {(layer.index, expert): write_F for expert, write_F in zip(experts, groups, strict=True)}
-    alive = [recording["magnitude"][layer].cpu() for layer in plan.layers_with_disparity]
+        sizes = [(expert, weight.shape[1]) for expert, weight in layer.down_weights()]
+        groups = recording["writes"][layer.index].cpu().split([size for _, size in sizes])
+        for (expert, _), write_F in zip(sizes, groups, strict=True):
+            writes[layer.index, expert] = write_F
+    magnitudes = [recording["magnitude"][layer].cpu() for layer in plan.layers_with_disparity]
     return Activity(
         writes=writes,
-        magnitude_E=torch.stack(alive).mean(0),
+        magnitude_E=torch.stack(magnitudes).mean(0),
         directions=recording["direction"],
         written=recording["written"],
     )
 
 
 def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple[Neuron, ...]:
-    """The neurons before the first head with the sink by what they write along the direction that the sink's states
-    have there, strongest first: of each layer at least as many as are searched."""
+    """The neurons in layers before the first head with the sink, ranked by what they write along the direction that the
+    sink's states share there. Of each layer at least MAX_NEURONS."""
     first = min((layer for layer, _ in plan.sink_heads), default=0)
     strongest: list[tuple[float, Neuron]] = []
     for layer in anatomy.layers[:first]:
@@ -147,8 +152,8 @@ def direction_writers(activity: Activity, anatomy: Anatomy, plan: Plan) -> tuple
 
 
 def few_of_each_layer(ranked: Sequence[Neuron], anatomy: Anatomy) -> tuple[Neuron, ...]:
-    """The first neurons of each layer, as many as can be super neurons: for a sink without a massive dimension, whose
-    writers no dimension gives away."""
+    """The strongest neurons of each layer, as many as can be super neurons. They are the candidates for the minimal set
+    of a sink without massive dimensions, where no dimension shows which neurons write it."""
     left = {layer.index: most_super_neurons(layer) for layer in anatomy.layers}
     few = []
     for neuron in ranked:
@@ -163,7 +168,8 @@ def _at_sink(name: str, hook_point: HookPoint, value: Any) -> Observable:
 
 
 def _top_direction(states_BE: Tensor) -> Tensor:
-    """[E] their top right singular vector, turned their way: of the energy of all states, none holds more."""
+    """[E] the direction that holds most of the energy of some states: their top right singular vector, with its sign
+    such that the states point along it on average."""
     top_E = torch.linalg.svd(states_BE, full_matrices=False).Vh[0]
     return torch.where((states_BE @ top_E).sum() < 0, -top_E, top_E)
 

@@ -1,7 +1,9 @@
-"""The same architecture at initialisation: how large position 0's variance is before any training.
+"""How large position 0's variance is before any training, in models of the same architecture with random weights.
 
-Averaging alone gives position 0 more variance than later ones, so a ratio in a trained model says little without that
-of models drawn afresh from its configuration. Axes: N models, L layers up to birth, B sequences, S
+Averaging alone gives position 0 more variance than later positions. So the ratio in a trained model says little without
+that of models drawn afresh from its configuration.
+
+Axes: N models, L early layers, B sequences, S
 sides of a norm on the aggregation, T positions.
 """
 

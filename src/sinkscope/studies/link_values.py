@@ -1,7 +1,8 @@
-"""The links in the baseline, by sequence: the numbers that its claims are judged on.
+"""The numbers by sequence that the claims about the baseline are judged on, read in one pass.
 
-One pass. Axes: L layers up to birth, A layers with disparity, B sequences, S sides of a norm on the aggregation, T
-positions, C channels, E width, M massive dimensions, U neurons.
+Axes: L early layers, A layers after which the sink has massive dimensions, B sequences, T positions, K positions of
+interest (the sink and the targets), Q the sink and the first target, N heads that have the sink, E width, M massive
+dimensions, U neurons.
 """
 
 from __future__ import annotations
@@ -28,21 +29,20 @@ from sinkscope.tracing.reducers import Rows, SelfJoining
 
 @dataclass(frozen=True, kw_only=True)
 class LinkValues:
-    """Numbers by sequence; a mean over sequences is a claim's statistic, or enters it."""
+    """Numbers by sequence. Their means over sequences are what claims compute their statistics from."""
 
     averaging_law_LBT: np.ndarray
     """sum_s a_ts^2 Var(v_s), mean over heads."""
     cosine_BAT: np.ndarray
-    """Pseudo-values of the mean cosine over pairs of sequences, of the state that enters the layer after each one with
-    disparity: their mean is the mean cosine."""
+    """Cosine between a sequence's state and those of the others, as the state enters the layer after each of A. As
+    jackknife pseudo-values, so that their mean over sequences is the mean cosine over pairs."""
     direction_share_K: np.ndarray
-    """Energy share of the top direction of the residual across sequences, at the sink and the targets, mean over layers
-    with disparity."""
+    """Share of the residual's energy across sequences that one direction holds, mean over A."""
     lock_BQ3N: np.ndarray
-    """q . k over later queries, at the sink and at the first target, as it is, without the direction that the sink's
-    states share, and without its largest coordinate alone, for each head that has the sink."""
+    """q . k summed over later queries: as it is, without the direction that the sink's states share, and without the
+    largest coordinate of that direction alone."""
     super_write_B: np.ndarray
-    """Squared write of the super neurons into the massive dimensions at the sink, over all birth layers."""
+    """Squared write of the super neurons into the massive dimensions at the sink, in the layers where these appear."""
     all_write_B: np.ndarray
     """The same of all neurons."""
     super_write_elsewhere_B: np.ndarray
@@ -50,21 +50,25 @@ class LinkValues:
 
     @property
     def gone_with_coordinate(self) -> float | None:
-        """What of q . k on the sink is gone without the largest coordinate of its direction; None without a head that
+        """The share of q . k on the sink that is gone without the largest coordinate of its direction; None if no head
         has the sink."""
         return float(gone(self.lock_BQ3N[:, 0, [0, 2]].mean(0))) if self.lock_BQ3N.size else None
 
     @property
     def locked_on(self) -> str | None:
-        """What heads read at the sink: the coordinate where that alone holds half of q . k, else the direction."""
+        """What heads read at the sink: a coordinate if it alone holds half of q . k, else a direction; None if no head
+        has the sink."""
         share = self.gone_with_coordinate
-        return None if share is None else "coordinate" if share >= LOCKED else "direction"
+        if share is None:
+            return None
+        return "coordinate" if share >= LOCKED else "direction"
 
 
 def read_link_values(
     anatomy: Anatomy, model: Any, ids_BT: Tensor, plan: Plan, directions: Mapping[int, Tensor]
 ) -> LinkValues:
-    """The values of one baseline pass; `directions` by layer are those that the lock is read without."""
+    """The values, from one pass of the baseline. `directions` [E] by layer are those that the sink's states share as
+    they enter attention."""
     recording = Recorder(anatomy, _observables(plan)).read(model, ids_BT)
     shape = (ids_BT.shape[0], ids_BT.shape[1])
 
@@ -115,24 +119,25 @@ def _observables(plan: Plan) -> list[Observable]:
 
 
 def _cosine(call: LayerCall) -> Tensor:
-    """[B, T] pseudo-values of the mean cosine over pairs; a state of zeros has no direction, and is left out."""
-    unit_BTE = call.direction
-    one_BT = (unit_BTE != 0).any(-1)
-    others_BT = ((unit_BTE * unit_BTE.sum(0)).sum(-1) - 1) / (one_BT.sum(0) - 1)
-    others_BT = others_BT.masked_fill(~one_BT, float("nan"))
-    # Each pair of sequences is in two of these means, so a pseudo-value counts its sequence twice.
-    return 2 * others_BT - others_BT.nanmean(0)
+    """[B, T] jackknife pseudo-values of the mean cosine between sequences; NaN for a state of zeros, which has none."""
+    direction_BTE = call.direction  # of length 1, or zero
+    has_direction_BT = (direction_BTE != 0).any(-1)
+    # The sum over all sequences counts a sequence's cosine with itself, which is 1.
+    cosine_BT = ((direction_BTE * direction_BTE.sum(0)).sum(-1) - 1) / (has_direction_BT.sum(0) - 1)
+    cosine_BT = cosine_BT.masked_fill(~has_direction_BT, float("nan"))
+    # Each pair of sequences is in the means of both, so a pseudo-value counts its sequence twice.
+    return 2 * cosine_BT - cosine_BT.nanmean(0)
 
 
 def _direction_share(call: LayerCall, plan: Plan) -> Tensor:
-    """[1, K] at the sink and the targets: all sequences have one share together."""
+    """[1, K] a number of all sequences together."""
     states_KBE = wide(call.residual[:, [plan.sink, *plan.targets]]).transpose(0, 1)
     return direction_share(states_KBE)[None]
 
 
 def _lock_rows(call: LayerCall, positions: list[int]) -> tuple[Any, ...]:
-    """What the lock needs of a layer: the arguments of `key_of`, the keys, and the sums of later queries, at some
-    positions."""
+    """What the lock needs of a layer: what its keys at some positions are made of, these keys, and the sum of the
+    queries after each position."""
     positions_Q = torch.tensor(positions, device=call.state.device)
     queries_n = sampled_queries(call.passing.length, call.state.device)
     later_nQ = later_queries(queries_n, positions_Q)
@@ -155,6 +160,7 @@ def _lock(
             others_BQE[..., direction_E.abs().argmax()] = 0
             keys = key_BKQD, *(key_of(anatomy.layers[index], rest, *call) for rest in (without_BQE, others_BQE))
             groups = query_sum_BHQD.shape[1] // key_BKQD.shape[1]
+            # A sum over queries of q . k is (sum of q) . k, so no row of attention is made.
             agree = [(query_sum_BHQD * key.float().repeat_interleave(groups, dim=1)).sum(-1) for key in keys]
             heads = [head for layer, head in plan.sink_heads if layer == index]
             by_layer.append(torch.stack(agree, 1)[:, :, heads].cpu().double().permute(0, 3, 1, 2))

@@ -1,13 +1,13 @@
-"""The search for an inclusion-minimal set of neurons whose removal takes the sink away.
+"""The search for the neurons that write the sink: an inclusion-minimal set whose removal takes it away.
 
 Some models write their sink with one neuron. In others several neurons can replace each other, and removing the
 strongest changes nothing. So neurons are removed in the order of their writes, twice as many each time. If all of them
-are not enough, the model without them is traced again, since other neurons may take over only then. The set is then
+are not enough, the model without them is traced again, because other neurons may take over only then. The set is then
 thinned out, weakest neuron first, until no neuron can be put back.
 
-Where no such set is found, a crowd may write the sink, along one direction: then the neurons that write most along it
-are removed, as many as it takes. They are not thinned out: which of several dozen can be spared depends on the
-sequences.
+If no such set is found, many neurons may write the sink together, along one direction. Then the neurons that write most
+strongly along it are removed, as many as it takes. They are not thinned out, because which of several dozen could be
+put back depends on the sequences.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from sinkscope.tracing.replay import ConditionReading, Replay
 from sinkscope.tracing.trace import trace
 
 NUM_SEARCHING = 16
-"""Choosing sequences that the search runs on."""
+"""How many of the choosing sequences the search runs on."""
 SEARCH_TARGETS = (0.8 * QUARTER, QUARTER)
-"""Shares of the sink that the set may leave: the first if possible, else the second. A set right at the threshold
-would fail it on other sequences half of the time."""
+"""Shares of the sink that the set may leave: the first if possible, else the second. A set right at the threshold of
+the claim, a quarter, would fail it on other sequences half of the time."""
 MAX_ROUNDS = 4
+"""How often the model is traced again for further candidates, at most."""
 
 Remaining = Callable[[Sequence[Neuron]], float]
 """Neurons removed -> the share of the sink rate that is left."""
@@ -48,25 +49,30 @@ def minimal_set(
     more: Callable[[Sequence[Neuron]], Sequence[Neuron]],
     target: float,
 ) -> tuple[Neuron, ...]:
-    """Neurons whose removal leaves at most `target` of the sink rate, none of which can be spared; () where no such set
-    was found.
+    """Neurons whose removal leaves at most `target` of the sink rate, none of which can be put back; () if there are
+    none.
 
-    `more` gives further candidates of the model without some neurons.
+    `candidates` are ranked, strongest first. `more` gives further ones, of the model without some neurons.
     """
-    ranked, first = tuple(dict.fromkeys(candidates))[:MAX_NEURONS], 1
+    ranked = tuple(dict.fromkeys(candidates))[:MAX_NEURONS]
+    first = 1
     for _ in range(MAX_ROUNDS):
-        if neurons := shortest(ranked, remaining, target, first):
+        neurons = shortest(ranked, remaining, target, first)
+        if neurons:
             return _thinned(neurons, remaining, target)
-        new = [neuron for neuron in more(ranked) if neuron not in ranked] if 0 < len(ranked) < MAX_NEURONS else []
+        new: list[Neuron] = []
+        if 0 < len(ranked) < MAX_NEURONS:
+            new = [neuron for neuron in more(ranked) if neuron not in ranked]
         if not new:
             return ()
-        ranked, first = (*ranked, *new)[:MAX_NEURONS], len(ranked) + 1
+        first = len(ranked) + 1  # all sets up to the old candidates have been tried
+        ranked = (*ranked, *new)[:MAX_NEURONS]
     return ()
 
 
 def shortest(ranked: tuple[Neuron, ...], remaining: Remaining, target: float, first: int = 1) -> tuple[Neuron, ...]:
-    """The first neurons, as many as `first` or 2, 4, 8 times that, whose removal leaves at most `target` of the sink
-    rate; () where all leave more."""
+    """The first neurons whose removal leaves at most `target` of the sink rate, as many as `first` or 2, 4, 8 ... times
+    that; () if even all of them leave more."""
     size = first
     while size < 2 * len(ranked):
         if remaining(ranked[:size]) <= target:
@@ -88,12 +94,16 @@ def _thinned(neurons: tuple[Neuron, ...], remaining: Remaining, target: float) -
 
 
 def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Neuron, ...]:
-    """The minimal set of a model, found on choosing sequences; kept as a part, since the search is long."""
+    """The minimal set of a model, found on the choosing sequences; kept as a finished part, because the search is
+    long."""
 
     def searched() -> tuple[Neuron, ...]:
         search = _Search(loaded, plan, choosing, plan.candidates)
-        for target in SEARCH_TARGETS if search.before > 0 else ():
-            if neurons := minimal_set(plan.candidates, search.remaining, search.more, target):
+        if search.before == 0:
+            return ()
+        for target in SEARCH_TARGETS:
+            neurons = minimal_set(plan.candidates, search.remaining, search.more, target)
+            if neurons:
                 return neurons
         return ()
 
@@ -101,17 +111,20 @@ def find_minimal_set(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, part
 
 
 def find_writers(loaded: LoadedModel, plan: Plan, choosing: TokenBatch, parts: Parts) -> tuple[Neuron, ...]:
-    """As many of the plan's writers as it takes, and all where they are not enough."""
+    """As many of the plan's writers as take the sink away, or all of them if they are not enough."""
 
     def searched() -> tuple[Neuron, ...]:
         search = _Search(loaded, plan, choosing, plan.writers)
-        enough = shortest(plan.writers, search.remaining, SEARCH_TARGETS[0]) if search.before > 0 else ()
-        return enough or plan.writers
+        if search.before == 0:
+            return plan.writers
+        return shortest(plan.writers, search.remaining, SEARCH_TARGETS[0]) or plan.writers
 
     return _kept_neurons(parts, "writers", searched)
 
 
 def _kept_neurons(parts: Parts, name: str, searched: Callable[[], tuple[Neuron, ...]]) -> tuple[Neuron, ...]:
+    """What the search finds, or found before an interruption."""
+
     def rows() -> dict[str, np.ndarray]:
         neurons = [
             [neuron.layer, DENSE if neuron.expert is None else neuron.expert, neuron.neuron] for neuron in searched()
@@ -124,10 +137,10 @@ def _kept_neurons(parts: Parts, name: str, searched: Callable[[], tuple[Neuron, 
 
 
 class _Search:
-    """The sink without some of the neurons, on choosing sequences; each set is tried once.
+    """What is left of the sink without some neurons, on the choosing sequences. No set is tried twice.
 
-    Under torchrun the first process tries it for all, and says which neurons come next: rounding must not send them
-    different ways.
+    Under torchrun all processes use the numbers of the first: they might otherwise differ by rounding, and processes
+    that continue with different sets would wait for one another forever.
     """
 
     def __init__(self, loaded: LoadedModel, plan: Plan, choosing: TokenBatch, neurons: Sequence[Neuron]) -> None:
@@ -143,8 +156,9 @@ class _Search:
         return Replay(anatomy_of(model), model, self.batch.ids, restarts=self._restarts)
 
     def remaining(self, neurons: Sequence[Neuron]) -> float:
-        """The share of the sink rate that is left without neurons."""
-        if (removed := frozenset(neurons)) not in self._left:
+        """The share of the sink rate that is left without some neurons."""
+        removed = frozenset(neurons)
+        if removed not in self._left:
             self._left[removed] = processes.from_first(lambda: self._without(neurons)) / self.before
         return self._left[removed]
 
@@ -156,7 +170,7 @@ class _Search:
         return float(reading.later_rate_BS[:, self.sink].mean())
 
     def more(self, neurons: Sequence[Neuron]) -> list[Neuron]:
-        """Candidates of the model without neurons."""
+        """The candidates of the model without some neurons."""
         with ablate_neurons(self.loaded, neurons):
             findings = trace(self.loaded, self.batch, effective_rank=False).findings
         return processes.from_first(lambda: candidate_neurons(findings, self.sink))

@@ -44,109 +44,115 @@ class StudyData:
     """Empty where the choosing sequences show no sink."""
     minimal: tuple[Neuron, ...]
     writers: tuple[Neuron, ...]
-    """Where there is no minimal set: those that write most along the sink's direction, as many as it took on the
-    choosing sequences."""
+    """Where there is no minimal set: the neurons that write most strongly along the sink's direction, as many as it
+    took on the choosing sequences to remove the sink."""
     controls: Controls
     not_turned: str
     """Why the residual basis was not turned; empty where it was."""
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
     fresh_variance_NLST: np.ndarray | None
-    """Of models drawn afresh; None where there is none, or nothing to compare with it."""
+    """Of the same architecture before training, from `fresh`; None if no such model fits on this machine, or there is
+    nothing to compare with it."""
 
     @property
     def sides(self) -> tuple[bool, ...]:
-        """Those of the norm on the aggregation."""
+        """The sides of a norm on the aggregation, as values of `before_norm`."""
         return sides_of_norm(self.anatomy)
 
     @property
     def squared_deviation_LBST(self) -> np.ndarray:
-        """Of the aggregation in the layers up to the birth, on each side of its norm: the mean over sequences is the
-        batch variance."""
+        """Of the aggregation in the early layers, on each side of its norm. Its mean over sequences is the variance."""
         return self.reading.squares_LBS2T[self.plan.layers, :, :, 0].double().numpy()
 
     def at_targets(
         self, name: str, factor: float | None = None, held: str | None = None, **more: Any
     ) -> list[Condition]:
-        """A condition at every target."""
+        """The conditions of one kind at every target."""
         return [Condition(name, target, factor, held, **more) for target in self.plan.targets]
 
     @property
     def by_target(self) -> dict[Condition, list[Condition]]:
-        """Conditions that differ in their target alone, by the first of them; random sets apart."""
+        """Conditions that differ only in their target, by the one at the first target. Random sets are left out."""
         groups: dict[Condition, list[Condition]] = defaultdict(list)
         for condition in self.results:
             if condition.number is None:
-                at_sink = condition.target == self.plan.sink
-                groups[replace(condition, target=self.plan.sink if at_sink else self.plan.targets[0])].append(condition)
+                first = self.plan.sink if condition.target == self.plan.sink else self.plan.targets[0]
+                groups[replace(condition, target=first)].append(condition)
         return groups
 
     def risen_B(self, conditions: Sequence[Condition]) -> np.ndarray:
-        """How far the rate rises over the baseline's where each acts, by later queries, mean over them."""
+        """[B] the rise of the sink rate over the baseline's at the position that a condition acts on, counted over
+        later queries, mean over conditions."""
         rises = [self.results[c].later_BS[:, c.target] - self.baseline.later_BS[:, c.target] for c in conditions]
         return np.mean(rises, axis=0)
 
     def rise_B(self, name: str, factor: float | None = None, held: str | None = None, **more: Any) -> np.ndarray:
-        """The same of one condition at every target, as support of a claim."""
+        """[B] the same of one kind of condition at every target, for a claim: its manipulation check must pass."""
         conditions = self.at_targets(name, factor, held, **more)
         self.supports(*conditions)
         return self.risen_B(conditions)
 
     def at_sink_B(self, condition: Condition | None = None) -> np.ndarray:
-        """The rate at the sink by later queries, in the baseline or under a condition, as support of a claim."""
+        """[B] the rate at the sink, counted over later queries, in the baseline or under a condition. The condition's
+        manipulation check must pass."""
         if condition is None:
             return self.baseline.later_BS[:, self.plan.sink]
         self.supports(condition)
         return self.results[condition].later_BS[:, self.plan.sink]
 
     def supports(self, *conditions: Condition) -> None:
-        """Refuses a condition, at one or more targets, that did not do what its name says."""
-        if miss := missed(self, *conditions):
-            raise MarkedError(miss)
+        """Raises MarkedError if a condition, at one or more targets, failed its manipulation check."""
+        failure = missed(self, *conditions)
+        if failure:
+            raise MarkedError(failure)
 
     @property
     def where(self) -> str:
-        """What a mean over targets is a mean over."""
+        """For notes: which positions a mean over targets is over."""
         return f"mean over positions {', '.join(map(str, self.plan.targets))}"
 
     def left_B2(self, removed: Condition) -> np.ndarray:
-        """The rate at the sink before and under a condition: the second over the first is what it leaves."""
+        """[B, 2] the rate at the sink in the baseline and under a condition. The second over the first is the share of
+        the sink that is left."""
         return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
     def left_by(self, name: str, position: int, before_norm: bool = False) -> float | None:
-        """What a condition at some position leaves of the sink, as a control; None where it is marked."""
-        before, condition = self.at_sink_B().mean(), Condition(name, position, before_norm=before_norm)
+        """The share of the sink that a condition at some position leaves, as a control; None if it failed its check."""
+        before = self.at_sink_B().mean()
+        condition = Condition(name, position, before_norm=before_norm)
         return control_unless_marked(lambda: float(self.at_sink_B(condition).mean() / before))
 
     def left_BS2(self, name: str) -> np.ndarray:
-        """The same of a condition at the sink, on each side of the norm on the aggregation."""
+        """[B, S, 2] as `left_B2`, of a condition at the sink on each side of the norm on the aggregation."""
         sink = self.plan.sink
         return np.stack([self.left_B2(Condition(name, sink, before_norm=side)) for side in self.sides], 1)
 
     def by_side(self, values: np.ndarray) -> str:
-        """Numbers on each side, [B, S] or two [B, S, 2] whose ratio counts, in words; nothing where there is one."""
+        """For notes: the number on each side of the norm, of values [B, S], or [B, S, 2] whose second over first
+        counts. Empty in models without a norm on the aggregation."""
         means = values.mean(0)
-        shares = means[:, 1] / means[:, 0] if means.ndim > 1 else means
-        words = ("after the norm", "before it")[: len(shares)]
-        said = [f"{where} {share:.3g}" for where, share in zip(words, shares, strict=True)]
-        return ", ".join(said) if said[1:] else ""
+        numbers = means[:, 1] / means[:, 0] if means.ndim > 1 else means
+        if len(numbers) == 1:
+            return ""
+        after, before = numbers
+        return f"after the norm {after:.3g}, before it {before:.3g}"
 
-    def moments_over_untouched(self, condition: Condition, before_norm: bool) -> np.ndarray:
-        """[3, L] batch variance, energy and squared mean at its target, over the baseline's; NaN over what is
-        there by rounding alone, as the variance of a token that is the same in every sequence."""
+    def moments_over_baseline(self, condition: Condition, before_norm: bool) -> np.ndarray:
+        """[3, L] variance, energy and squared mean at the target, over those of the baseline. NaN where the baseline
+        has none but for rounding, such as the variance of a token that is the same in every sequence."""
         before_3L = self.baseline.moments(condition.target, before_norm)
         before_3L = np.where(before_3L > ROUNDING * before_3L[1], before_3L, np.nan)
         return self.results[condition].moments(condition.target, before_norm) / before_3L
 
     def times_the_variance(self, name: str, factor: float) -> float:
-        """The batch variance under a condition over the baseline's, geometric mean over targets and the layers
-        acted on."""
-        ratios_KL = [self.moments_over_untouched(c, c.before_norm)[0] for c in self.at_targets(name, factor)]
+        """The variance under a condition over that of the baseline, geometric mean over targets and layers acted on."""
+        ratios_KL = [self.moments_over_baseline(c, c.before_norm)[0] for c in self.at_targets(name, factor)]
         return float(np.exp(np.log(np.array(ratios_KL)[:, : len(self.plan.layers)]).mean()))
 
     def top_shares(self, neurons: Sequence[Neuron]) -> tuple[float, float]:
-        """(top energy share of the neurons' output vectors, that of the median neuron of their layers), means over
-        neurons."""
+        """(largest share of energy in one dimension of the neurons' output vectors, the same of the median neuron of
+        their layers), means over the neurons."""
         from sinkscope.measures.dimension_disparity import top_energy_share
 
         shares, medians = [], []

@@ -1,4 +1,4 @@
-"""A study as tidy tables; their columns are declared in `studies.study_schemas`."""
+"""The tables of a study, row by row; `schemas` declares their columns."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ NUM_BINS = 24
 NUM_RANKS = 64
 SHOWN_NEURONS = 4
 LEADING = (BASELINE, "mask_to_self", "amplify_variance")
-"""Conditions whose histograms come first."""
+"""Conditions whose histograms come first, because the page shows the first few."""
 SHOWN_SEQUENCES = 4
 ENTERING = ("output projection", "norm")
-"""What the aggregation enters where it is looked at, by whether that is before the norm on it."""
+"""What the aggregation enters at the place that was read, by `before_norm`."""
 RULES = {
     "at least": "low >= threshold",
     "above": "low > threshold",
@@ -80,10 +80,11 @@ def study_tables(trace: Trace, study: StudyData, judgements: Sequence[Judgement]
 
 def _conditions(study: StudyData) -> list[tuple[str, int | None, float | None, ConditionResult]]:
     """(condition, target, factor, result), the baseline first; random sets have a table of their own."""
-    return [
-        (BASELINE, None, None, study.baseline),
-        *((c.label, c.target, c.factor, o) for c, o in study.results.items() if c.number is None),
-    ]
+    rows: list[tuple[str, int | None, float | None, ConditionResult]] = [(BASELINE, None, None, study.baseline)]
+    for condition, result in study.results.items():
+        if condition.number is None:
+            rows.append((condition.label, condition.target, condition.factor, result))
+    return rows
 
 
 def _claims(judgements: Sequence[Judgement]) -> Rows:
@@ -124,13 +125,13 @@ def _rates(study: StudyData) -> Rows:
 
 
 def _factorial(study: StudyData) -> Rows:
-    """A row by cell: mixing, level of the variance and level of the energy."""
+    """A row for each cell of the factorial: mixing, level of the variance and level of the energy."""
     for cell, conditions in study.by_target.items():
         if FACTORIAL_TABLE not in cell.kind.shown_in:
             continue
         rise_B = study.risen_B(conditions)
         low, high = bootstrap_mean_interval(rise_B)
-        ratios = [study.moments_over_untouched(c, cell.before_norm) for c in conditions]
+        ratios = [study.moments_over_baseline(c, cell.before_norm) for c in conditions]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios_3 = np.exp(np.mean(np.log(ratios), (0, 2)))
         yield dict(
@@ -153,14 +154,14 @@ def _factorial(study: StudyData) -> Rows:
 
 def _manipulation(study: StudyData) -> Rows:
     """What every condition did to the aggregation at its target, layer by layer."""
-    misses: dict[Condition, str] = {}
-    for conditions in study.by_target.values():
-        misses |= dict.fromkeys(conditions, missed(study, *conditions) or "")
+    failures: dict[Condition, str] = {}
+    for conditions in study.by_target.values():  # targets are checked together
+        failures |= dict.fromkeys(conditions, missed(study, *conditions) or "")
     for condition in study.results:
         if condition.number is not None:
             continue
         for side, layer in product(study.sides, study.plan.factorial_layers):
-            variance, energy, squared_mean = study.moments_over_untouched(condition, side)[:, layer]
+            variance, energy, squared_mean = study.moments_over_baseline(condition, side)[:, layer]
             yield dict(
                 condition=condition.label,
                 target=condition.target,
@@ -171,17 +172,18 @@ def _manipulation(study: StudyData) -> Rows:
                 energy=_number(energy),
                 squared_mean=_number(squared_mean),
                 mean_share=_number(_mean_share(squared_mean, energy)),
-                missed=misses[condition],
+                missed=failures[condition],
             )
 
 
 def _mean_share(squared_mean: float, energy: float) -> float:
-    """|mu| / |o| over the baseline, from the ratios of both; a mean that was taken out is below 0 by rounding."""
+    """|mu| / |o| over that of the baseline, from the ratios of squared mean and energy. Rounding may bring the squared
+    mean below 0 where the mean was removed."""
     return float(np.sqrt(max(squared_mean, 0.0) / energy)) if energy > 0 else np.nan
 
 
 def _number(value: float) -> float | None:
-    """None where a ratio has no value: nothing over nothing."""
+    """None where a ratio has no value, such as 0 / 0."""
     return float(value) if np.isfinite(value) else None
 
 

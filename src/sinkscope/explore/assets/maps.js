@@ -42,7 +42,7 @@ function scaleOf(rows, quantity) {
 function drawMap(place, part, options) {
   place.replaceChildren();
   if (!part.now) {
-    place.append(element("p", { class: "muted" }, "Not kept for this token in the finished trace; the sinks have it."));
+    place.append(element("p", { class: "muted" }, "This finished trace keeps the attention by head for its sinks only."));
     return;
   }
   const { now, before } = part, { columns, choose } = options;

@@ -162,7 +162,7 @@ class Pane {
     const { edits } = this.state;
     this.get(".edits").replaceChildren(...edits.map(([kind, text], at) => {
       const name = `${kind.replaceAll("_", " ")} ${text}`;
-      const out = element("button", { "aria-label": `Take back ${name}` }, "\u00d7");
+      const out = element("button", { "aria-label": `Remove ${name}` }, "\u00d7");
       out.addEventListener("click", () => this.edit(edits.filter((_, other) => other !== at)));
       return element("li", {}, `${name} `, out);
     }));
@@ -207,20 +207,20 @@ class Pane {
       return element("tr", {}, element("td", {}, what + state), element("td", {}, String(part.position)),
         element("td", { class: "number" }, value), element("td", {}, ...buttons));
     };
-    // What it was in the baseline, where that is another value.
+    // The value in the baseline, where it differs.
     const was = (part, now) => part.before === null || shown(part.before) === shown(now) ? "" : `, was ${shown(part.before)}`;
     const rows = neurons.map((neuron) => {
       const name = [neuron.layer, neuron.expert, neuron.neuron].filter((part) => part !== null).join(":");
       return row(`neuron ${name} ${neuron.role} dimension ${neuron.dimension}`, neuron, shown(neuron.activation) + (neuron.write_share === null ? "" : ` (${Math.round(100 * neuron.write_share)} %)`) + was(neuron, neuron.activation), [
-        ["Take out", "ablate", name],
-        opened !== neuron.position && [`Transplant to ${opened}`, "transplant", `${name}@${neuron.position}:${opened}`],
+        ["Remove", "ablate", name],
+        opened !== neuron.position && [`Copy to token ${opened}`, "transplant", `${name}@${neuron.position}:${opened}`],
       ]);
     });
     for (const part of dimensions) {
       const { dimension, position } = part;
       rows.push(row(`dimension ${dimension}, most in layer ${part.layer}`, part, `${shown(part.value)} (${shown(part.ratio)} x mean)${was(part, part.value)}`, [
-        ["Take out", "zero_dimension", `${dimension}@${position}`],
-        opened !== position && [`Transplant to ${opened}`, "transplant_dimension", `${dimension}@${position}:${opened}`],
+        ["Remove", "zero_dimension", `${dimension}@${position}`],
+        opened !== position && [`Copy to token ${opened}`, "transplant_dimension", `${dimension}@${position}:${opened}`],
       ]));
     }
     this.get(".parts tbody").replaceChildren(...rows);

@@ -1,5 +1,5 @@
-"""What the live page shows of one text: a reading, from a trace or the tables of a finished one, and a window of it
-as the object that the browser draws.
+"""What the live page shows of one text, from a trace or from the tables of a finished one, and the part of it that the
+browser draws.
 
 Axes: L layers, H heads, T positions.
 """
@@ -24,42 +24,42 @@ from sinkscope.tracing.trace import Trace
 QUANTITIES = {
     "attention_received": "Attention received, mean over heads",
     "dom_ratio": "DomRatio: max |h| / mean |h| of the residual",
-    "largest_write": "Largest write of any neuron, |activation| x output norm",
-    "mixing": "Mixing, sum a^2: 1 where a token attends to one key alone",
-    "second_moment": "E[o^2] of the value aggregation",
+    "largest_write": "Largest write of any neuron, |activation| x norm of its output vector",
+    "mixing": "Mixing, sum a^2 of its attention: 1 where a token attends to a single key",
+    "second_moment": "Energy, E[o^2], of the value aggregation",
 }
-"""What is shown by layer and position; the chain has a panel for each."""
+"""What is shown by layer and position, with its label on the page. The chain has a panel for each."""
 CHAIN = ("mixing", "second_moment", "largest_write", "dom_ratio", "attention_received")
-"""The panels from cause to effect."""
+"""The order of the panels, from cause to effect."""
 OBSERVABLES = sorted(NEEDED | {"received_by_sequence", "mixing", "second_moment"})
-"""What a redraw records."""
+"""What is recorded of a prompt: only what the page shows, because someone is waiting."""
 NEURON, DIMENSION = ("position", "layer", "expert", "neuron"), ("position", "dimension")
-"""What names a row of a list."""
+"""The fields by which rows of the two lists are matched between the baseline and an intervention."""
 WINDOW = 256
-"""Positions that are drawn at once."""
+"""How many positions the page draws at once."""
 MOST_LISTED = 24
 """Neurons or dimensions in a list."""
 NEURON_COLUMNS = ("position", "layer", "expert", "neuron", "dimension", "activation", "write_share", "role")
 MASSIVE = ("position", "layer", "dimension", "value", "ratio")
 SILENT = 0.01
-"""Share of its activation in the baseline below which a neuron is silent."""
+"""A neuron is called silent if at most this share of its baseline activation is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A text and what a model did on it."""
+class TextResult:
+    """What a model did on one text, as arrays and lists that the page can show."""
 
     story: str
     strongest: int
     """Position of the strongest key."""
     tokens: Sequence[str] | None
-    """None where there are several sequences."""
+    """None if the trace is of several sequences."""
     received_T: np.ndarray
     sink_rate_T: np.ndarray
     by_position: Mapping[str, np.ndarray]
     """[L, T] by quantity."""
     heads: Callable[[int], np.ndarray | None]
-    """[L, H] attention that a position receives; None where that was not kept."""
+    """position -> [L, H] the attention that it receives; None if that was not kept."""
     neurons: Sequence[Mapping[str, Any]]
     dimensions: Sequence[Mapping[str, Any]]
     unlisted: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -71,8 +71,9 @@ class Reading:
         return len(self.received_T)
 
 
-def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
-    """The reading of one text; with what the baseline lists, where interventions are on."""
+def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
+    """From a trace of one text. `before` is the baseline if interventions are on: what it lists is looked up here
+    too."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
     neurons = _from_the_first(
@@ -88,7 +89,7 @@ def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
         for row in _missing(before.dimensions, dimensions, DIMENSION):
             value, ratio = findings.dimension(row["position"], row["layer"], row["dimension"]) or (None, None)
             unlisted["dimensions"].append({**row, "value": value, "ratio": ratio})
-    return Reading(
+    return TextResult(
         story=trace.story,
         strongest=findings.strongest[0],
         tokens=[trace.token_text(token) for token in recording.batch.ids[0].tolist()],
@@ -105,13 +106,13 @@ def of_trace(trace: Trace, before: Reading | None = None) -> Reading:
     )
 
 
-def of_run(folder: Path) -> Reading:
-    """The reading of a finished trace, from its tables. Of several sequences it shows means by position."""
-    wanted = ("layer", "position", "sink_rate", *QUANTITIES)
+def from_run(folder: Path) -> TextResult:
+    """From the tables of a finished trace. Of several sequences it holds means by position."""
+    columns = ("layer", "position", "sink_rate", *QUANTITIES)
     run = read_run(
         folder,
         columns={
-            "positions": wanted,
+            "positions": columns,
             "heads": ("layer", "head", "position", "attention_received"),
             "neurons": NEURON_COLUMNS,
             "dimensions": MASSIVE,
@@ -121,7 +122,7 @@ def of_run(folder: Path) -> Reading:
     )
     num_layers = run.summary["num_layers"]
     by_position = {
-        name: np.array(run.tables["positions"][name], dtype=float).reshape(num_layers, -1) for name in wanted[2:]
+        name: np.array(run.tables["positions"][name], dtype=float).reshape(num_layers, -1) for name in columns[2:]
     }
 
     def heads(position: int) -> np.ndarray | None:
@@ -132,7 +133,7 @@ def of_run(folder: Path) -> Reading:
     positions = list(range(run.summary["tokens"]["length"]))
     if tokens is not None and tokens["position"][: len(positions)] != positions:
         raise refused(folder / "tokens.parquet", "its rows are not those of one sequence, in its order")
-    return Reading(
+    return TextResult(
         story=run.answer,
         strongest=run.strongest,
         tokens=None if tokens is None else tokens["text"],
@@ -146,12 +147,13 @@ def of_run(folder: Path) -> Reading:
 
 
 def _where_judged(rate_T: np.ndarray) -> np.ndarray:
-    """A key with too few later queries has no sink rate."""
+    """The sink rates, NaN for keys with too few later queries to be judged."""
     return np.where(eligible_positions(len(rate_T)).numpy(), rate_T, np.nan)
 
 
 def _from_the_first(neurons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """By position and layer: what begins the disparity of a token comes before what makes it large."""
+    """Sorted by position and layer, so that the neuron that begins a massive dimension comes before those that enlarge
+    it."""
     return sorted(neurons, key=lambda neuron: (neuron["position"], neuron["layer"]))
 
 
@@ -163,17 +165,21 @@ def _strongest_layers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     return list(most.values())
 
 
-def window(now: Reading, before: Reading | None, start: int, position: int | None, quantity: str) -> dict[str, Any]:
-    """Up to WINDOW positions from `start` on, as the browser draws them. `before`: the baseline to compare with,
-    where something was changed. `position`: the token that is opened, the strongest key if none is."""
+def window(
+    now: TextResult, before: TextResult | None, start: int, position: int | None, quantity: str
+) -> dict[str, Any]:
+    """What the browser draws, as JSON: up to WINDOW positions from `start` on.
+
+    `before` is the baseline if interventions are on. `position` is the opened token; None opens the strongest key.
+    """
     start = min(start, max(0, now.length - 1)) // WINDOW * WINDOW
     opened = now.strongest if position is None or position >= now.length else position
     shown = slice(start, start + WINDOW)
 
-    def both(values: Callable[[Reading], Any]) -> dict[str, Any]:
+    def both(values: Callable[[TextResult], Any]) -> dict[str, Any]:
         return {"now": _listed(values(now)), "before": None if before is None else _listed(values(before))}
 
-    # Those of the baseline stay listed when an intervention silences them, or they could not be put back.
+    # What the baseline lists stays listed when an intervention silences it, or it could not be put back.
     first = before or now
     parts = {
         "neurons": _rows(first.neurons, now.neurons, now.unlisted.get("neurons", ()), NEURON, "activation"),
@@ -189,49 +195,55 @@ def window(now: Reading, before: Reading | None, start: int, position: int | Non
         "opened_text": shown_token(now, opened),
         "strongest": now.strongest,
         "tokens": [shown_token(now, at) for at in range(now.length)[shown]],
-        "received": both(lambda reading: reading.received_T[shown]),
-        "sink_rate": both(lambda reading: reading.sink_rate_T[shown]),
+        "received": both(lambda result: result.received_T[shown]),
+        "sink_rate": both(lambda result: result.sink_rate_T[shown]),
         "chain": [
             {
                 "quantity": name,
                 "meaning": QUANTITIES[name],
-                **both(lambda reading, name=name: reading.by_position[name][:, opened]),
+                **both(lambda result, name=name: result.by_position[name][:, opened]),
                 "elsewhere": _listed(_elsewhere(now.by_position[name], opened)),
             }
             for name in CHAIN
         ],
-        "heads": both(lambda reading: reading.heads(opened)),
+        "heads": both(lambda result: result.heads(opened)),
         "map": {
             "quantity": quantity,
             "meaning": QUANTITIES[quantity],
-            **both(lambda reading: reading.by_position[quantity][:, shown]),
+            **both(lambda result: result.by_position[quantity][:, shown]),
         },
         **{name: rows[:MOST_LISTED] for name, rows in parts.items()},
         "found": {name: len(rows) for name, rows in parts.items()},
     }
 
 
-def shown_token(reading: Reading, position: int) -> str:
+def shown_token(result: TextResult, position: int) -> str:
     """A token with its spaces and control characters shown; empty where there are several sequences."""
-    return "" if reading.tokens is None else visible(token_text(reading.tokens[position]))
+    return "" if result.tokens is None else visible(token_text(result.tokens[position]))
 
 
 def _rows(
     before: Sequence[Mapping], now: Sequence[Mapping], unlisted: Sequence[Mapping], keys: Sequence[str], value: str
 ) -> list[dict[str, Any]]:
-    """The entries of the baseline with their values now, then those that are new."""
-    old, new, rest = ({_name(row, keys): row for row in rows} for rows in (before, now, unlisted))
+    """The rows of the baseline with their values now, then those that are new."""
+    old = {_name(row, keys): row for row in before}
+    new = {_name(row, keys): row for row in now}
+    values_now = {_name(row, keys): row for row in unlisted}
     rows = []
     for name, row in old.items():
-        current = new.get(name) or rest[name]
-        silent = current[value] is not None and abs(current[value]) <= SILENT * abs(row[value])
-        state = "" if name in new else "silent now" if silent else "no longer listed"
+        current = new.get(name) or values_now[name]
+        if name in new:
+            state = ""
+        elif current[value] is not None and abs(current[value]) <= SILENT * abs(row[value]):
+            state = "silent now"
+        else:
+            state = "no longer listed"
         rows.append({**current, "state": state, "before": row[value]})
     return rows + [{**row, "state": "new", "before": None} for name, row in new.items() if name not in old]
 
 
 def _missing(before: Sequence[Mapping], now: Sequence[Mapping], keys: Sequence[str]) -> list[Mapping]:
-    """The rows that are no longer listed."""
+    """The rows of the baseline that are no longer listed."""
     listed = {_name(row, keys) for row in now}
     return [row for row in before if _name(row, keys) not in listed]
 
