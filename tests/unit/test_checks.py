@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinkscope.interventions.checks import Expected, miss
+from sinkscope.interventions.check_results import miss
+from sinkscope.interventions.checks import Expected
 from sinkscope.studies.checks import missed
 from sinkscope.studies.conditions import Condition, in_words
 

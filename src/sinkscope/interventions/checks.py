@@ -1,33 +1,23 @@
 """Manipulation checks: whether an intervention did what its name says.
 
 A check is a function of what one pass shows at the position acted on (`AtTarget`). It says what must have come about
-there (`Expected`), and `miss` compares that with what did. The kinds of interventions (`kinds.KINDS`) and the
-conditions of a study (`studies.conditions.CONDITIONS`) name the same functions of this file.
-
-A few dozen sequences give the variance in one layer to within 5 to 15 %, so the estimate of a single layer cannot tell
-whether it is off by 10 %. The estimate over all layers can. A check fails if
-
-- the root mean square over layers of log(actual / expected), minus what sampling adds to it, is above log 1.1; or
-- in one layer the whole 99 % interval of actual / expected is more than 10 % off.
+there (`Expected`), and `check_results.miss` compares that with what did. The kinds of interventions (`kinds.KINDS`)
+and the conditions of a study (`studies.conditions.CONDITIONS`) name the same functions of this file.
 
 Interventions that set values outright have no check: neurons and dimensions that are removed, copied or held, and
-output vectors that are changed. No torch, which the command line's help and a study's claims do without. Axes:
-B sequences, L layers acted on.
+output vectors that are changed. Neither torch nor numpy is imported: the command line's help does without.
+Axes: B sequences, L layers acted on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
-from sinkscope.statistics import bootstrap_tail, resample_weights, weighted_means
-
 if TYPE_CHECKING:
-    from sinkscope.tracing.replay import ConditionReading
+    import numpy as np
 
 TOLERANCE = 0.1
 """A check fails if what it compares is off by more than this share."""
@@ -38,10 +28,6 @@ ROUNDING = 1e-10
 HIDDEN = 1e-6
 """A key that is hidden has at most this share of sum a^2, by rounding. Were a tenth allowed, a token that spreads its
 attention evenly over more than ten keys would pass with nothing done."""
-CONFIDENCE = 0.99
-"""Of the interval in a single layer. Higher than 95 %, because several layers are tested."""
-FARTHEST = np.log(1e6)
-"""No ratio counts as farther off than this, so that 0 / x or x / 0 in one layer leaves the mean finite."""
 MIN_SEQUENCES = 8
 """Over fewer sequences a variance, or a mean that was calibrated on others, is mostly chance."""
 
@@ -91,7 +77,7 @@ class Expected(NamedTuple):
     """In a clause, such as: its variance is that of the baseline."""
     rule: Literal["equal", "at most", "at least"]
     actual_BL: np.ndarray
-    expected_BL: np.ndarray
+    expected_BL: np.ndarray | float
     min_sequences: int = 1
     """With fewer it cannot be told."""
 
@@ -119,7 +105,7 @@ def not_to_itself(at: AtTarget) -> list[Expected]:
 def to_one_other(at: AtTarget) -> list[Expected]:
     weights_BL = at.under.weights_BL
     claim = "all of its attention goes to one key"
-    one_key = Expected("attention to one key alone", claim, "at least", weights_BL, np.ones_like(weights_BL))
+    one_key = Expected("attention to one key alone", claim, "at least", weights_BL, 1.0)
     return [*not_to_itself(at), one_key]
 
 
@@ -127,7 +113,7 @@ def to_two(at: AtTarget) -> list[Expected]:
     # Of all ways to spread attention over two keys, halves have the least sum a^2: 1/4 + 1/4.
     weights_BL = at.under.weights_BL
     claim = "all of its attention goes to two keys"
-    return [Expected("attention to two keys alone", claim, "at least", weights_BL, np.full_like(weights_BL, 0.5))]
+    return [Expected("attention to two keys alone", claim, "at least", weights_BL, 0.5)]
 
 
 def averages(at: AtTarget) -> list[Expected]:
@@ -200,83 +186,3 @@ def no_mean(at: AtTarget) -> list[Expected]:
 def no_variance(at: AtTarget) -> list[Expected]:
     expected_BL = TOLERANCE * at.under.energy_BL
     return [Expected("variance of 0", "its variance is 0", "at most", at.under.variance_BL, expected_BL, MIN_SEQUENCES)]
-
-
-# The comparison.
-
-
-def miss(expected: Expected, layers: Sequence[int] | None = None) -> str | None:
-    """How far off what came about is; None where it is what was expected. `layers` are the numbers of those acted on,
-    by default from 0 on."""
-    limits = {"equal": (-FARTHEST, FARTHEST), "at most": (0.0, FARTHEST), "at least": (-FARTHEST, 0.0)}[expected.rule]
-    actual_BL, expected_BL = expected.actual_BL, expected.expected_BL
-
-    def off(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.nan_to_num(np.clip(np.log(actual / expected), *limits))  # 0 / 0 is not off
-
-    off_L = off(actual_BL.mean(0), expected_BL.mean(0))
-    if len(actual_BL) == 1:  # nothing to resample
-        proven_L, by_chance = np.abs(off_L), 0.0
-    else:
-        weights_RB, tail = resample_weights(len(actual_BL)), bootstrap_tail(len(actual_BL), CONFIDENCE)
-        off_RL = off(weighted_means(weights_RB, actual_BL), weighted_means(weights_RB, expected_BL))
-        low_L, high_L = np.quantile(off_RL, [tail, 1 - tail], axis=0)
-        proven_L, by_chance = np.maximum(low_L, -high_L), off_RL.var(0)
-    # Sampling alone makes the squares larger, by the variance of the resampled values.
-    mean_square = float(np.mean(off_L**2 - by_chance))
-    if mean_square > np.log(1 + TOLERANCE) ** 2:
-        return f"off by a factor of {np.exp(mean_square**0.5):.2f}, root mean square over layers"
-    if proven_L.max() > np.log(1 + TOLERANCE):
-        worst = int(proven_L.argmax())
-        layer = worst if layers is None else layers[worst]
-        return f"{np.exp(off_L[worst]):.2f} times what it should be in layer {layer}"
-    return None
-
-
-def pass_at(reading: ConditionReading, position: int, layers: Sequence[int], *, before_norm: bool) -> PassAtTarget:
-    """What a reading shows at a position in some layers, on one side of the norm on the aggregation."""
-    chosen = list(layers)
-    squares_LB2T = reading.squares_LBS2T[chosen, :, int(before_norm)].double()
-    length = squares_LB2T.shape[-1]
-    later_LB = squares_LB2T[:, :, 0, length - length // 2 :].mean(-1)
-    return PassAtTarget(
-        variance_BL=squares_LB2T[:, :, 0, position].numpy().T,
-        energy_BL=squares_LB2T[:, :, 1, position].numpy().T,
-        weights_BL=reading.mixing_LBT[chosen, :, position].double().numpy().T,
-        own_weight_BL=reading.own_mixing_LBT[chosen, :, position].double().numpy().T,
-        later_variance_BL=later_LB.numpy().T,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
-    """How one intervention fared."""
-
-    intervention: str
-    """As on the command line, such as amplify 10:4."""
-    passed: bool | None
-    """None where it was not checked."""
-    text: str
-    """A sentence for people."""
-
-
-def check_result(intervention: str, expected: Sequence[Expected], layers: Sequence[int]) -> CheckResult:
-    """The result of a check: what came about, compared with all that was expected."""
-    if not expected:
-        return not_checked(intervention, "no number that is read shows what it does")
-    num_sequences, needed = len(expected[0].actual_BL), max(one.min_sequences for one in expected)
-    if num_sequences < needed:
-        have = "one sequence was" if num_sequences == 1 else f"{num_sequences} were"
-        return not_checked(intervention, f"that needs {needed} sequences or more, and {have} read")
-    for one in expected:
-        if missed := miss(one, layers):
-            text = f"{intervention} failed its check. Expected: {one.claim}. Measured: {missed}."
-            return CheckResult(intervention=intervention, passed=False, text=text)
-    claims = " and ".join(one.claim for one in expected)
-    return CheckResult(intervention=intervention, passed=True, text=f"{intervention} passed its check: {claims}.")
-
-
-def not_checked(intervention: str, why: str) -> CheckResult:
-    """The result where an intervention could not be checked."""
-    return CheckResult(intervention=intervention, passed=None, text=f"{intervention} was not checked: {why}.")

@@ -14,14 +14,8 @@ from sinkscope.arguments import check_sizes
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import BEFORE_NORM, ChangeAggregation
 from sinkscope.interventions.base import MIN_CALIBRATION, Intervention, together
-from sinkscope.interventions.checks import (
-    AtTarget,
-    CheckResult,
-    PassAtTarget,
-    check_result,
-    not_checked,
-    pass_at,
-)
+from sinkscope.interventions.check_results import CheckResult, check_result, not_checked, pass_at
+from sinkscope.interventions.checks import AtTarget, PassAtTarget
 from sinkscope.interventions.kinds import Kind, Setting
 from sinkscope.interventions.plan import make_plan
 from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVABLES

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from sinkscope.interventions.checks import AtTarget, Expected, PassAtTarget, miss
+from sinkscope.interventions.check_results import miss
+from sinkscope.interventions.checks import AtTarget, Expected, PassAtTarget
 from sinkscope.studies.conditions import BASELINE, Condition, in_words
 from sinkscope.studies.judging import Empty
 
