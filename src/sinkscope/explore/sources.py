@@ -10,7 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
+
+from annotated_types import Interval, MaxLen
 
 from sinkscope.arguments import check_choice
 from sinkscope.errors import InputError
@@ -18,6 +20,7 @@ from sinkscope.explore.text_result import OBSERVABLES, QUANTITIES, TextResult, f
 from sinkscope.interventions.intervene import Baseline, read_prompt
 from sinkscope.interventions.specs import read_specs
 from sinkscope.models.loading import LoadedModel
+from sinkscope.results.validated import WrongValueError, strictly
 
 MOST_CHARACTERS = 20_000
 """The longest prompt that a request may hold."""
@@ -27,7 +30,9 @@ MOST_EDITS = 16
 """The most interventions in one request."""
 CACHE_SIZE = 16
 """How many results are kept, so that undo costs nothing."""
-Edits = tuple[tuple[str, str], ...]
+Short = Annotated[str, MaxLen(200)]
+Index = Annotated[int, Interval(ge=0, lt=2**31)]
+Edits = tuple[tuple[Short, Short], ...]
 """Interventions as (kind, its text on the command line), such as ("mask_to_self", "10"), in the order they were
 added."""
 
@@ -36,46 +41,25 @@ added."""
 class TabState:
     """The state of a tab, as it comes with each request."""
 
-    source: int
-    prompt: str
-    edits: Edits
-    position: int | None
-    start: int
+    source: Index
+    prompt: Annotated[str, MaxLen(MOST_CHARACTERS)]
+    edits: Annotated[Edits, MaxLen(MOST_EDITS)]
+    position: Index | None = None
+    start: Index
     quantity: str
 
     @classmethod
     def of(cls, value: Any, num_sources: int) -> TabState:
         """From parsed JSON. Refuses what the page would not send."""
-        if not isinstance(value, dict):
-            raise _refused("The request", "an object", value)
-        names = ("source", "prompt", "edits", "position", "start", "quantity")
-        source, prompt, edits, position, start, quantity = (cast(Any, value.get(name)) for name in names)
-        if not _is_index(source) or source >= num_sources:
-            raise _refused("`source`", f"a whole number from 0 to {num_sources - 1}", source)
-        if not isinstance(prompt, str) or len(prompt) > MOST_CHARACTERS:
-            raise _refused("`prompt`", f"a text of at most {MOST_CHARACTERS:,} characters", prompt)
-        if not isinstance(edits, list) or len(edits) > MOST_EDITS or not all(map(_is_edit, edits)):
-            raise _refused("`edits`", f"a list of at most {MOST_EDITS} pairs such as ['mask_to_self', '10']", edits)
-        for name, index in (("position", 0 if position is None else position), ("start", start)):
-            if not _is_index(index):
-                raise _refused(f"`{name}`", "a whole number from 0 on", index)
-        if not isinstance(quantity, str):
-            raise _refused("`quantity`", "a text", quantity)
-        check_choice("quantity", quantity, QUANTITIES)
-        pairs = tuple((kind, text) for kind, text in edits)
-        return cls(source=source, prompt=prompt, edits=pairs, position=position, start=start, quantity=quantity)
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _is_edit(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) and len(x) <= 200 for x in value)
-
-
-def _refused(name: str, allowed: str, value: Any) -> InputError:
-    return InputError(f"{name} must be {allowed}, and is {repr(value)[:80]}. Reload the page.")
+        try:
+            state = strictly(cls, value)
+        except WrongValueError as error:
+            place = f"`{error.where}`" if error.where else "The request"
+            raise InputError(f"{place} {error.wrong}. Reload the page.") from error
+        if state.source >= num_sources:
+            raise InputError(f"`source` must be below {num_sources}, not {state.source}. Reload the page.")
+        check_choice("quantity", state.quantity, QUANTITIES)
+        return state
 
 
 class LiveModel:

@@ -77,6 +77,8 @@ MUST_BE = {
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "string_too_long": "text of at most {max_length} characters",
+    "too_long": "a list of at most {max_length} items",
+    "json_invalid": "text in UTF-8",
     "literal_error": "{expected}",
     "value_error": "{error}",
 }
@@ -180,6 +182,8 @@ def first_error(error: ValidationError) -> WrongValueError:
     """The first error of pydantic in plain words."""
     first = error.errors(include_url=False)[0]
     *outer, name = first["loc"] or ("",)
+    if first["type"] == "missing" and isinstance(name, int):
+        return WrongValueError(_place(outer), f"has fewer than {name + 1} items")
     if first["type"] == "missing":
         return WrongValueError(_place(outer), f"has no key {name!r}")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
