@@ -11,8 +11,8 @@ import functools
 import pytest
 import torch
 from tiny_models import CONFIGURATIONS, roughen, tiny_model
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sinkscope.errors import InputError
@@ -270,6 +270,18 @@ def test_a_model_that_does_something_else_is_refused(lie):
     on_input = words.startswith("reads")
     with pytest.raises(InputError, match=words):
         find_family(make(*arguments, on_input=on_input))
+
+
+def test_a_model_without_what_finding_needs_is_refused():
+    model = tiny_model("llama")
+    part = nn.Linear(2, 2)
+    part.config = model.config  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"Linear has no get_decoder\(\)"):
+        find_family(part)
+    part.get_decoder = model.get_decoder  # type: ignore[assignment]
+    part.config = PreTrainedConfig()  # type: ignore[assignment]
+    with pytest.raises(InputError, match="its configuration has no num_hidden_layers"):
+        find_family(part)
 
 
 def test_control_the_model_that_they_are_made_of_is_found():

@@ -87,7 +87,12 @@ def find_family(model: Any) -> Family:
 
 
 def _find(model: Any) -> Family:
+    if not hasattr(model, "get_decoder"):
+        raise NotFoundError(f"{type(model).__name__} has no get_decoder()")
     decoder, config = model.get_decoder(), model.config.get_text_config()
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if getattr(config, name, None) is None:
+            raise NotFoundError(f"its configuration has no {name}")
     blocks_path, num_blocks = _blocks(decoder, config.num_hidden_layers)
     calls, attentions = _record(decoder)
     blocks = [_Block(f"{blocks_path}.{index}", calls, attentions) for index in range(num_blocks)]
