@@ -58,7 +58,7 @@ ATLAS = Schema(
         Column("position", "int", "Position of the strongest sink, or of the strongest key", nullable=True),
         Column("sink_rate", "float", "Share of heads and sequences that count it as a sink", nullable=True),
         Column("cause", "str", "What makes a token a sink, by the study's verdicts"),
-        Column("units", "str", "The minimal set of neurons, as layer:neuron"),
+        Column("neurons", "str", "The minimal set of neurons, as layer:neuron"),
         Column("dimensions", "str", "Massive dimensions, the strongest first"),
         Column("remedy", "str", "What recovers most of the damage of 8-bit activations, with its share"),
     ),
@@ -255,7 +255,7 @@ def row_of(entry: Entry, out: Path) -> Row | None:
         "position": found["dom_ratio"].get("position"),
         "sink_rate": found.get("sink_rate"),
         "cause": cause(verdicts) if has_sink else "No sink on these tokens.",
-        "units": _some(neurons),
+        "neurons": _some(neurons),
         "dimensions": _some(found["massive_dimensions"]),
         "remedy": _remedy(folder / "audit" / "summary.json"),
     }

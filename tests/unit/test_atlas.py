@@ -70,7 +70,7 @@ def test_an_atlas_goes_on_where_it_was_stopped(models, tmp_path, capsys):
     assert [call[:2] for call in calls] == [["study", "reference:softmax"], ["audit", "reference:softmax"]]
     table = read_table(out / "atlas", atlas.ATLAS)
     assert table["model"] == ["with-a-sink", "reference-softmax"]
-    assert table["units"] == ["2:90, 2:7", ""]
+    assert table["neurons"] == ["2:90, 2:7", ""]
     assert table["remedy"][0] == "prefix: 90% of 0.800 nats"
     assert table["cause"][1] == "No sink on these tokens."
     page = (out / "atlas.html").read_text()
