@@ -233,7 +233,7 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     written = json.loads((folder / "recipe.json").read_text())
     assert not written["nothing_needed"]
     first = written["schemes"]["activations-8-static"][0]
-    assert 0 < first["wins_back_low"] < first["wins_back"] < first["wins_back_high"]
+    assert 0 < first["recovers_low"] < first["recovers"] < first["recovers_high"]
     assert written["schemes"]["weights-8-channel"] == []
     assert json.loads((folder / "summary.json").read_text())["kind"] == "audit"
     run = replace(audited.as_run(), config={"command": "sinkscope audit <b>"})

@@ -62,10 +62,10 @@ def recipe(loaded: LoadedModel, evaluation: Evaluation, advice: Sequence[Trial])
         step = {
             "remedy": trial.remedy,
             "what": trial.what,
-            "wins_back": trial.recovered.change,
+            "recovers": trial.recovered.change,
             "of": trial.damage.change,
         }
-        step |= {"wins_back_low": trial.recovered.low, "wins_back_high": trial.recovered.high}
+        step |= {"recovers_low": trial.recovered.low, "recovers_high": trial.recovered.high}
         if trial.remedy == EXEMPT.name:
             step["modules"] = list(evaluation.worst_modules(SCHEMES[trial.scheme]))
         if trial.remedy == PREFIX.name:
