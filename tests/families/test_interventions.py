@@ -358,6 +358,8 @@ def edited_aggregation(formula: str, o_BC: Tensor, calibration_BTC: Tensor, posi
         return deviation
     if formula == "remove_deviation":
         return mean.expand_as(o)
+    if formula != "remove_energy":
+        raise ValueError(f"the formula {formula} is not written out here")
     energy = (later**2).sum() / (num_seen * (length // 2))
     return o * (energy / (o**2).sum(-1, keepdim=True)) ** 0.5
 

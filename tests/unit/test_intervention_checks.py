@@ -14,7 +14,7 @@ from sinkscope.interventions.checks import AtTarget
 from sinkscope.interventions.mask import mask_to_self
 
 CHECKED = {
-    # kind: (what is asked for, what is on with it, the factor by which the control scales the aggregation instead)
+    # kind: (what is asked for, what is on with it, the factor of one that only scales, which must fail the check)
     "mask_to_self": ("10", {}, 1.0),
     "block": ("10:10", {}, 1.0),
     "only": ("10:9", {}, 1.0),

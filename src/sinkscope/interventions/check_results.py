@@ -48,7 +48,7 @@ def miss(expected: Expected, layers: Sequence[int] | None = None) -> str | None:
         off_RL = off(weighted_means(weights_RB, actual_BL), weighted_means(weights_RB, expected_BL))
         low_L, high_L = np.quantile(off_RL, [tail, 1 - tail], axis=0)
         proven_L, by_chance = np.maximum(low_L, -high_L), off_RL.var(0)
-    # Sampling alone makes the squares larger, by the variance of the resampled values.
+    # With few sequences each layer is off by chance. The square of that, estimated by resampling, is taken off.
     mean_square = float(np.mean(off_L**2 - by_chance))
     if mean_square > np.log(1 + TOLERANCE) ** 2:
         return f"off by a factor of {np.exp(mean_square**0.5):.2f}, root mean square over layers"

@@ -69,7 +69,8 @@ class AtTarget:
 
 
 class Expected(NamedTuple):
-    """One thing that must have come about, by sequence: only the ratio of the means counts."""
+    """One thing that must have come about, by sequence: only the ratio of the means counts. So an expected 0 is written
+    as a small share of something, as in `no_mean`."""
 
     what: str
     """In a noun, such as variance."""

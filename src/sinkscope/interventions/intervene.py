@@ -16,7 +16,7 @@ from sinkscope.interventions.aggregation import BEFORE_NORM, ChangeAggregation
 from sinkscope.interventions.base import MIN_CALIBRATION, Intervention, together
 from sinkscope.interventions.check_results import CheckResult, check_result, not_checked, pass_at
 from sinkscope.interventions.checks import AtTarget, PassAtTarget
-from sinkscope.interventions.kinds import Kind, Setting
+from sinkscope.interventions.kinds import NOTHING, Kind, Setting
 from sinkscope.interventions.plan import make_plan
 from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVABLES
 from sinkscope.interventions.specs import InterventionSpec, read_specs
@@ -314,6 +314,8 @@ def _positions(specs: Sequence[InterventionSpec]) -> tuple[int, ...]:
 
 def _control_in_words(spec: InterventionSpec, controls: Sequence[Intervention]) -> str:
     """The control of one spec, with the neurons that were drawn for it, and the positions it was moved to."""
+    if not controls:
+        return f"for {spec.name}, {NOTHING}"
     text = f"for {spec.name}, {spec.kind.control_is}"
     items = {item for control in controls for item in control.place.items or ()}
     if drawn := sorted((item for item in items if isinstance(item, Neuron)), key=str):

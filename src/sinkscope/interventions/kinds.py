@@ -5,13 +5,15 @@
 - `form`, `example`, `does`, `read`: how it is written, its help on the command line, and its parser. `acts_at`,
   `second` and `names_neuron` say what each of the parsed values is.
 - `make`: makes the interventions, context managers of `mask`, `aggregation`, `matching`, `neurons` and `residual`.
-- `check`: a function of `checks`, which says what must have come about where it acts; None where there is nothing to
-  miss, as where values are set outright. The condition of a study that does the same names the same function.
+- `check`: a function of `checks`, which says what must have come about where it acts; None for kinds that
+  set neurons or dimensions to a value, which cannot miss it. The condition of a study that does the same names the
+  same function.
 - `control`, `control_is`: makes what stands in its place under the control, and says it in words. A control changes as
   much as the intervention and leaves out what the chain says matters: a mask hides the token from itself instead of all
   others, amplification shifts the mean and leaves the variance, as in a study, and other interventions on the
   aggregation scale it whole; neurons are matched random ones. Where nothing of the kind exists, it is the baseline. One
-  that moves elsewhere leaves out what any other request acts on: `Setting.free_positions`, `Setting.neurons`.
+  that moves elsewhere leaves out what any other request acts on: `Setting.free_positions`, `Setting.neurons`. Where no
+  position is free it makes nothing, and is reported as nothing.
 
 torch is imported only when something is made, since the command line reads the table for its help.
 """
@@ -75,7 +77,7 @@ class Kind:
     make: Make
     check: checks.Check | None = None
     """What must have come about where one acts, for a kind that acts at positions and makes one intervention for each
-    value; None where there is nothing to miss."""
+    value."""
     control: Make | None = None
     control_is: str = NOTHING
     """The control in words."""

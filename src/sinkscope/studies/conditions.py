@@ -230,7 +230,7 @@ _KINDS = (
     ConditionKind(
         name="remove_energy",
         make=_formula,
-        label="energy removed",
+        label="energy lowered to that of later positions",
         shown_in=(REMAINING_FIGURE,),
     ),
     ConditionKind(
