@@ -255,7 +255,7 @@ STATES: dict[str, State] = {
     "shared by two tasks": State(enter=held_by_another_task, refused="Another thread or task"),
     "quantised by packing": State(enter=quantised_by_packing, refused="in full precision"),
     "quantised by torch": State(enter=quantised_by_torch, refused="in full precision", though=("sign",)),
-    "with a block used twice": State(enter=with_a_block_used_twice, refused="each must run once", though=("sign",)),
+    "with a block used twice": State(enter=with_a_block_used_twice, refused="Each must run once", though=("sign",)),
 }
 
 
@@ -402,7 +402,7 @@ def block_used_twice(model):
         (looks_ahead, "end in different states"),
         (other_forward, "end in different states"),
         (linear_of_another_kind, "does not give its input times its weight"),
-        (block_used_twice, "each must run once"),
+        (block_used_twice, "Each must run once"),
     ],
 )
 def test_a_model_that_is_not_what_would_be_read_is_refused(change, says):
