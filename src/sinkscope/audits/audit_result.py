@@ -232,7 +232,7 @@ def _story(audit: AuditResult) -> str:
     broken = [cell for cell in audit.broken if audit.has_sinks or not SCHEMES[cell.scheme].keeps_sinks]
     worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
     if not audit.broken:
-        return f"{audit.loaded.name}: nothing needs to be done: {audit.why_nothing}."
+        return f"{audit.loaded.name}: nothing needs to be done, since {audit.why_nothing}."
     if not audit.has_sinks:
         return (
             f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. Costs "
