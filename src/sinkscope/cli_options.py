@@ -19,7 +19,7 @@ from sinkscope.errors import INTERRUPTED, InputError
 from sinkscope.runtime import check_placement
 
 if TYPE_CHECKING:
-    from sinkscope.models.loading import LoadedModel
+    from sinkscope.models.loaded import LoadedModel
 
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]

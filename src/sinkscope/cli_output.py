@@ -19,7 +19,7 @@ from sinkscope import processes
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
-    from sinkscope.models.loading import LoadedModel
+    from sinkscope.models.loaded import LoadedModel
     from sinkscope.results.run_folder import RunFolder
     from sinkscope.tracing.trace import Trace
 

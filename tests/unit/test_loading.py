@@ -34,7 +34,8 @@ from transformers.utils import logging
 from sinkscope.errors import InputError
 from sinkscope.models import gguf_files, loading, weights
 from sinkscope.models.gguf_files import read_gguf_header
-from sinkscope.models.loading import bos_id, load
+from sinkscope.models.loaded import bos_id
+from sinkscope.models.loading import load
 from sinkscope.models.weights import weight_hash
 
 LLAMA = {

@@ -25,10 +25,10 @@ from sinkscope.audits.schemes import SCHEMES, Scheme, layers_of
 from sinkscope.audits.texts import texts_to_measure
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import LoadOptions, load
 from sinkscope.models.prompts import Tokens
+from sinkscope.models.weights import check_in_memory
 from sinkscope.progress import Progress
 from sinkscope.tracing.receipt import take_receipt
 

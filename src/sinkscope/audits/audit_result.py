@@ -16,7 +16,7 @@ from sinkscope.audits.recipe import write_recipe
 from sinkscope.audits.schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
 from sinkscope.audits.schemes import SCHEMES, layers_of, scheme_in_words
 from sinkscope.models.anatomy import anatomy_of
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder

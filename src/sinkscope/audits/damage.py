@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sinkscope.audits.schemes import Scheme, window_size
 from sinkscope.errors import InputError
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.statistics import bootstrap_mean_interval
 from sinkscope.tracing.single_reader import evaluation_mode
 

@@ -30,11 +30,11 @@ from sinkscope.audits.sink_neurons import SinkNeurons
 from sinkscope.audits.sink_tokens import neuron_sinks, sink_neurons
 from sinkscope.audits.static_scales import STATIC, least_error_ranges
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import check_in_memory
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
 from sinkscope.models.token_batches import context_length, token_batch
+from sinkscope.models.weights import check_in_memory
 from sinkscope.progress import Progress
 from sinkscope.tracing.single_reader import evaluation_mode
 

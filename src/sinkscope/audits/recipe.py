@@ -18,7 +18,7 @@ from sinkscope.audits.evaluation import Evaluation
 from sinkscope.audits.remedies import EXEMPT, PREFIX
 from sinkscope.audits.schemes import SCHEMES
 from sinkscope.audits.static_scales import STATIC
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.results.run_folder import RunFolder
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}

@@ -18,10 +18,10 @@ from sinkscope.audits.remedies import BY_OPTION
 from sinkscope.audits.remedy_result import BASELINE, MEASURED, SIXTEEN_BITS, ModelLosses, RemedyResult
 from sinkscope.audits.schemes import SCHEMES
 from sinkscope.audits.texts import texts_to_measure
-from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens
+from sinkscope.models.weights import check_in_memory
 from sinkscope.progress import Work
 from sinkscope.tracing.receipt import take_receipt
 

@@ -23,7 +23,8 @@ from sinkscope.audits.static_scales import STATIC
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
-from sinkscope.models.loading import LoadedModel, quiet
+from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.loading import quiet
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import rows_where

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of, idle_adapters, is_linear, is_transposed, projection_weight
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule
 from sinkscope.tracing.single_reader import in_this_thread, single_reader

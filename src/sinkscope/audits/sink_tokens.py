@@ -19,8 +19,8 @@ from sinkscope.audits.damage import BATCH_TOKENS
 from sinkscope.audits.sink_neurons import SinkNeurons, SinkWatch, find_sink_neurons
 from sinkscope.measures.sink_score import are_sinks
 from sinkscope.models.anatomy import anatomy_of, input_device
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch, check_one_length
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS

@@ -23,7 +23,7 @@ from sinkscope.audits.damage import Prefix, losses, scheme_losses
 from sinkscope.audits.gradients import read_gradients
 from sinkscope.audits.schemes import SCHEMES, entering_rows, linear_layers, rounded_input, without_kept
 from sinkscope.models.anatomy import projection_weight
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.progress import Progress
 
 STATIC = SCHEMES["activations-8-static"]

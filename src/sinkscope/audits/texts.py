@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.arguments import AUDIT_LENGTH, AUDIT_SEQUENCES, CALIBRATION, SEPARATOR, check_batch
 from sinkscope.audits.prefix import MOST_TOKENS, room_for_prefix
 from sinkscope.errors import InputError
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.prompts import Tokens, as_batch, check_one_length
 from sinkscope.models.token_batches import TokenBatch, check_ids, context_length, token_batch
 from sinkscope.models.tokenized_text import (

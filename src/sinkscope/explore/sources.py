@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.explore.text_result import OBSERVABLES, QUANTITIES, TextResult, from_run, from_trace, window
 from sinkscope.interventions.intervene import Baseline, read_prompt
 from sinkscope.interventions.specs import read_specs
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.results.validated import WrongValueError, strictly
 
 MOST_CHARACTERS = 20_000

@@ -38,8 +38,8 @@ from sinkscope.fingerprints.signature import (
     sign,
 )
 from sinkscope.models.initial import INITIAL, draw
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, LoadOptions, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import LoadOptions, load
 from sinkscope.models.token_batches import num_embeddings
 from sinkscope.progress import Work
 from sinkscope.results.parts import Parts

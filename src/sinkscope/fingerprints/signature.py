@@ -33,7 +33,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import embedding_device
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.initial import Configuration
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts

@@ -32,8 +32,8 @@ from sinkscope.initial_bias.schemas import BIAS_TABLES
 from sinkscope.initial_bias.tables import bias_tables
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.initial import INITIAL, Configuration, draw, find_configuration
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, LoadOptions, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import LoadOptions, load
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.progress import Progress
 from sinkscope.results.result import Result

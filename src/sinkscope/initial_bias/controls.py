@@ -17,10 +17,11 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import value_variance
 from sinkscope.models.anatomy import AnyModule, Layer, anatomy_of, input_device
-from sinkscope.models.checkpoint_checks import check_in_memory
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.hooks import besides, between_parts, entering, leaving
+from sinkscope.models.weights import check_in_memory
+from sinkscope.tracing.block_states import besides, entering, leaving
+from sinkscope.tracing.hooks import between_parts
 from sinkscope.tracing.single_reader import evaluation_mode
 
 

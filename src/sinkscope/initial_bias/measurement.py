@@ -24,7 +24,7 @@ from sinkscope.measures.token_preference import (
     uniform_entropy,
 )
 from sinkscope.models.anatomy import anatomy_of, input_device
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
 from sinkscope.tracing.overflow import overflow

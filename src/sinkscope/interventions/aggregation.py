@@ -20,7 +20,6 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.base import (
-    MIN_CALIBRATION,
     Acted,
     AggregationPlace,
     BatchShape,
@@ -30,15 +29,15 @@ from sinkscope.interventions.base import (
     active,
     all_layers,
     as_indices,
-    calibration_of,
     hook_on,
     one_index,
     together,
 )
+from sinkscope.interventions.calibration import MIN_CALIBRATION, calibration_of
 from sinkscope.interventions.formulas import FORMULAS, LATER, OF_DEVIATION, LayerCalibration
 from sinkscope.interventions.neurons import ChangeNeurons
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.layer_call import wide

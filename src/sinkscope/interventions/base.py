@@ -20,11 +20,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of
-from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loaded import Model, bare_model
-from sinkscope.models.prompts import check_one_length
-from sinkscope.models.token_batches import TokenBatch, context_length, token_batch
-from sinkscope.tracing.hooks import entering
+from sinkscope.tracing.block_states import entering
 from sinkscope.tracing.open_interventions import (
     OpenIntervention,
     OwnHook,
@@ -41,11 +38,6 @@ from sinkscope.tracing.single_reader import everything_eager, single_reader
 
 Acted = Callable[[int], None]
 """Notes that an intervention acted in a layer."""
-MIN_CALIBRATION = 64
-"""Sequences that a mean needs at least, and that are drawn where a user gives none."""
-DRAWN_LENGTH, DRAWN_SEED = 64, 1
-"""Of the sequences that are drawn: the least number of tokens, and a seed other than the one with which `token_batch`
-draws the sequences that are judged."""
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 
@@ -295,25 +287,6 @@ def indices(chosen: Indices, device: torch.device) -> slice | Tensor:
 def active(anatomy: Anatomy) -> list[Intervention]:
     """The interventions on this model that act now, in the order in which they were entered."""
     return [entry.intervention for entry in open_interventions(anatomy.decoder)]
-
-
-def batch_of(model: Model, source: Any) -> TokenBatch:
-    """A batch as it is, or a user's ids as a batch."""
-    batch = source if isinstance(source, TokenBatch) else given_batch(source, model=model)
-    check_one_length(batch, "interventions are calibrated by position")
-    return batch
-
-
-def calibration_of(model: Model, source: Any, position: int = 0) -> tuple[TokenBatch, str]:
-    """The calibration batch, and a description of it: the user's batch or, for None, random sequences that have the
-    position in their earlier half."""
-    if source is not None:
-        batch = batch_of(model, source)
-        return batch, f"{batch.num_sequences} sequences of {batch.length} {batch.kind} tokens"
-    length, most = max(DRAWN_LENGTH, 2 * (position + 1)), context_length(bare_model(model))
-    length = length if most is None else min(length, most)
-    batch = token_batch(model, num_sequences=MIN_CALIBRATION, length=length, seed=DRAWN_SEED)
-    return batch, f"{MIN_CALIBRATION} sequences of {length} random tokens, drawn for it"
 
 
 def _listed(what: str, chosen: Sequence[int]) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 from sinkscope.arguments import check_sizes
 from sinkscope.errors import InputError
 from sinkscope.interventions.aggregation import BEFORE_NORM, ChangeAggregation
-from sinkscope.interventions.base import MIN_CALIBRATION, Intervention, together
+from sinkscope.interventions.base import Intervention, together
+from sinkscope.interventions.calibration import MIN_CALIBRATION
 from sinkscope.interventions.check_results import CheckResult, check_result, not_checked, pass_at
 from sinkscope.interventions.checks import AtTarget, PassAtTarget
 from sinkscope.interventions.kinds import NOTHING, Kind, Setting
@@ -22,8 +23,8 @@ from sinkscope.interventions.schemas import ARMS, MEANS, MOST_POSITIONS, OBSERVA
 from sinkscope.interventions.specs import InterventionSpec, read_specs
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Neuron, anatomy_of
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, bare_model, load
+from sinkscope.models.loaded import LoadedModel, ModelLike, bare_model
+from sinkscope.models.loading import load
 from sinkscope.models.prompts import check_one_length, prompt_batch
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.results.result import Result

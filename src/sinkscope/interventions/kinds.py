@@ -29,7 +29,7 @@ from sinkscope.interventions import checks
 
 if TYPE_CHECKING:
     from sinkscope.models.anatomy import Anatomy, Neuron
-    from sinkscope.models.loading import LoadedModel
+    from sinkscope.models.loaded import LoadedModel
     from sinkscope.models.token_batches import TokenBatch
 
 NOTHING = "nothing"

@@ -26,11 +26,11 @@ from sinkscope.interventions.base import (
     Place,
     TokenPlace,
     as_indices,
-    calibration_of,
     check_held,
     hook_on,
     indices,
 )
+from sinkscope.interventions.calibration import calibration_of
 from sinkscope.models.anatomy import (
     SHARED_EXPERT,
     Anatomy,
@@ -41,7 +41,7 @@ from sinkscope.models.anatomy import (
     as_neurons,
     checked_neurons,
 )
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.open_interventions import ExpertChange, changing_experts, check_indices, suspend

@@ -26,17 +26,17 @@ from sinkscope.interventions.base import (
     TokenPlace,
     all_layers,
     as_indices,
-    batch_of,
     check_held,
     check_text,
     hook_on,
     indices,
 )
+from sinkscope.interventions.calibration import batch_of
 from sinkscope.interventions.neurons import ClampNeurons
 from sinkscope.models.anatomy import Anatomy, NeuronLike, anatomy_of, as_neurons
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.models.token_batches import TokenBatch
-from sinkscope.tracing.hooks import leaving
+from sinkscope.tracing.block_states import leaving
 from sinkscope.tracing.open_interventions import check_indices
 from sinkscope.tracing.receipt import check_reading
 from sinkscope.tracing.replay import ConditionReading, read_condition

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.quantised import check_scales
+from sinkscope.models.weights import each_weight
 from sinkscope.results.validated import shortened
 
 if TYPE_CHECKING:
@@ -230,33 +231,6 @@ def check_loading_info(info: dict[str, Any], name: str) -> None:
                 "the checkpoint again; random weights are not put in place of missing ones."
             )
     check_scales(info.get("unexpected_keys") or (), name)
-
-
-def check_in_memory(model: nn.Module, purpose: str) -> None:
-    """Refuses a model of which accelerate keeps weights elsewhere between passes, where they are to be changed."""
-    offloaded = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if offloaded is not None:
-        raise InputError(
-            f"{purpose} needs a model whose weights are in memory, and {offloaded} is offloaded. Load it without "
-            "offloading; trace, probe and interventions read it as it is."
-        )
-
-
-def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once with its name, sorted; those that accelerate keeps elsewhere are brought in one by one."""
-    for name, parameter in sorted(model.named_parameters()):
-        if not parameter.is_meta:
-            yield name, parameter.detach()
-            continue
-        from accelerate.utils import align_module_device
-
-        module_name, _, last = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        with align_module_device(module):
-            parameter = getattr(module, last)
-            if parameter.is_meta:
-                raise InputError(f"{name} is on the meta device and has no values. Load the weights first.")
-            yield name, parameter.detach()
 
 
 def check_weights(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
 from sinkscope.models.token_batches import TokenBatch, batch_of_rows, check_ids, named_ids
 from sinkscope.models.tokenized_text import found_leading
 

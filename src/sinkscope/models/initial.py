@@ -13,7 +13,8 @@ import torch
 from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, causal_config, check_counts
-from sinkscope.models.loading import TOKENIZER_FILES, LoadedModel, load, quiet
+from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.loading import TOKENIZER_FILES, load, quiet
 from sinkscope.names import DEFAULT_MODEL, RESOLVERS, run_path
 from sinkscope.results.validated import shortened
 from sinkscope.runtime import resolve_device, resolve_dtype

@@ -18,8 +18,8 @@ from torch import Tensor
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import AnyModule, anatomy_of
-from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.weights import check_in_memory
 
 NAME = "head_norm"
 """Name of the submodule in each output projection."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from sinkscope.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,3 +56,27 @@ def bare_model(model: Any) -> Any:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     return model.model if isinstance(model, LoadedModel) else model
+
+
+def bos_id(loaded: LoadedModel) -> int:
+    """The id of the beginning-of-sequence token; refused where there is none."""
+    token_id = find_bos(loaded)
+    if token_id is None:
+        raise InputError(f"{loaded.name} has no beginning-of-sequence token. Give `bos=False`.")
+    return token_id
+
+
+def find_bos(model: Any) -> int | None:
+    """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
+    tokenizer, model = getattr(model, "tokenizer", None), bare_model(model)
+    for place in (tokenizer, getattr(model, "generation_config", None), text_config(model)):
+        token_id = getattr(place, "bos_token_id", None)
+        if isinstance(token_id, int):
+            return token_id
+    return None
+
+
+def text_config(model: Any) -> Any:
+    """The section of a model's configuration that describes its decoder; None if it has no configuration."""
+    config = getattr(model, "config", None)
+    return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()

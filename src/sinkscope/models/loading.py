@@ -177,30 +177,6 @@ def _model_folder(folder: Path) -> tuple[Path, str]:
     return folder, folder.name
 
 
-def bos_id(loaded: LoadedModel) -> int:
-    """The id of the beginning-of-sequence token; refused where there is none."""
-    token_id = find_bos(loaded)
-    if token_id is None:
-        raise InputError(f"{loaded.name} has no beginning-of-sequence token. Give `bos=False`.")
-    return token_id
-
-
-def find_bos(model: Any) -> int | None:
-    """The id of the beginning-of-sequence token, from the tokenizer, else the generation or model configuration."""
-    tokenizer, model = getattr(model, "tokenizer", None), bare_model(model)
-    for place in (tokenizer, getattr(model, "generation_config", None), text_config(model)):
-        token_id = getattr(place, "bos_token_id", None)
-        if isinstance(token_id, int):
-            return token_id
-    return None
-
-
-def text_config(model: Any) -> Any:
-    """The section of a model's configuration that describes its decoder; None if it has no configuration."""
-    config = getattr(model, "config", None)
-    return config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences transformers' load report and bars; what matters in them is refused by the checks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import InputError
 from sinkscope.models.given_ids import given_batch
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch, batch_of_rows, check_ids, context_length
 from sinkscope.models.tokenized_text import (
     chat_ids,

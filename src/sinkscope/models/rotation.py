@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
-from sinkscope.models.checkpoint_checks import check_in_memory
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.weights import check_in_memory
 
 NUM_TOKENS = 16
 """Tokens of those two passes."""

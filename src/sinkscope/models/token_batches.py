@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sinkscope.arguments import check_batch, check_context
 from sinkscope.errors import InputError
-from sinkscope.models.checkpoint_checks import CHUNK, each_weight
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load, text_config
+from sinkscope.models.checkpoint_checks import CHUNK
+from sinkscope.models.loaded import LoadedModel, ModelLike, text_config
+from sinkscope.models.loading import load
 from sinkscope.models.tokenized_text import (
     first_ids,
     leading_ids,
@@ -29,6 +29,7 @@ from sinkscope.models.tokenized_text import (
     tokenizer_of,
     without_leading,
 )
+from sinkscope.models.weights import each_weight
 from sinkscope.runtime import check_torch_defaults
 
 

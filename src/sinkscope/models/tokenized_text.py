@@ -14,8 +14,7 @@ from torch import Tensor
 from sinkscope.arguments import STANDARD_INPUT
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import ask, first_line
-from sinkscope.models.loaded import LoadedModel
-from sinkscope.models.loading import bos_id, find_bos
+from sinkscope.models.loaded import LoadedModel, bos_id, find_bos
 from sinkscope.user_paths import user_path
 
 if TYPE_CHECKING:

@@ -1,14 +1,16 @@
-"""Which weights a model has now: a hash to know a checkpoint by, and a cheap one that tells when it has changed."""
+"""The weights a model has now, one by one, and as a hash: one to know a checkpoint by, and a cheap one that tells when
+it has changed."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.checkpoint_checks import each_weight
+from sinkscope.errors import InputError
 
 HASHED_ELEMENTS = 1 << 20
 """Of a larger tensor, this many elements are hashed."""
@@ -98,3 +100,30 @@ def _lines(weight: Tensor) -> list[Tensor]:
         weight[tuple(slice(None) if other == axis else middle[other] for other in range(weight.ndim))]
         for axis in range(weight.ndim)
     ]
+
+
+def check_in_memory(model: nn.Module, purpose: str) -> None:
+    """Refuses a model of which accelerate keeps weights elsewhere between passes, where they are to be changed."""
+    offloaded = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if offloaded is not None:
+        raise InputError(
+            f"{purpose} needs a model whose weights are in memory, and {offloaded} is offloaded. Load it without "
+            "offloading; trace, probe and interventions read it as it is."
+        )
+
+
+def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once with its name, sorted; those that accelerate keeps elsewhere are brought in one by one."""
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.is_meta:
+            yield name, parameter.detach()
+            continue
+        from accelerate.utils import align_module_device
+
+        module_name, _, last = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        with align_module_device(module):
+            parameter = getattr(module, last)
+            if parameter.is_meta:
+                raise InputError(f"{name} is on the meta device and has no values. Load the weights first.")
+            yield name, parameter.detach()

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.config import check_probe_length

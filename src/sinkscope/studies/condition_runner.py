@@ -22,7 +22,7 @@ from sinkscope.interventions.neurons import (
 from sinkscope.interventions.plan import Plan
 from sinkscope.interventions.residual import ClampDimensions, ClampNorms, set_dimensions
 from sinkscope.models.anatomy import Neuron
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.studies.condition_result import ConditionResult, reduced
 from sinkscope.studies.conditions import (

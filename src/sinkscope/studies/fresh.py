@@ -21,7 +21,7 @@ from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import anatomy_of, input_device
 from sinkscope.models.initial import Configuration, draw
 from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.recorder import Recorder

@@ -23,7 +23,7 @@ from sinkscope.interventions.base import together
 from sinkscope.interventions.neurons import ablate_neurons
 from sinkscope.interventions.plan import Plan, candidate_neurons
 from sinkscope.models.anatomy import DENSE, Neuron, anatomy_of
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.results.parts import Parts
 from sinkscope.studies.conditions import MAX_NEURONS

@@ -16,12 +16,12 @@ import torch
 from sinkscope import processes
 from sinkscope.arguments import STUDY_LENGTH, STUDY_SEQUENCES, check_study
 from sinkscope.errors import InputError
-from sinkscope.interventions.base import MIN_CALIBRATION
+from sinkscope.interventions.calibration import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
 from sinkscope.models.anatomy import Neuron, anatomy_of
-from sinkscope.models.loaded import ModelLike
-from sinkscope.models.loading import LoadedModel, load
+from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loading import load
 from sinkscope.models.rotation import RotationError, rotate
 from sinkscope.models.token_batches import TokenBatch, batch_with_others
 from sinkscope.pages.text import percent

@@ -4,7 +4,8 @@
     receipt.py        `check_reading` first compares a short plain pass with the pass that we read: they must agree
     recorder.py       `record` runs the batch, in chunks and in shares of processes, and joins them to a Recording
     observables.py    what to record: each Observable names its hook point, its value, and a reducer of reducers.py
-    hooks.py          opens hooks on every layer and shows each running layer, a LayerCall, to the observables
+    hooks.py          opens hooks on every layer and shows each running layer, a LayerCall, to the observables; what
+                      a block is called with and returns is read by block_states.py
     attention_hook.py hands queries, keys and values to attention.py, which computes attention and what is read of it
     layer_call.py     what a layer holds at each hook point; uses layer_neurons.py, lock.py and attention_rule.py
     findings.py       what the recording shows: sinks, massive dimensions and, with super_neurons.py, who writes them

@@ -14,7 +14,7 @@ from sinkscope.cli_output import Output, first_process_writes, run_environment, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sinkscope.models.loading import LoadedModel
+    from sinkscope.models.loaded import LoadedModel
     from sinkscope.tracing.findings import Findings
     from sinkscope.tracing.super_neurons import SuperNeuron
     from sinkscope.tracing.trace import Trace

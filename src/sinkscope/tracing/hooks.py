@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from sinkscope.models.anatomy import Layer
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
+from sinkscope.tracing.block_states import besides, entering, leaving
 from sinkscope.tracing.layer_call import LayerCall, Passing, blame, value_variance, with_received
 from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.lock import LOCK_SEQUENCES, NUM_LOCK_POSITIONS
@@ -214,18 +214,3 @@ def between_parts(layer: Layer, stack: contextlib.ExitStack, on_residual: Callab
 
     stack.callback(layer.block.register_forward_pre_hook(in_this_thread(enter), with_kwargs=True).remove)
     stack.callback(layer.attention_exit.register_forward_hook(in_this_thread(leave_attention)).remove)
-
-
-def entering(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states that a block or an attention is called with: its first argument, or one by name."""
-    return args[0] if args else kwargs["hidden_states"]
-
-
-def besides(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The other arguments of the same call."""
-    return args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
-def leaving(output: Any) -> Tensor:
-    """The hidden states that a block returns, alone or as the first of several."""
-    return output[0] if isinstance(output, tuple) else output

@@ -13,7 +13,7 @@ import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, input_device, projection_weight
-from sinkscope.models.loaded import LoadedModel
-from sinkscope.models.loading import find_bos
-from sinkscope.models.token_batches import TokenBatch
+from sinkscope.models.loaded import LoadedModel, find_bos
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
 from sinkscope.tracing.open_interventions import OpenIntervention, OwnHook, SilentHook, open_interventions, suspend
 from sinkscope.tracing.restored import weight_checksum
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
+
+if TYPE_CHECKING:
+    from sinkscope.models.token_batches import TokenBatch
 
 PROBED = (2, 16)
 """Sequences and tokens of the short passes: what they cost does not grow with the text."""

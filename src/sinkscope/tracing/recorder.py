@@ -21,7 +21,7 @@ from sinkscope import processes
 from sinkscope.arguments import check_context, check_count, check_keys
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances

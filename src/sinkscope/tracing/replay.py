@@ -20,9 +20,9 @@ from torch import Tensor
 from sinkscope.measures.dimension_disparity import dom_ratio
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import Anatomy, Group, Neuron, anatomy_of, checked_neurons, input_device
-from sinkscope.models.loading import bare_model
+from sinkscope.models.loaded import bare_model
+from sinkscope.tracing.block_states import besides, entering, leaving
 from sinkscope.tracing.feed_forward_cache import FeedForwardCache
-from sinkscope.tracing.hooks import besides, entering, leaving
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, suspend

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.measures.sink_score import are_sinks, eligible_positions
-from sinkscope.models.loading import LoadedModel
+from sinkscope.models.loaded import LoadedModel
 from sinkscope.tracing.observables import RECEIVED_BY_SEQUENCE, SINK_HEADS
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
 
