@@ -19,7 +19,7 @@ from sinkscope.explore.server import application, listening
 from sinkscope.explore.sources import LiveModel
 
 WIDTH, HEIGHT, GAP = 640, 960, 12
-IDLE = "document.querySelector('.pane')?.dataset.asked && !document.querySelector('.pane').hasAttribute('aria-busy')"
+IDLE = "document.querySelector('.pane')?.dataset.answered && !document.querySelector('.pane').hasAttribute('aria-busy')"
 MASKED = 10
 CLICKS = (
     "document.querySelector('.read')",
@@ -33,7 +33,7 @@ FRAMES = (0, 2, 4)
 
 
 def click(browser: Chromium, what: str) -> None:
-    browser.evaluate(f"delete document.querySelector('.pane').dataset.asked; {what}.click()")
+    browser.evaluate(f"delete document.querySelector('.pane').dataset.answered; {what}.click()")
     while not browser.evaluate(IDLE):
         time.sleep(0.05)
 

@@ -186,9 +186,9 @@ def check_keys(keys: Sequence[int] | None, length: int) -> None:
         raise InputError(f"`keys` must be a list of whole numbers such as `keys=[0, 10]`, not {reprlib.repr(keys)}.")
     wrong = [key for key in chosen if not 0 <= key < length]
     if wrong or not chosen:
-        named = ", ".join(map(str, wrong[:3])) or "an empty list"
+        listed = ", ".join(map(str, wrong[:3])) or "an empty list"
         raise InputError(
-            f"`keys` must be positions from 0 to {length - 1}, not {named}. Give `keys=[0, 10]`, for example, or a "
+            f"`keys` must be positions from 0 to {length - 1}, not {listed}. Give `keys=[0, 10]`, for example, or a "
             "greater `length`."
         )
 
@@ -215,6 +215,7 @@ def whole_numbers(text: str) -> list[int]:
     for item in text.split(","):
         first, dash, last = item.partition("-")
         ranges.append(range(int(first), int(last) + 1) if dash and first else range(int(item), int(item) + 1))
-    if not all(ranges) or sum(each.stop - each.start for each in ranges) > MOST_NUMBERS:
+    # Not len(): it raises OverflowError for a range such as 0-99999999999999999999.
+    if not all(ranges) or sum(numbers.stop - numbers.start for numbers in ranges) > MOST_NUMBERS:
         raise ValueError("an empty range, or too many numbers")
     return [number for numbers in ranges for number in numbers]

@@ -1,4 +1,4 @@
-"""What a command writes: the run folder, what was asked for, on which machine, the page and the pictures.
+"""What a command writes: the run folder, its options, the machine it ran on, the page and the pictures.
 
 A run's folder is checked and locked before any work. Of several processes the first one writes.
 """
@@ -51,8 +51,8 @@ class Output:
             show()
 
 
-def write_request(folder: RunFolder, *configurations: Any, **others: Any) -> None:
-    """Writes config.yaml: what was asked for, and the command that asked."""
+def write_config(folder: RunFolder, *configurations: Any, **others: Any) -> None:
+    """Writes config.yaml: the options of the run, and the command as it was typed."""
     options: dict[str, Any] = {}
     for configuration in configurations:
         options |= asdict(configuration)

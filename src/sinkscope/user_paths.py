@@ -35,5 +35,5 @@ def user_path(path: str | Path) -> Path:
             return expanded
         reason = os.strerror(error.errno or 0)
     name = str(path)
-    shown = name if len(name) <= 200 else f"{name[:100]}... of {len(name):,} characters"
-    raise InputError(f"Cannot open the path {shown!r}: {reason}. Check it, or give another.")
+    shortened = name if len(name) <= 200 else f"{name[:100]}... of {len(name):,} characters"
+    raise InputError(f"Cannot open the path {shortened!r}: {reason}. Check it, or give another.")

@@ -27,7 +27,14 @@ LiveModel.view = view
 from sinkscope.cli import main
 main()
 """
-STATE = {"source": 0, "prompt": "a b c", "edits": [], "position": None, "start": 0, "quantity": "attention_received"}
+STATE = {
+    "source": 0,
+    "prompt": "a b c",
+    "interventions": [],
+    "position": None,
+    "start": 0,
+    "quantity": "attention_received",
+}
 
 
 def waited_for(found):

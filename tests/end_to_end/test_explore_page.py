@@ -18,8 +18,8 @@ PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark.
 TRACED = "Both of them went home."
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 WIDTH_NEEDED = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-IDLE = "[...document.querySelectorAll('.pane')].every(pane => pane.dataset.asked && !pane.hasAttribute('aria-busy'))"
-EDITS = "[...document.querySelectorAll('.edits li')].map(each => each.firstChild.textContent.trim())"
+IDLE = "[...document.querySelectorAll('.pane')].every(pane => pane.dataset.answered && !pane.hasAttribute('aria-busy'))"
+INTERVENTIONS = "[...document.querySelectorAll('.interventions li')].map(each => each.firstChild.textContent.trim())"
 FOCUS = "document.activeElement"
 
 
@@ -84,9 +84,9 @@ def wait_for(browser, condition):
 
 def act(browser, script):
     """Does something and waits for the answer."""
-    before = browser.evaluate("document.querySelector('.pane').dataset.asked")
+    before = browser.evaluate("document.querySelector('.pane').dataset.answered")
     browser.evaluate(script)
-    wait_for(browser, f"document.querySelector('.pane').dataset.asked !== {before!r} && {IDLE}")
+    wait_for(browser, f"document.querySelector('.pane').dataset.answered !== {before!r} && {IDLE}")
 
 
 def text(browser, selector):
@@ -112,7 +112,7 @@ def test_type_click_slide_and_undo(page):
     click(page, ".tokens [data-position='7']")
     assert text(page, "legend").startswith("Token 7 ")
     click(page, "[data-kind=mask_to_self]")
-    assert page.evaluate(EDITS) == ["mask to self 7"]
+    assert page.evaluate(INTERVENTIONS) == ["mask to self 7"]
     assert text(page, ".before") == f"Baseline: {baseline}"
     assert "'mask_to_self': ['7']" in text(page, ".python")
     shown = "[...document.querySelectorAll('.tokens .number')].map(each => each.textContent.split(' ').length)"
@@ -120,11 +120,11 @@ def test_type_click_slide_and_undo(page):
     for factor in ("3", "5.5"):  # a slide passes many values
         slider = "document.querySelector('.amplify')"
         act(page, f"{slider}.value = {factor}; {slider}.dispatchEvent(new Event('input'))")
-    assert page.evaluate(EDITS) == ["mask to self 7", "amplify 7:5.5"]
+    assert page.evaluate(INTERVENTIONS) == ["mask to self 7", "amplify 7:5.5"]
     click(page, ".undo")
-    assert page.evaluate(EDITS) == ["mask to self 7"]
+    assert page.evaluate(INTERVENTIONS) == ["mask to self 7"]
     click(page, ".undo")
-    assert page.evaluate(EDITS) == []
+    assert page.evaluate(INTERVENTIONS) == []
     assert text(page, ".answer") == baseline
     assert page.evaluate("document.querySelector('.undo').disabled")
     act(
@@ -140,7 +140,7 @@ def test_a_masked_token_is_brought_back_to_its_variance_and_opened(page):
     click(page, "[data-kind=mask_to_self]")
     masked = page.evaluate(received)
     click(page, "[data-kind=match_variance]")
-    assert page.evaluate(EDITS) == ["mask to self 7", "match variance 7"]
+    assert page.evaluate(INTERVENTIONS) == ["mask to self 7", "match variance 7"]
     assert "'match_variance': ['7']" in text(page, ".python")
     assert page.evaluate(received) != masked
     click(page, ".clear")
@@ -148,7 +148,7 @@ def test_a_masked_token_is_brought_back_to_its_variance_and_opened(page):
     mixing = "document.querySelector('.chain').textContent + document.querySelector('.positions canvas').toDataURL()"
     baseline = page.evaluate(mixing)
     click(page, "[data-kind=allow]")
-    assert page.evaluate(EDITS) == [f"allow 7:0-{last}"]
+    assert page.evaluate(INTERVENTIONS) == [f"allow 7:0-{last}"]
     assert page.evaluate(mixing) != baseline
 
 
@@ -160,12 +160,12 @@ def test_neurons_and_dimensions_are_taken_out_and_transplanted(page):
     click(page, ".tokens [data-position='9']")
     for number, kind in ((1, "ablate"), (2, "transplant")):
         click(page, f".parts tr:first-child button:nth-child({number})")
-        assert page.evaluate(EDITS)[-1].startswith(kind)
+        assert page.evaluate(INTERVENTIONS)[-1].startswith(kind)
         click(page, ".clear")
     rows = "[...document.querySelectorAll('.parts tr')].filter(row => row.textContent.startsWith('dimension'))[0]"
     for number, kind in ((0, "zero dimension"), (1, "transplant dimension")):
         act(page, f"{rows}.querySelectorAll('button')[{number}].click()")
-        assert page.evaluate(EDITS)[-1].startswith(kind)
+        assert page.evaluate(INTERVENTIONS)[-1].startswith(kind)
         click(page, ".clear")
 
 
@@ -238,11 +238,11 @@ def test_keyboard_alone(page):
     assert page.evaluate(f"{FOCUS}.dataset.position") == "3", "a redraw keeps the focus"
     tab_to(f"{FOCUS}.matches('[data-kind=mask_to_self]')")
     page.press("Enter")
-    wait_for(page, f"document.querySelectorAll('.edits li').length === 1 && {IDLE}")
+    wait_for(page, f"document.querySelectorAll('.interventions li').length === 1 && {IDLE}")
     tab_to(f"{FOCUS}.matches('.amplify')")
     page.press("ArrowRight")
-    wait_for(page, f"document.querySelectorAll('.edits li').length === 2 && {IDLE}")
-    assert page.evaluate(EDITS) == ["mask to self 3", "amplify 3:1.5"]
+    wait_for(page, f"document.querySelectorAll('.interventions li').length === 2 && {IDLE}")
+    assert page.evaluate(INTERVENTIONS) == ["mask to self 3", "amplify 3:1.5"]
     outline = f"getComputedStyle({FOCUS}).outlineStyle"
     assert page.evaluate(outline) != "none", "the focus is seen"
 

@@ -23,7 +23,14 @@ from sinkscope.interventions.specs import read_specs
 PROMPT = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
 OTHER = "Once upon a time there was a king, who had a daughter that was very beautiful and good."
 ADDRESS = "http://127.0.0.1:8800"
-STATE = {"source": 0, "prompt": PROMPT, "edits": [], "position": None, "start": 0, "quantity": "attention_received"}
+STATE = {
+    "source": 0,
+    "prompt": PROMPT,
+    "interventions": [],
+    "position": None,
+    "start": 0,
+    "quantity": "attention_received",
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,7 @@ def app_of(*sources):
 
 
 @pytest.mark.parametrize(
-    "edits",
+    "interventions",
     [
         [],
         [["mask_to_self", "10"], ["zero_dimension", "5@10"], ["mask_to_self", "7"]],
@@ -52,8 +59,8 @@ def app_of(*sources):
     ],
     ids=["baseline", "two masks and a dimension", "calibrated"],
 )
-def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
-    view = page.view(edits=edits).json()
+def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, interventions):
+    view = page.view(interventions=interventions).json()
     typed = {}
     exec(view["python"], typed)
     found = typed["result"].recording
@@ -63,14 +70,14 @@ def test_the_python_lines_run_as_typed_and_give_the_same_numbers(page, edits):
         pytest.approx(row, rel=1e-4) for row in found["received"][:, :, view["opened"]].tolist()
     ]
     assert view["story"] == typed["result"].story
-    if edits:
+    if interventions:
         baseline = sinkscope.trace("reference:softmax", PROMPT).recording["received"].double().mean((0, 1))
         assert view["received"]["before"] == pytest.approx(baseline.tolist(), rel=1e-4)
         assert view["received"]["now"] != pytest.approx(baseline.tolist(), rel=1e-3), "control: it acts"
 
 
 def test_position_0_can_be_masked_to_itself_by_the_lines_too(page):
-    view, typed = page.view(edits=[["mask_to_self", "0"]]).json(), {}
+    view, typed = page.view(interventions=[["mask_to_self", "0"]]).json(), {}
     exec(view["python"], typed)
     assert view["received"]["now"] == pytest.approx(view["received"]["before"], rel=1e-3), (
         "it attends only to itself anyway"
@@ -88,7 +95,7 @@ def test_the_lines_say_whether_a_bos_token_comes_first(model):
 
 
 def test_tabs_do_not_mix(page):
-    masked = dict(edits=[["mask_to_self", "10"]], position=3)
+    masked = dict(interventions=[["mask_to_self", "10"]], position=3)
     first, other = page.view(**masked).json(), page.view(prompt=OTHER).json()
     assert page.view(**masked).json() == first
     assert page.view(prompt=OTHER).json() == other
@@ -98,14 +105,14 @@ def test_tabs_do_not_mix(page):
 def test_what_is_silenced_stays_listed(page):
     neuron = page.view().json()["neurons"][0]
     assert (neuron["state"], neuron["before"]) == ("", neuron["activation"])
-    now = page.view(edits=[["ablate", f"{neuron['layer']}:{neuron['neuron']}"]]).json()["neurons"]
+    now = page.view(interventions=[["ablate", f"{neuron['layer']}:{neuron['neuron']}"]]).json()["neurons"]
     assert now[0] == neuron | {"state": "silent now", "activation": 0, "write_share": None}
 
 
 def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_so(page, model):
     dimensions = ["20@0", "78@0", "40@0"]  # without them nothing at position 0 is massive
-    edits = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
-    view = page.view(edits=edits).json()
+    interventions = [*(["zero_dimension", each] for each in dimensions), ["ablate", "7:438"]]
+    view = page.view(interventions=interventions).json()
     baseline = model._baseline(PROMPT)
     specs = read_specs({"zero_dimension": dimensions, "ablate": ["7:438"]})
     findings = baseline.under(baseline.make(specs)).findings
@@ -128,10 +135,10 @@ def test_rows_have_the_values_of_the_intervention_and_only_what_is_silent_says_s
 
 def test_a_list_that_is_cut_says_so(page, monkeypatch):
     whole = page.view().json()
-    assert whole["found"] == {name: len(whole[name]) for name in ("neurons", "dimensions")}
+    assert whole["counts"] == {name: len(whole[name]) for name in ("neurons", "dimensions")}
     monkeypatch.setattr(text_result, "MOST_LISTED", 2)
     cut = page.view().json()
-    assert (cut["neurons"], cut["found"]) == (whole["neurons"][:2], whole["found"])
+    assert (cut["neurons"], cut["counts"]) == (whole["neurons"][:2], whole["counts"])
 
 
 WRONG = {
@@ -146,15 +153,18 @@ WRONG = {
     "a long prompt": ({"prompt": "a " * 20_000}, "`prompt` must be text of at most 20000 characters"),
     "more than the context": ({"prompt": "a b c d " * 1250}, "at most"),
     "an empty prompt": ({"prompt": ""}, "at least 2 tokens"),
-    "edits that are no pairs": ({"edits": [["mask_to_self"]]}, "`edits[0]` has fewer than 2 items"),
-    "too many edits": (
-        {"edits": [["mask_to_self", "1"]] * 17},
-        "`edits` must be a list of at most 16 items, not a list of 17",
+    "interventions that are no pairs": (
+        {"interventions": [["mask_to_self"]]},
+        "`interventions[0]` has fewer than 2 items",
     ),
-    "an unknown kind": ({"edits": [["format", "c:"]]}, "The kinds are mask_to_self"),
-    "an unreadable edit": ({"edits": [["amplify", "ten"]]}, "POSITION:FACTOR"),
-    "a position outside": ({"edits": [["mask_to_self", "99"]]}, "no position 99. Choose from 0 to"),
-    "one place twice": ({"edits": [["mask_to_self", "3"]] * 2}, "set the mask at the same place"),
+    "too many interventions": (
+        {"interventions": [["mask_to_self", "1"]] * 17},
+        "`interventions` must be a list of at most 16 items, not a list of 17",
+    ),
+    "an unknown kind": ({"interventions": [["format", "c:"]]}, "The kinds are mask_to_self"),
+    "an unreadable intervention": ({"interventions": [["amplify", "ten"]]}, "POSITION:FACTOR"),
+    "a position outside": ({"interventions": [["mask_to_self", "99"]]}, "no position 99. Choose from 0 to"),
+    "one place twice": ({"interventions": [["mask_to_self", "3"]] * 2}, "set the mask at the same place"),
     "a negative start": ({"start": -1}, "`start` must be at least 0, not -1"),
     "half a character": (rb'{"source": 0, "prompt": "\ud800"}', "The request must be text in UTF-8"),
     "another quantity": ({"quantity": "__class__"}, "`quantity` cannot be '__class__'. Choose one of"),
@@ -232,7 +242,7 @@ def test_a_finished_trace_is_shown_as_the_live_one_in_windows(model, tmp_path, m
     assert part["tokens"] == whole["tokens"][8:16]
     assert part["received"]["now"] == whole["received"]["now"][8:16]
     assert part["map"]["now"] == [row[8:16] for row in whole["map"]["now"]]
-    refused = finished.post("/secret/view", json=state | {"edits": [["mask_to_self", "3"]]})
+    refused = finished.post("/secret/view", json=state | {"interventions": [["mask_to_self", "3"]]})
     assert refused.status_code == 400
     with pytest.raises(InputError, match=r"A finished trace has its own text.*Leave `prompt` out"):
         explore_command(ExploreOptions(prompt=["a b"]), ModelOptions(model=str(tmp_path / "run")))

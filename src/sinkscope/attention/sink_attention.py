@@ -35,8 +35,8 @@ class _SinkAttention(torch.autograd.Function):
         seed = offset = None
         if q.is_cuda:
             # Nothing is dropped out, but the backward pass asks for the state of the generator all the same.
-            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scaling)
-            o, lse, seed, offset = found[0], found[1], found[6], found[7]
+            outputs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scaling)
+            o, lse, seed, offset = outputs[0], outputs[1], outputs[6], outputs[7]
         else:
             o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scaling)
         whole_BHT = torch.logaddexp(lse, sink_H.to(lse.dtype)[:, None])

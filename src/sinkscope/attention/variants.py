@@ -320,8 +320,8 @@ def build_variant(name: str, shape: AttentionShape, options: Mapping[str, Any]) 
         default = defaults.get(option)
         fits = isinstance(value, bool) if isinstance(default, bool) else isinstance(value, int | float)
         if default is None or not fits:
-            known = ", ".join(f"{name} ({type(value).__name__})" for name, value in defaults.items())
-            options_it_has = f"Its options are {known}" if known else "It has no options"
+            listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in defaults.items())
+            options_it_has = f"Its options are {listed}" if listed else "It has no options"
             raise InputError(
                 f"The variant {name} cannot have {option} = {value!r}. {options_it_has}. Change `variant_options`."
             )

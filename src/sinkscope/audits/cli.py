@@ -10,7 +10,7 @@ import typer
 
 from sinkscope.arguments import AUDIT_LENGTH, CALIBRATION, check_audit, check_batch
 from sinkscope.cli_options import Bos, ModelOptions, Seed, bound_memory_of
-from sinkscope.cli_output import Output, run_environment, write_page, write_request
+from sinkscope.cli_output import Output, run_environment, write_config, write_page
 
 if TYPE_CHECKING:
     from sinkscope.audits.audit_result import AuditResult
@@ -64,7 +64,7 @@ def audit_command(texts: AuditOptions, source: ModelOptions, output: Output) -> 
     with progress.bar("measurements") as move:
         result = audit(named.pop("model"), named.pop("text"), **named, progress=move)
     with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, texts)
+        write_config(folder, source, texts)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)
         write_page(folder)

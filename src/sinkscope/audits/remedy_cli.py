@@ -10,7 +10,7 @@ import typer
 from sinkscope.arguments import check_remedies
 from sinkscope.audits.cli import AuditOptions
 from sinkscope.cli_options import ModelOptions
-from sinkscope.cli_output import Output, run_environment, write_request
+from sinkscope.cli_output import Output, run_environment, write_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def remedy_command(remedies: RemedyOptions, texts: AuditOptions, source: ModelOp
     with progress.bars() as work:
         result = remedy(loaded, **asdict(texts), **asdict(remedies), work=work)
     with progress.working("writing the model"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, texts, remedies)
+        write_config(folder, source, texts, remedies)
         folder.write_json("environment.json", run_environment(loaded))
         result.write(folder)
     output.show(path, lambda: show(result, path))

@@ -100,8 +100,8 @@ def _with_distinct_labels(runs: Sequence[Run]) -> list[Run]:
 
 def _facts(run: Run) -> tuple[str, ...]:
     """The values of DISTINGUISHING for a run, as text."""
-    known = {**run.config, **run.environment, **run.summary["tokens"]}
-    return tuple(str(known.get(name)) for name in DISTINGUISHING)
+    facts = {**run.config, **run.environment, **run.summary["tokens"]}
+    return tuple(str(facts.get(name)) for name in DISTINGUISHING)
 
 
 def _folder_names(runs: Sequence[Run]) -> list[str]:

@@ -71,7 +71,7 @@ def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
         sources = [_opened(source, options.bos)]
         if options.beside is not None:
             sources.append(_opened(replace(source, model=options.beside), options.bos))
-        if options.prompt and not any(each.is_live for each in sources):
+        if options.prompt and not any(opened_source.is_live for opened_source in sources):
             raise InputError(
                 "A finished trace has its own text and cannot read `prompt`. Leave `prompt` out, or name a model."
             )

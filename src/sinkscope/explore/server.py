@@ -136,15 +136,15 @@ def application(
         return Response(content, media_type=kind)
 
     async def start(request: Request) -> Response:
-        named = [{"name": source.name, "is_live": source.is_live} for source in sources]
-        return JSONResponse({"sources": named, "prompts": list(prompts), "quantities": QUANTITIES})
+        offered = [{"name": source.name, "is_live": source.is_live} for source in sources]
+        return JSONResponse({"sources": offered, "prompts": list(prompts), "quantities": QUANTITIES})
 
     async def view(request: Request) -> Response:
         nonlocal waiting
         try:
             state = TabState.of(await _json_of(request), len(sources))
             if waiting >= MOST_WAITING:
-                return _told(BUSY, 503)
+                return _refusal(BUSY, 503)
             waiting += 1
             try:
                 look = asyncio.get_running_loop().run_in_executor(worker, sources[state.source].view, state)
@@ -152,13 +152,13 @@ def application(
             finally:
                 waiting -= 1
         except InputError as error:
-            return _told(error, 400)
+            return _refusal(error, 400)
         except ClientDisconnect:
             return PlainTextResponse("cut off", 400)  # which nobody reads
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return _told(NO_MEMORY, 400)
+            return _refusal(NO_MEMORY, 400)
 
     routes = [
         Route("/{token}/view", view, methods=["POST"]),
@@ -182,7 +182,7 @@ async def _json_of(request: Request) -> Any:
         raise InputError(f"The request is not JSON: {str(error)[:80]}. Reload the page.") from error
 
 
-def _told(error: InputError, status: int) -> Response:
+def _refusal(error: InputError, status: int) -> Response:
     return JSONResponse({"message": str(error)}, status)
 
 

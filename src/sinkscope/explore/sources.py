@@ -26,13 +26,13 @@ MOST_CHARACTERS = 20_000
 """The longest prompt that a request may hold."""
 MOST_TOKENS = 2048
 """The longest prompt that is read: what a CPU does while someone waits. Longer texts are for `sinkscope trace`."""
-MOST_EDITS = 16
+MOST_INTERVENTIONS = 16
 """The most interventions in one request."""
 CACHE_SIZE = 16
 """How many results are kept, so that undo costs nothing."""
 Short = Annotated[str, MaxLen(200)]
 Index = Annotated[int, Interval(ge=0, lt=2**31)]
-Edits = tuple[tuple[Short, Short], ...]
+Interventions = tuple[tuple[Short, Short], ...]
 """Interventions as (kind, its text on the command line), such as ("mask_to_self", "10"), in the order they were
 added."""
 
@@ -43,7 +43,7 @@ class TabState:
 
     source: Index
     prompt: Annotated[str, MaxLen(MOST_CHARACTERS)]
-    edits: Annotated[Edits, MaxLen(MOST_EDITS)]
+    interventions: Annotated[Interventions, MaxLen(MOST_INTERVENTIONS)]
     position: Index | None = None
     start: Index
     quantity: str
@@ -77,18 +77,20 @@ class LiveModel:
     def view(self, state: TabState) -> dict[str, Any]:
         """What the page draws."""
         before = self._result(state.prompt, ())
-        now = self._result(state.prompt, state.edits)
+        now = self._result(state.prompt, state.interventions)
         return {
-            **window(now, before if state.edits else None, state.start, state.position, state.quantity),
-            "python": self.python(state.prompt, state.edits),
+            **window(now, before if state.interventions else None, state.start, state.position, state.quantity),
+            "python": self.python(state.prompt, state.interventions),
         }
 
-    def python(self, prompt: str, edits: Edits) -> str:
+    def python(self, prompt: str, interventions: Interventions) -> str:
         """The lines of Python that give the same numbers, for the page."""
         lines = ["import sinkscope", f"model = {self._python}"]
         bos = "" if self._bos is None else f", bos={self._bos}"
-        if edits:
-            lines.append(f"result = sinkscope.intervene(model, {_by_kind(edits)!r}, prompt={prompt!r}{bos}).after")
+        if interventions:
+            lines.append(
+                f"result = sinkscope.intervene(model, {_by_kind(interventions)!r}, prompt={prompt!r}{bos}).after"
+            )
         elif bos:
             lines.insert(1, "from sinkscope.models.prompts import prompt_batch")
             lines.append(f"result = sinkscope.trace(model, prompt_batch(model, [{prompt!r}]{bos}))")
@@ -105,12 +107,12 @@ class LiveModel:
             )
         return baseline
 
-    def _read(self, prompt: str, edits: Edits) -> TextResult:
+    def _read(self, prompt: str, interventions: Interventions) -> TextResult:
         baseline = self._baseline(prompt)
-        if not edits:
+        if not interventions:
             return from_trace(baseline.trace)
-        interventions = baseline.make(read_specs(_by_kind(edits)))
-        return from_trace(baseline.under(interventions), self._result(prompt, ()))
+        under = baseline.under(baseline.make(read_specs(_by_kind(interventions))))
+        return from_trace(under, self._result(prompt, ()))
 
 
 class FinishedTrace:
@@ -123,7 +125,7 @@ class FinishedTrace:
 
     def view(self, state: TabState) -> dict[str, Any]:
         """What the page draws."""
-        if state.edits:
+        if state.interventions:
             raise InputError("A finished trace cannot be intervened on. Explore the model itself.")
         return {**window(self._result, None, state.start, state.position, state.quantity), "python": None}
 
@@ -131,9 +133,9 @@ class FinishedTrace:
 Source = LiveModel | FinishedTrace
 
 
-def _by_kind(edits: Edits) -> dict[str, list[str]]:
+def _by_kind(interventions: Interventions) -> dict[str, list[str]]:
     """The interventions as `sinkscope.intervene` takes them: kind -> texts."""
     texts: dict[str, list[str]] = defaultdict(list)
-    for kind, text in edits:
+    for kind, text in interventions:
         texts[kind].append(text)
     return dict(texts)

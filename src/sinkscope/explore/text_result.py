@@ -79,7 +79,9 @@ def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
     neurons = _from_the_first(
         [{name: getattr(neuron, name) for name in NEURON_COLUMNS} for neuron in findings.super_neurons]
     )
-    dimensions = _strongest_layers([{name: getattr(each, name) for name in MASSIVE} for each in findings.massive])
+    dimensions = _strongest_layers(
+        [{name: getattr(dimension, name) for name in MASSIVE} for dimension in findings.massive]
+    )
     unlisted: dict[str, list[Mapping[str, Any]]] = {"neurons": [], "dimensions": []}
     if before is not None:
         for row in _missing(before.neurons, neurons, NEURON):
@@ -174,7 +176,7 @@ def window(
     """
     start = min(start, max(0, now.length - 1)) // WINDOW * WINDOW
     opened = now.strongest if position is None or position >= now.length else position
-    shown = slice(start, start + WINDOW)
+    in_window = slice(start, start + WINDOW)
 
     def both(values: Callable[[TextResult], Any]) -> dict[str, Any]:
         return {"now": _listed(values(now)), "before": None if before is None else _listed(values(before))}
@@ -194,9 +196,9 @@ def window(
         "opened": opened,
         "opened_text": shown_token(now, opened),
         "strongest": now.strongest,
-        "tokens": [shown_token(now, at) for at in range(now.length)[shown]],
-        "received": both(lambda result: result.received_T[shown]),
-        "sink_rate": both(lambda result: result.sink_rate_T[shown]),
+        "tokens": [shown_token(now, at) for at in range(now.length)[in_window]],
+        "received": both(lambda result: result.received_T[in_window]),
+        "sink_rate": both(lambda result: result.sink_rate_T[in_window]),
         "chain": [
             {
                 "quantity": name,
@@ -210,10 +212,10 @@ def window(
         "map": {
             "quantity": quantity,
             "meaning": QUANTITIES[quantity],
-            **both(lambda result: result.by_position[quantity][:, shown]),
+            **both(lambda result: result.by_position[quantity][:, in_window]),
         },
         **{name: rows[:MOST_LISTED] for name, rows in parts.items()},
-        "found": {name: len(rows) for name, rows in parts.items()},
+        "counts": {name: len(rows) for name, rows in parts.items()},
     }
 
 

@@ -9,7 +9,7 @@ import typer
 
 from sinkscope.arguments import check_fingerprint, check_inputs
 from sinkscope.cli_options import Device, Dtype, TrustRemoteCode, bound_memory_of
-from sinkscope.cli_output import Output, finished_parts_are_kept, first_process_writes, write_page, write_request
+from sinkscope.cli_output import Output, finished_parts_are_kept, first_process_writes, write_config, write_page
 from sinkscope.errors import InputError
 from sinkscope.runtime import check_placement
 
@@ -89,7 +89,7 @@ def fingerprint_command(options: FingerprintOptions, output: Output) -> None:
         raise
     first_process_writes()
     with run_folder(path, output.overwrite) as folder:
-        write_request(folder, options)
+        write_config(folder, options)
         folder.write_json("environment.json", environment(device=resolve_device(options.device)))
         result.write(folder)
         write_page(folder)

@@ -9,7 +9,7 @@ import typer
 
 from sinkscope.arguments import CONTROLS, check_bias, check_choice
 from sinkscope.cli_options import Length, ModelOptions, NumSequences, Seed, bound_memory_of
-from sinkscope.cli_output import Output, first_process_writes, run_environment, write_page, write_request
+from sinkscope.cli_output import Output, first_process_writes, run_environment, write_config, write_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +70,7 @@ def bias_command(options: BiasOptions, source: ModelOptions, output: Output) -> 
         result = bias(arguments.pop("model"), **arguments, progress=move)
     first_process_writes()
     with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, options)
+        write_config(folder, source, options)
         folder.write_json("environment.json", run_environment(result.measurements.model))
         result.write(folder)
         write_page(folder)

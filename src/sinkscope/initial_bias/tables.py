@@ -100,8 +100,8 @@ def _by_sample(measurements: BiasMeasurements, name: str) -> np.ndarray:
 
 
 def _between_seeds(mean_state_RSE: np.ndarray) -> np.ndarray:
-    unit = torch.nn.functional.normalize(torch.from_numpy(mean_state_RSE), dim=-1)
-    return cosine_from_sum(unit.sum(0), (unit != 0).any(-1).sum(0)).numpy()
+    direction_RSE = torch.nn.functional.normalize(torch.from_numpy(mean_state_RSE), dim=-1)
+    return cosine_from_sum(direction_RSE.sum(0), (direction_RSE != 0).any(-1).sum(0)).numpy()
 
 
 def _positions(measurements: BiasMeasurements) -> Iterable[Row]:

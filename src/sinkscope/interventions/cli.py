@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions
-from sinkscope.cli_output import Output, run_environment, write_page, write_request
+from sinkscope.cli_output import Output, run_environment, write_config, write_page
 from sinkscope.interventions.kinds import KINDS
 from sinkscope.interventions.specs import read_specs
 
@@ -73,7 +73,7 @@ def intervene_command(
     with progress.working("tracing before, after and under the control"):
         result = intervene(loaded, by_kind, **asdict(places), **asdict(texts), **asdict(tokens))
     with run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, tokens, texts, places, interventions=by_kind)
+        write_config(folder, source, tokens, texts, places, interventions=by_kind)
         attention = result.after.recording.attention_path
         folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
         result.write(folder)

@@ -40,11 +40,11 @@ def check_order(run: Run) -> None:
         raise refused(path, "rows that are not those of every layer and position in order")
 
 
-class Told(BaseModel):
+class Arm(BaseModel):
     story: str
 
 
-class Baseline(Told):
+class Baseline(Arm):
     model: Name
     tokens: SizesOfTokens
 
@@ -63,8 +63,8 @@ class Token(BaseModel):
 class Summary(BaseModel):
     story: str
     before: Baseline
-    after: Told
-    control: Told
+    after: Arm
+    control: Arm
     control_is: str
     calibrated_on: str
     checks: list[Check] | None = None

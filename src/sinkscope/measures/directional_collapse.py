@@ -10,8 +10,8 @@ from torch import Tensor
 
 def cosine_across_sequences(state_BTE: Float[Tensor, "B T E"]) -> Float[Tensor, " T"]:
     """Mean cosine over all pairs of different sequences, by position; NaN for a single sequence."""
-    unit = torch.nn.functional.normalize(state_BTE, dim=-1)
-    return cosine_from_sum(unit.sum(0), (state_BTE != 0).any(-1).sum(0))
+    direction_BTE = torch.nn.functional.normalize(state_BTE, dim=-1)
+    return cosine_from_sum(direction_BTE.sum(0), (state_BTE != 0).any(-1).sum(0))
 
 
 def cosine_from_sum(unit_sum_TE: Float[Tensor, "T E"], num_T: Int64[Tensor, " T"]) -> Float[Tensor, " T"]:

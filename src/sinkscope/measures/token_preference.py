@@ -18,18 +18,18 @@ def prediction_ratio(predicted_N: Int64[Tensor, " N"], vocabulary: int) -> Float
     round: counted where it was chosen, the commonest of few predictions would be common by selection.
     """
     values_N = torch.empty(len(predicted_N), dtype=torch.float64)
-    for own, others in _halves():
-        token = predicted_N[others].bincount(minlength=vocabulary).argmax()
-        values_N[own] = vocabulary * (predicted_N[own] == token).double()
+    for counted, choosing in _halves():
+        token = predicted_N[choosing].bincount(minlength=vocabulary).argmax()
+        values_N[counted] = vocabulary * (predicted_N[counted] == token).double()
     return values_N
 
 
 def probability_ratio(probability_NV: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
     """[N] V times a sequence's probability of the preferred token, the most probable one in the other half."""
     values_N = torch.empty(len(probability_NV), dtype=torch.float64)
-    for own, others in _halves():
-        token = probability_NV[others].mean(0).argmax()
-        values_N[own] = probability_NV.shape[1] * probability_NV[own, token].double()
+    for counted, choosing in _halves():
+        token = probability_NV[choosing].mean(0).argmax()
+        values_N[counted] = probability_NV.shape[1] * probability_NV[counted, token].double()
     return values_N
 
 

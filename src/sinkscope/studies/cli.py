@@ -19,8 +19,8 @@ from sinkscope.cli_output import (
     first_process_writes,
     run_environment,
     run_path,
+    write_config,
     write_pictures,
-    write_request,
 )
 from sinkscope.errors import InputError
 
@@ -125,7 +125,7 @@ def _study(
     first_process_writes()
     for path, result in results.items():
         with progress.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:
-            write_request(folder, source, tokens, runs[path])
+            write_config(folder, source, tokens, runs[path])
             attention = result.trace.recording.attention_path
             folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
             result.write(folder)

@@ -9,7 +9,7 @@ import typer
 
 from sinkscope.arguments import check_keys
 from sinkscope.cli_options import BatchOptions, ModelOptions, PromptOptions, integers
-from sinkscope.cli_output import Output, first_process_writes, run_environment, write_pictures, write_request
+from sinkscope.cli_output import Output, first_process_writes, run_environment, write_config, write_pictures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def trace_command(
         result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=move)
     first_process_writes()
     with progress.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
-        write_request(folder, source, *([] if texts.prompt else [tokens]), texts, asked)
+        write_config(folder, source, *([] if texts.prompt else [tokens]), texts, asked)
         recording = result.recording
         environment = run_environment(loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s)
         folder.write_json("environment.json", environment)

@@ -6,7 +6,7 @@ class Pane {
     this.start = start;
     this.root = document.getElementById("pane").content.cloneNode(true).firstElementChild;
     this.state = {
-      source: Math.min(number, start.sources.length - 1), edits: [], position: null, start: 0, quantity: "attention_received",
+      source: Math.min(number, start.sources.length - 1), interventions: [], position: null, start: 0, quantity: "attention_received",
       prompt: start.prompts[number] ?? panes[0].state.prompt,
     };
     this.past = []; // earlier lists of interventions
@@ -27,8 +27,8 @@ class Pane {
     on(".ask", "submit", (event) => { event.preventDefault(); this.read(); });
     on(".prompt", "keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.read(); });
     on(".source", "change", () => this.read());
-    on(".undo", "click", () => { this.change({ edits: this.past.pop() }); });
-    on(".clear", "click", () => this.edit([]));
+    on(".undo", "click", () => { this.change({ interventions: this.past.pop() }); });
+    on(".clear", "click", () => this.intervene([]));
     on(".quantity", "change", (event) => this.change({ quantity: event.target.value }));
     on(".change", "change", () => this.draw());
     for (const button of this.root.querySelectorAll("[data-kind]")) {
@@ -53,31 +53,31 @@ class Pane {
   // A new prompt or model begins without interventions: positions and neurons mean something else there.
   read() {
     this.past = [];
-    this.change({ prompt: this.get(".prompt").value, source: Number(this.get(".source").value), edits: [], position: null, start: 0 });
+    this.change({ prompt: this.get(".prompt").value, source: Number(this.get(".source").value), interventions: [], position: null, start: 0 });
   }
 
   add(kind, text) {
-    if (!this.state.edits.some((edit) => edit[0] === kind && edit[1] === text)) this.edit([...this.state.edits, [kind, text]]);
+    if (!this.state.interventions.some(([otherKind, otherText]) => otherKind === kind && otherText === text)) this.intervene([...this.state.interventions, [kind, text]]);
   }
 
   // One amplification a token; a slide is one step back, however many values it passes.
   amplify(factor) {
     const at = `${this.view.opened}:`;
-    const others = this.state.edits.filter(([kind, text]) => !(kind === "amplify" && text.startsWith(at)));
-    const edits = Number(factor) === 1 ? others : [...others, ["amplify", at + factor]];
+    const others = this.state.interventions.filter(([kind, text]) => !(kind === "amplify" && text.startsWith(at)));
+    const interventions = Number(factor) === 1 ? others : [...others, ["amplify", at + factor]];
     const slides = this.sliding === at && this.past.length;
-    this.edit(edits, !slides);
+    this.intervene(interventions, !slides);
     this.sliding = at;
   }
 
-  edit(edits, remember = true) {
+  intervene(interventions, remember = true) {
     this.sliding = null;
-    if (remember) this.past.push(this.state.edits);
-    this.change({ edits });
+    if (remember) this.past.push(this.state.interventions);
+    this.change({ interventions });
   }
 
   change(fields) {
-    if (!("edits" in fields)) this.sliding = null;
+    if (!("interventions" in fields)) this.sliding = null;
     Object.assign(this.state, fields);
     this.ask();
   }
@@ -95,26 +95,26 @@ class Pane {
     } finally {
       this.asking = false;
       this.root.removeAttribute("aria-busy");
-      this.root.dataset.asked = String(Number(this.root.dataset.asked || 0) + 1);
+      this.root.dataset.answered = String(Number(this.root.dataset.answered || 0) + 1);
     }
   }
 
-  async request(asked) {
-    let answer, told;
+  async request(state) {
+    let answer, content;
     try {
-      answer = await fetch("view", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked) });
-      told = await answer.json();
+      answer = await fetch("view", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(state) });
+      content = await answer.json();
     } catch {
       this.say(answer ? "The server failed; its terminal says why." : "No answer: sinkscope explore has ended.");
       return;
     }
     if (answer.ok) {
-      this.view = told;
-      this.accepted = { state: asked, past: [...this.past] };
+      this.view = content;
+      this.accepted = { state, past: [...this.past] };
       this.say("");
       this.draw();
     } else {
-      this.say(told.message);
+      this.say(content.message);
       if (answer.status === 503) {
         await new Promise((done) => setTimeout(done, 500));
         this.again = true;
@@ -133,13 +133,13 @@ class Pane {
     if (!view) return;
     this.get(".answer").textContent = view.story;
     this.get(".before").textContent = view.story_before === null ? "" : `Baseline: ${view.story_before}`;
-    this.drawEdits();
+    this.drawInterventions();
     this.drawTokens();
     const text = view.opened_text ? ` ${view.opened_text}` : "";
     this.get("legend").replaceChildren(`Token ${view.opened}`, element("bdi", {}, text));
     this.get(".tools-of-token").disabled = !this.isLive;
     this.get(".prompt-of").hidden = this.get(".read").hidden = !this.isLive; // a finished trace has its own tokens
-    const factor = this.state.edits.find(([kind, what]) => kind === "amplify" && what.startsWith(`${view.opened}:`));
+    const factor = this.state.interventions.find(([kind, what]) => kind === "amplify" && what.startsWith(`${view.opened}:`));
     if (document.activeElement !== this.get(".amplify")) {
       this.get(".amplify").value = this.get(".tools-of-token output").textContent = factor ? factor[1].split(":")[1] : "1";
     }
@@ -158,16 +158,16 @@ class Pane {
     document.documentElement.dataset.drawn = "yes";
   }
 
-  drawEdits() {
-    const { edits } = this.state;
-    this.get(".edits").replaceChildren(...edits.map(([kind, text], at) => {
+  drawInterventions() {
+    const { interventions } = this.state;
+    this.get(".interventions").replaceChildren(...interventions.map(([kind, text], at) => {
       const name = `${kind.replaceAll("_", " ")} ${text}`;
       const out = element("button", { "aria-label": `Remove ${name}` }, "\u00d7");
-      out.addEventListener("click", () => this.edit(edits.filter((_, other) => other !== at)));
+      out.addEventListener("click", () => this.intervene(interventions.filter((_, other) => other !== at)));
       return element("li", {}, `${name} `, out);
     }));
     this.get(".undo").disabled = !this.past.length;
-    this.get(".clear").disabled = !edits.length;
+    this.get(".clear").disabled = !interventions.length;
   }
 
   drawTokens() {
@@ -224,8 +224,8 @@ class Pane {
       ]));
     }
     this.get(".parts tbody").replaceChildren(...rows);
-    const cut = [["neurons", neurons], ["dimensions", dimensions]].filter(([name, listed]) => listed.length < this.view.found[name]);
-    this.get(".parts-cut").textContent = cut.map(([name, listed]) => `The first ${listed.length} of ${this.view.found[name]} ${name}.`).join(" ");
+    const cut = [["neurons", neurons], ["dimensions", dimensions]].filter(([name, listed]) => listed.length < this.view.counts[name]);
+    this.get(".parts-cut").textContent = cut.map(([name, listed]) => `The first ${listed.length} of ${this.view.counts[name]} ${name}.`).join(" ");
   }
 }
 
