@@ -119,12 +119,10 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
 
 
 def write_page(folder: RunFolder) -> None:
-    """Writes the page of a run whose tables are written, if plotly is installed."""
-    from sinkscope.pages.html import can_write_pages
+    """Writes the page of a run whose tables are written."""
     from sinkscope.results.saved import write_page_of_run
 
-    if can_write_pages():
-        write_page_of_run(folder.path, folder.path / "report.html")
+    write_page_of_run(folder.path, folder.path / "report.html")
 
 
 def write_pictures(folder: RunFolder, trace: Trace) -> None:

@@ -7,9 +7,20 @@ options of the command that runs in their place: --length, --length 64, --no-bos
 one name everywhere; what the command has no option for stays as it is.
 """
 
+from importlib.util import find_spec
+
 INTERRUPTED = "interrupted; no run was written"
 """What Ctrl-C says, unless a command keeps finished parts and says how to go on."""
 
 
 class InputError(Exception):
     """What is wrong and what to do, in plain sentences."""
+
+
+def check_installed(purpose: str, extra: str, *packages: str) -> None:
+    """Refuses what needs a package that is not installed, with the extra of sinkscope that brings it."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise InputError(
+            f'{purpose} needs {" and ".join(missing)}, not installed here. Run: pip install "sinkscope[{extra}]".'
+        )

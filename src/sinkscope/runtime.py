@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from sinkscope.arguments import check_choice
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, check_installed
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,8 @@ def check_placement(dtype: str, device: str, device_map: Any = None) -> None:
         )
     if device_map is not None and device != "auto":
         raise InputError("`device` and `device_map` cannot be given together. Leave one of the two out.")
+    if device_map is not None:
+        check_installed("`device_map`", "gguf", "accelerate")
 
 
 def resolve_device(name: str | None = None) -> torch.device:

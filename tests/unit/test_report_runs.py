@@ -188,12 +188,6 @@ def test_a_training_run_is_known_by_its_configuration(study, tmp_path):
         assert not is_training_run(folder)
 
 
-def test_without_plotly_the_message_says_what_to_install(study, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"sinkscope\[report\]"):
-        write_page_of_run(study, tmp_path / "page.html")
-
-
 def test_runs_are_labelled_by_what_differs(tmp_path):
     alike = [write_trace_folder(tmp_path / name) for name in ("one", "other")]
     smaller = write_trace_folder(tmp_path / "smaller")

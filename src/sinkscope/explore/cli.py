@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 
 from sinkscope.arguments import check_count
 from sinkscope.cli_options import Bos, ModelOptions
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, check_installed
 
 if TYPE_CHECKING:
     from sinkscope.explore.sources import Source
@@ -53,10 +52,7 @@ def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
 
     Example: sinkscope explore gpt2 --prompt "The cat sat on the mat."
     """
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise InputError(
-            f'The page needs {" and ".join(missing)}, not installed here. Run: pip install "sinkscope[explore]".'
-        )
+    check_installed("The page", "explore", "starlette", "uvicorn")
     import webbrowser
 
     from sinkscope.explore.server import listening, private_redirect, serve

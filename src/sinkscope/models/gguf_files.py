@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, check_installed
 from sinkscope.models.checkpoint_checks import CHUNK, ask, check_causal, check_counts, check_loading_info, first_line
 
 if TYPE_CHECKING:
@@ -143,6 +143,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _walk_gguf(path: Path, blob: mmap.mmap) -> GgufHeader:
+    check_installed("A .gguf file", "gguf", "gguf", "accelerate")
     # gguf.GGUFReader would do, but makes several array views for every string of the vocabulary, 20 s for 262k tokens.
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

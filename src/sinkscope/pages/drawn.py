@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.errors import InputError
+from sinkscope.errors import check_installed
 from sinkscope.pages.figure import LOOKS, Figure, floats
 from sinkscope.pages.text import END_ISOLATE, ISOLATE
 
@@ -52,8 +52,7 @@ def can_draw() -> bool:
 @cache
 def drawing_class() -> type[Drawing]:
     """matplotlib's figure, which a notebook shows also where no backend of matplotlib was chosen."""
-    if not can_draw():
-        raise InputError('Drawing needs matplotlib, which is not installed. Run: pip install "sinkscope[report]".')
+    check_installed("Drawing", "plot", "matplotlib")
     from matplotlib.figure import Figure
 
     class InNotebooks(Figure):

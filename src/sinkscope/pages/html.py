@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
-import importlib.util
 import os
 import re
 import sys
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from sinkscope.atomic import explained, whole_file
-from sinkscope.errors import InputError
 from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import NO_VALUE, interval, isolated, number, script_json, token_text, visible
 
@@ -41,15 +39,10 @@ MAX_ROWS = 400
 """Rows of a table under a figure; the Parquet holds all of them."""
 
 
-def can_write_pages() -> bool:
-    """Whether plotly is installed, whose script every page carries."""
-    return importlib.util.find_spec("plotly") is not None
-
-
 @cache
 def environment() -> Environment:
     """The templates of every folder of sinkscope, named by their place in it, such as studies/page.html."""
-    # Here, since jinja2 takes a while to import and the command line asks this module whether pages can be written.
+    # Here, since jinja2 takes a while to import and the command line reads names of this module.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
@@ -96,8 +89,7 @@ def write_page(
     ids = [figure.id for figure in figures]
     if len(set(ids)) < len(ids):
         raise ValueError(f"two figures of one page have the same id: {sorted(ids)}")
-    assets = importlib.resources.files("sinkscope.pages") / "assets"
-    plotly, script = _plotly(), (assets / "page.js").read_text(encoding="utf-8")
+    plotly, script = _asset("plotly-cartesian.min.js"), _asset("page.js")
     drawn = {figure.id: {"traces": figure.traces, "layout": figure.layout} for figure in figures}
     page = render(
         template,
@@ -106,7 +98,7 @@ def write_page(
         figures=figures,
         png_name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:80],
         script_hashes=Markup(" ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))),
-        style=Markup((assets / "page.css").read_text(encoding="utf-8")),
+        style=Markup(_asset("page.css")),
         drawn=Markup(script_json(drawn)),
         plotly=Markup(plotly),
         script=Markup(script),
@@ -157,13 +149,10 @@ def _all_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
     return not any(isinstance(row[column], str | Link | bool) for row in rows)
 
 
-def _plotly() -> str:
-    """The script that the plotly package carries; the package itself is not imported."""
-    if not can_write_pages():
-        raise InputError('The report needs plotly, which is not installed. Run: pip install "sinkscope[report]".')
-    path = importlib.resources.files("plotly") / "package_data" / "plotly.min.js"
-    # A browser turns every line end into one character before it compares the hash.
-    return path.read_text(encoding="utf-8").replace("\r\n", "\n").replace("\r", "\n")
+def _asset(name: str) -> str:
+    """A script or style that every page carries. Plotly's bundle for charts with axes is a third of the whole library;
+    its licence stands beside it."""
+    return (importlib.resources.files("sinkscope.pages") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Annotated
 
 from sinkscope.arguments import SEPARATOR, check_count
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, check_installed
 from sinkscope.user_paths import user_path
 
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -191,14 +191,9 @@ def _hugging_face_documents(source: str) -> Iterator[str]:
 
 
 def _datasets_package():
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        if error.name != "datasets":
-            raise
-        raise InputError(
-            "hf: sources need the package datasets, which is not installed. Run: pip install 'sinkscope[train]'."
-        ) from error
+    check_installed("A source that begins with hf:", "train", "datasets")
+    import datasets  # pyright: ignore[reportMissingImports]
+
     return datasets
 
 

@@ -108,7 +108,6 @@ def _study(
     interrupted command can be given again as it is."""
     from sinkscope import __version__, processes
     from sinkscope.pages import progress
-    from sinkscope.pages.html import can_write_pages
     from sinkscope.results.parts import Parts
     from sinkscope.results.run_folder import run_folder
     from sinkscope.studies.study import study
@@ -132,7 +131,7 @@ def _study(
             write_pictures(folder, result.trace)
         if not output.as_json:
             show(result, path)
-    if page is not None and can_write_pages():
+    if page is not None:
         from sinkscope.compare.page import write_comparison_page
 
         write_comparison_page(list(runs), page)
