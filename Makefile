@@ -6,7 +6,7 @@ REFERENCES := softmax head_norm learned_sink
 STUDIES := $(REFERENCES:%=study-%)
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: study $(STUDIES) test lab proof lint check-code check-format check-types real-weights docs clean
+.PHONY: study $(STUDIES) test lab proof lint check-code check-format check-types real-weights docs package-lowest package-newest clean
 
 # Two at a time with half of the cores each: on two cores that takes less time, since threads wait for one
 # another after every small operation. Bars of two programs would write over each other, so progress comes in lines.
@@ -49,6 +49,17 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(INSTALLED)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	touch $@
+
+# The built wheel in a fresh environment outside the checkout: with the lowest versions that pyproject.toml admits, or
+# with the newest. TORCH=2.13.0 keeps a torch that is at hand.
+PINS_lowest = $(shell sed -nE '/^dependencies/,/^\]/ s/^ *"([a-z0-9_-]+)>=([0-9.]+)".*/"\1==\2"/p' pyproject.toml)
+package-lowest package-newest: package-%:
+	rm -rf build/package-$* && $(PYTHON) -m venv build/package-$*
+	build/package-$*/bin/python -m pip install build
+	build/package-$*/bin/python -m build --outdir build/package-$*/dist
+	build/package-$*/bin/python -m pip install $(if $(TORCH),$(filter-out "torch==%,$(PINS_$*)) torch==$(TORCH),$(PINS_$*)) build/package-$*/dist/*.whl
+	cd build/package-$* && bin/sinkscope --help && bin/sinkscope trace --num-sequences 4 --out trace && bin/sinkscope models reference:softmax
+	ls -l build/package-$*/dist
 
 # The stamp is touched last, so an install that was interrupted starts again.
 $(INSTALLED): pyproject.toml constraints.txt

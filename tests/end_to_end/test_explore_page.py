@@ -9,7 +9,7 @@ from chromium import BROKEN_WORDS, CHROMIUM, Chromium
 from study_tables import HOSTILE_TOKENS
 
 import sinkscope
-from sinkscope.explore.server import application, listening, private_redirect
+from sinkscope.explore.server import THIS_MACHINE, application, listening, private_redirect
 from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.pages.text import token_text, visible
 
@@ -40,7 +40,7 @@ def address(tmp_path_factory):
     hostile.name = HOSTILE
     run = tmp_path_factory.mktemp("explore") / "run"
     sinkscope.trace(loaded, TRACED).save(run)
-    with listening(0) as at:
+    with listening(THIS_MACHINE, 0) as at:
         port = at.getsockname()[1]
         sources = [LiveModel(loaded, "model"), hostile, FinishedTrace(run)]
         app = application(sources, prompts=[PROMPT], token="secret", port=port)

@@ -16,7 +16,15 @@ from sinkscope.cli_options import ModelOptions
 from sinkscope.errors import InputError
 from sinkscope.explore import text_result
 from sinkscope.explore.cli import ExploreOptions, explore_command
-from sinkscope.explore.server import HEADERS, MOST_BYTES, MOST_WAITING, CallingThread, application, listening
+from sinkscope.explore.server import (
+    HEADERS,
+    MOST_BYTES,
+    MOST_WAITING,
+    THIS_MACHINE,
+    CallingThread,
+    application,
+    listening,
+)
 from sinkscope.explore.sources import FinishedTrace, LiveModel
 from sinkscope.interventions.specs import read_specs
 
@@ -203,6 +211,13 @@ def test_only_this_page_is_answered(path, headers, status):
     assert set(answer.headers.items()) >= {(name.lower(), value) for name, value in HEADERS.items()}
 
 
+def test_a_page_told_to_listen_elsewhere_answers_under_that_name_too():
+    app = application([Slow()], prompts=[PROMPT], token="secret", port=8800, host="gpu.example")
+    client = TestClient(app, base_url=ADDRESS)
+    for host, status in (("gpu.example:8800", 200), ("127.0.0.1:8800", 200), ("evil.example:8800", 403)):
+        assert client.get("/secret/", headers={"Host": host}).status_code == status
+
+
 @pytest.mark.parametrize("origin", [None, "http://evil.example", "http://127.0.0.1:8801", "null"])
 def test_another_page_cannot_make_the_model_read(origin):
     client = TestClient(app_of(Slow()), base_url=ADDRESS)
@@ -262,11 +277,11 @@ def test_a_finished_trace_with_rows_missing_or_swapped_is_refused(model, tmp_pat
 
 
 def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():
-    with listening(0) as taken:
+    with listening(THIS_MACHINE, 0) as taken:
         host, port = taken.getsockname()
         assert host == "127.0.0.1"
         with pytest.raises(InputError, match="Give another `port`"):
-            listening(port)
+            listening(THIS_MACHINE, port)
     with socket.create_server(("127.0.0.1", port)):
         pass  # control: it was free again
 

@@ -30,6 +30,9 @@ class ExploreOptions:
         typer.Option(help="The prompt to begin with. Given twice, both are shown side by side.", show_default=False),
     ] = None
     bos: Bos = None
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 in a container. Who can reach it still needs the token.")
+    ] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.")] = 0
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser, or only print its address.")
@@ -47,8 +50,8 @@ class ExploreOptions:
 def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
     """Open a live page: type a prompt, see its sinks, and intervene by clicking.
 
-    MODEL may also be the folder of a finished trace, however long. Only this machine can open the page, and it needs no
-    network. Ctrl-C ends it.
+    MODEL may also be the folder of a finished trace, however long. Only this machine can open the page unless --host
+    says otherwise, and it needs no network. Ctrl-C ends it.
 
     Example: sinkscope explore gpt2 --prompt "The cat sat on the mat."
     """
@@ -63,7 +66,7 @@ def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
         if options.browser:
             webbrowser.open(until_the_end.enter_context(private_redirect(address)).as_uri())
 
-    with ExitStack() as until_the_end, listening(options.port) as at:
+    with ExitStack() as until_the_end, listening(options.host, options.port) as at:
         sources = [_opened(source, options.bos)]
         if options.beside is not None:
             sources.append(_opened(replace(source, model=options.beside), options.bos))
@@ -72,7 +75,7 @@ def explore_command(options: ExploreOptions, source: ModelOptions) -> None:
                 "A finished trace has its own text and cannot read `prompt`. Leave `prompt` out, or name a model."
             )
         try:
-            serve(sources, prompts=options.prompt or [FIRST_PROMPT], at=at, opened=opened)
+            serve(sources, prompts=options.prompt or [FIRST_PROMPT], at=at, opened=opened, host=options.host)
         except KeyboardInterrupt:
             say("Ended.")
 

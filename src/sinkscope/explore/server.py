@@ -1,4 +1,4 @@
-"""The page of `sinkscope explore` as a web application for this machine alone.
+"""The page of `sinkscope explore` as a web application, for this machine alone unless it is told otherwise.
 
 Every address begins with a random token, and the names of other machines and pages are refused, so that neither another
 user of the machine nor a page open in the same browser can make the model read anything. The main thread runs the
@@ -11,7 +11,6 @@ import asyncio
 import importlib.resources
 import json
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -37,6 +36,9 @@ from sinkscope.explore.text_result import QUANTITIES
 from sinkscope.memory import is_out_of_memory
 from sinkscope.pages import html
 
+THIS_MACHINE = "127.0.0.1"
+EVERY_ADDRESS = "0.0.0.0"
+"""Where a container listens, so that its host can pass the port on."""
 MOST_BYTES = 1 << 18
 """The longest request body."""
 MOST_WAITING = 8
@@ -106,11 +108,17 @@ class CallingThread(Executor):
 
 
 def application(
-    sources: Sequence[Source], *, prompts: Sequence[str], token: str, port: int, worker: Executor | None = None
+    sources: Sequence[Source],
+    *,
+    prompts: Sequence[str],
+    token: str,
+    port: int,
+    host: str = THIS_MACHINE,
+    worker: Executor | None = None,
 ) -> Starlette:
-    """The web application. It answers requests to this machine that know the token. `worker` runs the models, one call
-    at a time."""
-    hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+    """The web application. It answers requests that name this machine, or `host`, and know the token. `worker` runs the
+    models, one call at a time."""
+    hosts = {f"{name}:{port}" for name in (THIS_MACHINE, "localhost", host)}
     worker = worker or ThreadPoolExecutor(1)
     waiting = 0
 
@@ -186,25 +194,30 @@ def _refusal(error: InputError, status: int) -> Response:
     return JSONResponse({"message": str(error)}, status)
 
 
-def listening(port: int) -> socket.socket:
-    """A socket that only this machine can reach, on the port or, for 0, on a free one. A port in use is refused."""
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine, on the port or, for 0, on a free one. A port in use is refused."""
     try:
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server((host, port))
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        reason = error.strerror or str(error)
         raise InputError(
-            f"Cannot listen at 127.0.0.1:{port}: {reason}. Give another `port`, or leave it out."
+            f"Cannot listen at {host}:{port}: {reason}. Give another `host` or `port`, or leave them out."
         ) from error
 
 
 def serve(
-    sources: Sequence[Source], *, prompts: Sequence[str], at: socket.socket, opened: Callable[[str], None]
+    sources: Sequence[Source],
+    *,
+    prompts: Sequence[str],
+    at: socket.socket,
+    opened: Callable[[str], None],
+    host: str = THIS_MACHINE,
 ) -> None:
     """Serves the page until the process is interrupted. Models run in this thread, the server in another. `opened` is
     called with the address once the server runs."""
     token, port = secrets.token_urlsafe(24), at.getsockname()[1]
     worker = CallingThread()
-    app = application(sources, prompts=prompts, token=token, port=port, worker=worker)
+    app = application(sources, prompts=prompts, token=token, port=port, host=host, worker=worker)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -226,7 +239,8 @@ def serve(
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     try:
-        opened(f"http://127.0.0.1:{port}/{token}/")
+        named = THIS_MACHINE if host == EVERY_ADDRESS else host
+        opened(f"http://{named}:{port}/{token}/")
         worker.run()
     finally:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that this end cuts off are no errors
