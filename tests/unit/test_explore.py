@@ -280,7 +280,7 @@ def test_it_listens_on_the_loopback_alone_and_refuses_a_port_in_use():
     with listening(THIS_MACHINE, 0) as taken:
         host, port = taken.getsockname()
         assert host == "127.0.0.1"
-        with pytest.raises(InputError, match="Give another `port`"):
+        with pytest.raises(InputError, match="Give another `host` or `port`"):
             listening(THIS_MACHINE, port)
     with socket.create_server(("127.0.0.1", port)):
         pass  # control: it was free again
