@@ -15,6 +15,7 @@ from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from sinkscope import __version__, processes
 from sinkscope import cli_options as options
@@ -36,8 +37,24 @@ from sinkscope.results.cli import report_command
 from sinkscope.studies.cli import ValueOfBos, study_command
 from sinkscope.tracing.cli import trace_command
 
+
+class InGroups(TyperGroup):
+    """Lists its commands by what they are for, each with the whole first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.commands[name]
+            sentence = command.help.partition("\n\n")[0]
+            groups.setdefault(command.rich_help_panel, []).append((name, sentence))
+        for group, rows in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(rows, col_max=12)
+
+
 app = typer.Typer(
     name="sinkscope",
+    cls=InGroups,
     help="Why language models pour their attention into the first token, shown link by link.\n\n"
     "Example: sinkscope trace gpt2 --bos",
     add_completion=False,
@@ -62,19 +79,19 @@ def _options(
     pass
 
 
-app.command("study", cls=ValueOfBos)(options.command(study_command))
-app.command("trace")(options.command(trace_command))
-app.command("intervene")(options.command(intervene_command))
-app.command("explore")(options.command(explore_command))
-app.command("tokenize")(options.command(tokenize_command))
-app.command("pretrain")(options.command(pretrain_command))
-app.command("compare")(options.command(compare_command))
-app.command("report")(options.command(report_command))
-app.command("audit")(options.command(audit_command))
-app.command("bias")(options.command(bias_command))
-app.command("fingerprint")(options.command(fingerprint_command))
-app.command("remedy")(options.command(remedy_command))
-app.command("models")(options.command(models_command))
+app.command("trace", rich_help_panel="Look")(options.command(trace_command))
+app.command("explore", rich_help_panel="Look")(options.command(explore_command))
+app.command("compare", rich_help_panel="Look")(options.command(compare_command))
+app.command("report", rich_help_panel="Look")(options.command(report_command))
+app.command("models", rich_help_panel="Look")(options.command(models_command))
+app.command("study", rich_help_panel="Prove", cls=ValueOfBos)(options.command(study_command))
+app.command("intervene", rich_help_panel="Prove")(options.command(intervene_command))
+app.command("audit", rich_help_panel="Quantise")(options.command(audit_command))
+app.command("remedy", rich_help_panel="Quantise")(options.command(remedy_command))
+app.command("tokenize", rich_help_panel="Train")(options.command(tokenize_command))
+app.command("pretrain", rich_help_panel="Train")(options.command(pretrain_command))
+app.command("bias", rich_help_panel="Origins")(options.command(bias_command))
+app.command("fingerprint", rich_help_panel="Origins")(options.command(fingerprint_command))
 
 
 SHARED = ("trace", "study", "fingerprint", "bias")

@@ -17,7 +17,7 @@ from sinkscope import cli
 from sinkscope.cli_options import command
 from sinkscope.embedding_norms.cli import embedding_norms_command
 
-cli.app.command("embedding-norms")(command(embedding_norms_command))
+cli.app.command("embedding-norms", rich_help_panel="Look")(command(embedding_norms_command))
 sys.argv = ["sinkscope", *sys.argv[2:]]
 cli.main()
 """

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope import arguments, cli
@@ -35,6 +36,14 @@ def test_a_command_gets_its_configurations_filled():
     app.command()(command(run))
     app(["it", "--units", "1:2", "--units", "3:4", "--json"], standalone_mode=False)
     assert seen == [(Asked(name="it", length=64, units=["1:2", "3:4"]), Output(as_json=True))]
+
+
+def test_help_lists_every_command_in_a_group_with_its_whole_sentence():
+    output = CliRunner().invoke(cli.app, ["--help"]).output
+    assert re.findall(r"(?m)^(\w+):$", output)[1:] == ["Look", "Prove", "Quantise", "Train", "Origins"]
+    for name, known in cli.command_line().commands.items():
+        sentence = " ".join(known.help.partition("\n\n")[0].split())
+        assert f" {name} {sentence}" in " ".join(output.split())
 
 
 def test_names_that_are_known_before_torch_are_those_of_the_tables():
