@@ -33,6 +33,8 @@ aside       one neuron writes one dimension, keys read a vector of equal magnitu
 sparsity    a layer after the super neuron a neuron for each dimension and sign opens where that one alone is nearly all
             of the normalised stream, and all of them write one dense slot, which keys read
 
+With `early` a neuron of layer 0 also writes a weaker dimension at position 0, which no head reads.
+
 Axes: E width, F neurons, V vocabulary, N size of a code, S slots, P products.
 """
 
@@ -47,6 +49,8 @@ CONSTANT, MASSIVE, OPENING, SPECIAL = 0, 1, 2, 3
 MEANS = (4, 5)
 CODE, DEVIATIONS, NOISE = slice(6, 18), (slice(18, 30), slice(30, 42)), slice(42, 64)
 NUM_NOISE = NOISE.stop - NOISE.start
+EARLY = NOISE.stop - 1
+"""The slot of an early dimension, in place of one of noise."""
 SQUARES = slice(52, 64)
 """Of the models that open by an unmixed value, in place of some of the noise."""
 BOS = 0
@@ -168,6 +172,13 @@ class Plan:
     """Of OPENING, per unit of the deviation's energy."""
     bos: bool = False
     """Whether sequences begin with the special token."""
+    early: float = 0.0
+    """What a neuron of layer 0 writes into a dimension of its own at position 0, which a learned position marks."""
+
+    @property
+    def marks_first(self) -> bool:
+        """Whether the embedding of position 0 differs from all others."""
+        return self.cause == "position" or self.early > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +189,9 @@ class Facts:
     super_neurons: list[tuple[int, int]]
     """(layer, neuron) of neurons that open at position 0 only, whether or not a sink depends on them."""
     massive_dimension: int | None
+    early_dimension: int | None
+    """The dimension that stands first and that no head reads."""
+    early_neuron: int
     bos: bool
     """Whether every sequence begins with token BOS, which stands nowhere else."""
 
@@ -237,6 +251,11 @@ def caused(cause: str, seed: int) -> tuple[LlamaForCausalLM, Facts]:
     return _Planting(CAUSES[cause], seed).result()
 
 
+def with_early_dimension(seed: int) -> tuple[LlamaForCausalLM, Facts]:
+    """The chain, with a weak dimension from layer 0 on: the one that heads read appears two layers later."""
+    return _Planting(Plan(num_layers=6, early=14.0), seed).result()
+
+
 def planted_chain(seed: int) -> tuple[LlamaForCausalLM, Facts]:
     """A model in which every link of the chain holds, and what is planted in it."""
     return caused("variance", seed)
@@ -264,6 +283,7 @@ class _Planting:
         self.generator = torch.Generator().manual_seed(seed)
         self.dimension = int(torch.randint(E, (), generator=self.generator))
         self.neuron = int(torch.randint(2 * N + 2, F, (), generator=self.generator))
+        self.early_dimension, self.early_neuron = (self.dimension + 1) % E, self.neuron - 1
         self.threshold = self.uniform(0.68, 0.78)
         self.slots_ES = self.basis()
         self.deviations = (2.0, plan.deviation)
@@ -287,7 +307,7 @@ class _Planting:
         with torch.random.fork_rng():
             self.model = LlamaForCausalLM(config).eval()
         with torch.no_grad():
-            if plan.cause == "position":
+            if plan.marks_first:
                 self.model.model.embed_tokens = WithFirstPosition(2 * SPECIAL_SIZE * self.slots_ES[:, SPECIAL])
             self.model.model.embed_tokens.weight.copy_(self.tokens() @ self.slots_ES.T)
             self.model.lm_head.weight.copy_(self.normal(VOCABULARY, E, size=0.05))
@@ -303,6 +323,8 @@ class _Planting:
             sink=None if plan.key_slot is None else 0,
             super_neurons=[] if plan.neuron_layer is None else [(plan.neuron_layer, self.neuron)],
             massive_dimension=self.dimension if massive else None,
+            early_dimension=self.early_dimension if plan.early else None,
+            early_neuron=self.early_neuron,
             bos=plan.bos,
         )
 
@@ -323,7 +345,11 @@ class _Planting:
         signs = columns[:, 0].sign()
         # No zero below zero: LAPACKs differ in the sign that they give to such a column.
         columns[:, 0] = signs if self.plan.dense else signs * torch.eye(E)[self.dimension] + 0.0
+        if self.plan.early:
+            columns[:, 1] = torch.eye(E)[self.early_dimension]
         basis = torch.linalg.qr(columns).Q
+        if self.plan.early:
+            basis[:, [1, EARLY]] = basis[:, [EARLY, 1]]
         basis[:, [0, MASSIVE]] = basis[:, [MASSIVE, 0]]
         return basis
 
@@ -397,6 +423,13 @@ class _Planting:
             gate_FE[:pairs] = torch.cat([first_PS, -first_PS]) @ self.slots_ES.T
             up_FE[:pairs] = torch.cat([second_PS, -second_PS]) @ self.slots_ES.T
             down_FE[:pairs] = torch.cat([written_PS, written_PS]) @ self.slots_ES.T
+        if layer == 0 and plan.early:
+            marked_BS = self.first_state(layer)
+            gate_FE[self.early_neuron] = plan.gate / marked_BS[:, SPECIAL].mean() * self.slots_ES[:, SPECIAL]
+            up_FE[self.early_neuron] = (
+                plan.early / plan.gate / marked_BS[:, CONSTANT].mean() * self.slots_ES[:, CONSTANT]
+            )
+            down_FE[self.early_neuron] = self.slots_ES[:, EARLY]
         if layer == plan.neuron_layer:
             opening, constant = self.at_first(layer)
             gate_FE[self.neuron] = plan.gate / opening * self.slots_ES[:, OPENING]
@@ -463,14 +496,19 @@ class _Planting:
 
     def at_first(self, layer: int) -> tuple[float, float]:
         """What the feed-forward of a layer reads of OPENING and CONSTANT at position 0, where it opens."""
+        state_BS = self.first_state(layer)
+        opens = state_BS[:, OPENING] > 0
+        return float(state_BS[opens, OPENING].mean()), float(state_BS[opens, CONSTANT].mean())
+
+    def first_state(self, layer: int) -> Tensor:
+        """[B, S] what the feed-forward of a layer reads at position 0."""
         seen: list[Tensor] = []
         part = self.model.model.layers[layer].mlp
         handle = part.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0] @ self.slots_ES))
         ids = torch.randint(1, VOCABULARY, (64, 2), generator=torch.Generator().manual_seed(0))
         self.model.model(ids, use_cache=False)
         handle.remove()
-        opens = seen[0][:, OPENING] > 0
-        return float(seen[0][opens, OPENING].mean()), float(seen[0][opens, CONSTANT].mean())
+        return seen[0]
 
 
 class WithFirstPosition(nn.Embedding):

@@ -11,10 +11,11 @@ from functools import cache, cached_property
 
 import pytest
 import torch
-from planted_models import DECOYS, decoy, planted_chain, random_tokens, true_of
+from planted_models import DECOYS, decoy, planted_chain, random_tokens, true_of, with_early_dimension
 from torch import Tensor
 
-from sinkscope.tracing.trace import trace
+from sinkscope.interventions.intervene import intervene
+from sinkscope.tracing.trace import story, trace
 
 Edit = Callable[[str, int, Tensor], Tensor]
 Change = Callable[[Tensor, Tensor, int], Tensor]
@@ -311,6 +312,10 @@ def test_decoys_lack_what_is_false_of_them(kind):
     assert values, "no effect was looked at"
 
 
+IDLE = ("disparity_beside_sink", "disparity_after_sink")
+"""Decoys whose disparity appears where heads have the sink already."""
+
+
 @pytest.mark.parametrize("kind", ["chain", *DECOYS])
 def test_trace_finds_what_is_planted(kind):
     findings, facts = planted(kind, 0), case(kind, 0).facts
@@ -321,11 +326,37 @@ def test_trace_finds_what_is_planted(kind):
         facts.super_neurons if sparse else []
     )
     for neuron in findings.super_neurons:
-        assert findings.appears_in == [neuron.layer]
+        assert [(c.layer, c.dimension) for c in findings.changes[0]] == [(neuron.layer, neuron.dimension)]
+        assert findings.appears_in == ([] if kind in IDLE else [neuron.layer])
         assert neuron.write_share > 0.99
         assert neuron.contrast > 20
         assert neuron.sparsity.top_share > 0.99
         assert neuron.layer_top_share < 0.15
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_weak_dimension_from_the_start_does_not_hide_the_one_that_heads_read(seed):
+    model, facts = with_early_dimension(seed)
+    ids, ((layer, neuron),) = random_tokens(facts, seed=seed), facts.super_neurons
+    findings = trace(model, ids, effective_rank=False).findings
+    early, later = facts.early_dimension, facts.massive_dimension
+    assert [(c.layer, c.dimension) for c in findings.changes[0] if c.appears] == [(0, early), (layer, later)]
+    assert [(c.layer, c.dimension) for c in findings.carried_by[0]] == [(layer, later)]
+    assert f"appears in layer {layer}, in dimension {later}, first written by neuron {neuron}" in story(findings)
+    # The truth, by the plain forward pass: no head needs the early dimension, and all need the later one.
+    rates = [
+        float(plain_forward(model, ids, *edits).rate_T[0])
+        for edits in ([], [ablate(0, [facts.early_neuron])], [ablate(layer, [neuron])])
+    ]
+    assert rates[1] > 0.8 * rates[0] > 0.3
+    assert rates[2] < 0.05
+    # By default an amplification reaches the layer that matters; up to the early dimension it makes half of a sink.
+    assert list(findings.layers_before(0)) == list(range(layer + 1))
+    by_default, short = (
+        intervene(model, {"amplify": "10:8"}, layers=layers, num_sequences=16, length=32).after.recording.sink_rate[10]
+        for layers in (None, [0])
+    )
+    assert by_default > 0.35 > 0.25 > short
 
 
 def test_the_chain_reads_as_the_paper_says():

@@ -10,6 +10,7 @@ import torch
 from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
 from sinkscope.measures.thresholds import LEVEL_ELSEWHERE, MIN_HEAD_SINK_RATE
 from sinkscope.models.anatomy import Layer, Neuron, as_neuron
+from sinkscope.tracing.disparity import layers_with, layers_with_sink
 from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.super_neurons import SuperNeuron
 
@@ -34,12 +35,12 @@ class Plan:
     targets: tuple[int, ...]
     """Positions at which interventions try to make a sink; none of them is one in the baseline."""
     last_layer: int
-    """Interventions on the aggregation act in layers 0 to this one: where disparity appears first or, if it never
-    does, the first layer with a sink."""
+    """Interventions on attention and the aggregation act in layers 0 to this one; see
+    `sinkscope.tracing.disparity.layers_before`."""
     appears_in: tuple[int, ...]
-    """The layers in which disparity appears at the sink: more than one where it disappears in between."""
+    """The layers in which disparity that carries the sink appears."""
     layers_with_disparity: tuple[int, ...]
-    """Layers after which the sink has disparity or, if there are none, the layers with a sink."""
+    """Layers after which the sink has that disparity or, if there are none, the layers with a sink."""
     dimensions: tuple[int, ...]
     """The massive dimensions at the sink, largest first."""
     super_neurons: tuple[Neuron, ...]
@@ -61,21 +62,8 @@ class Plan:
         return tuple(neuron for neuron in self.super_neurons if neuron.layer in self.appears_in)
 
     @property
-    def layers_before_sink(self) -> range:
-        """Layers whose aggregations can cause the sink: up to the one where disparity appears or, if it never does, up
-        to the layer before the first with a sink."""
-        appears = any(layer >= 0 for layer in self.appears_in)  # -1: it is in the embeddings already
-        return range(self.last_layer + 1) if appears else range(max(1, self.last_layer))
-
-    @property
-    def factorial_layers(self) -> range:
-        """Layers in which the factorial changes whom a token attends to: up to the last one where disparity appears.
-        Where it disappears and appears again, a change in the layers before the first alone makes no sink."""
-        return range(max(self.appears_in) + 1) if len(self.appears_in) > 1 else self.layers
-
-    @property
     def layers(self) -> range:
-        """Layers up to `last_layer`."""
+        """The layers that interventions act in."""
         return range(self.last_layer + 1)
 
 
@@ -83,26 +71,16 @@ def make_plan(findings: Findings) -> Plan:
     """The plan that a trace of the choosing sequences leads to."""
     sink, _ = findings.strongest
     recording = findings.recording
-    anatomy = recording.anatomy
     head_rate_LH = recording["head_sink_rate"][:, :, sink]
     appears_in, disappears_in = findings.disparity_layers.get(sink, ([], []))
-    sink_layers = (head_rate_LH.mean(1) >= MIN_SINK_RATE).nonzero().flatten().tolist()
+    sink_layers = layers_with_sink(findings.head_rate(sink))
 
-    first = next((layer for layer in appears_in if layer >= 0), None)
-    if first is None:
-        last_layer = sink_layers[0] if sink_layers else 0
-    elif anatomy.parallel:
-        # Attention and feed-forward read the same input, so that layer's aggregation comes too late to cause it.
-        last_layer = max(0, first - 1)
-    else:
-        last_layer = first
-
-    with_disparity = _layers_with_disparity(appears_in, disappears_in, recording.num_layers)
+    with_disparity = layers_with(appears_in, disappears_in, recording.num_layers)
     sink_head_pairs = (head_rate_LH >= MIN_HEAD_SINK_RATE).nonzero().tolist()
     return Plan(
         sink=sink,
         targets=_targets(recording.sink_rate, sink, recording.batch.length),
-        last_layer=last_layer,
+        last_layer=findings.layers_before(sink)[-1],
         appears_in=tuple(appears_in),
         layers_with_disparity=tuple(with_disparity or sink_layers or range(recording.num_layers)),
         dimensions=tuple(findings.massive_dimensions_at(sink)[:MAX_DIMENSIONS]),
@@ -142,15 +120,6 @@ def candidate_neurons(findings: Findings, sink: int) -> list[Neuron]:
         for neuron in findings.moving_neurons
         if neuron.position == sink and neuron.role == "writes" and (neuron.stands or neuron.contrast >= LEVEL_ELSEWHERE)
     ]
-
-
-def _layers_with_disparity(appears_in: list[int], disappears_in: list[int], num_layers: int) -> list[int]:
-    """Layers after which there is disparity."""
-    layers: list[int] = []
-    for number, first in enumerate(appears_in):
-        end = disappears_in[number] if number < len(disappears_in) else num_layers
-        layers += range(max(0, first), end)
-    return layers
 
 
 def _targets(rate_S: torch.Tensor, sink: int, length: int) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def _ratio_in_last_layer(means: np.ndarray) -> np.ndarray:
 def _variance_discrepancy(study: StudyData) -> ClaimNumbers | Empty:
     if not study.sink_varies:
         return Empty(NO_VARIANCE)
-    layers = study.plan.layers_before_sink
+    layers = study.plan.layers
     deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
     note = f"in layer {layers[-1]}; geometric mean over the layers up to it: {_mean_ratios(deviation_BLST.mean(0))}"
     if study.fresh_variance_NLST is None:

@@ -115,11 +115,11 @@ def reduced(reading: ConditionReading, plan: Plan) -> ConditionResult:
     norm_LTB = reading.residual_norm_LBT.float().numpy().swapaxes(1, 2)
     length = norm_LTB.shape[1]
     elsewhere = np.setdiff1d(np.arange(length), places)
-    squares_LBS2T = reading.squares_LBS2T[plan.factorial_layers].double()
+    squares_LBS2T = reading.squares_LBS2T[plan.layers].double()
     later_LBS2 = squares_LBS2T[..., length - length // 2 :].mean(-1, keepdim=True)
     squares_LBS2P = torch.cat([squares_LBS2T[..., list(places)], later_LBS2], -1)
     both_weights = (reading.mixing_LBT, reading.own_mixing_LBT)
-    weights = [weights_LBT[plan.factorial_layers][..., list(places)] for weights_LBT in both_weights]
+    weights = [weights_LBT[plan.layers][..., list(places)] for weights_LBT in both_weights]
     return ConditionResult(
         rate_BS=reading.rate_BS.numpy(),
         later_BS=reading.later_rate_BS.numpy(),

@@ -69,7 +69,7 @@ class ConditionRunner:
     @cached_property
     def calibration(self) -> CachedBatch:
         """The sequences that every condition is calibrated on."""
-        return cached_batch(self.loaded.model, self._calibration, self.plan.factorial_layers)
+        return cached_batch(self.loaded.model, self._calibration, self.plan.layers)
 
     def all(self, *, sink_varies: bool) -> list[Condition]:
         """Every condition that applies to this model, in the order in which they run."""
@@ -154,11 +154,11 @@ class ConditionRunner:
 
     def attend_only(self, target: int, keys: Sequence[int]) -> Intervention:
         """In the early layers the target attends to these keys and no others."""
-        return edit_mask(self.loaded, target, "only", keys, layers=self.plan.factorial_layers)
+        return edit_mask(self.loaded, target, "only", keys, layers=self.plan.layers)
 
     def open_to_later(self) -> Intervention:
         length = self.replay.ids_BT.shape[1]
-        return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.factorial_layers)
+        return edit_mask(self.loaded, 0, "allow", range(length), layers=self.plan.layers)
 
     def shift_mean(self, condition: Condition) -> Intervention:
         """The mean is shifted, and the variance brought back to that of the baseline in every layer."""
@@ -226,7 +226,7 @@ class ConditionRunner:
             energy=energy,
             calibration=self.calibration,
             nearest=True,
-            layers=self.plan.factorial_layers,
+            layers=self.plan.layers,
             before_norm=condition.before_norm,
         )
         return [*mixing, matched]
@@ -235,7 +235,7 @@ class ConditionRunner:
         if (key := (mixing, target, before_norm)) not in self._levels:
             made = CONDITIONS[mixing].make(self, Condition(mixing, target))
             on = BEFORE_NORM if before_norm else AGGREGATION
-            place = Place(on=on, layers=tuple(self.plan.factorial_layers), positions=(target,))
+            place = Place(on=on, layers=tuple(self.plan.layers), positions=(target,))
             self._levels[key] = moments_under(made, self.loaded.model, self.calibration, place)
         return self._levels[key]
 

@@ -295,7 +295,7 @@ class _Run:
             restarts=restarts,
             keep_writes=True,
             loss=True,
-            moment_layers=len(plan.factorial_layers),
+            moment_layers=len(plan.layers),
         )
         link_values = read_link_values(anatomy, model, ids_BT, plan, activity.directions)
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())

@@ -160,7 +160,7 @@ def _manipulation(study: StudyData) -> Rows:
     for condition in study.results:
         if condition.number is not None:
             continue
-        for side, layer in product(study.sides, study.plan.factorial_layers):
+        for side, layer in product(study.sides, study.plan.layers):
             variance, energy, squared_mean = study.moments_over_baseline(condition, side)[:, layer]
             yield dict(
                 condition=condition.label,

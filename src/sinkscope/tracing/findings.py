@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from sinkscope.measures.dimension_disparity import (
-    MASSIVE_CONTRAST,
-    MASSIVE_RATIO,
     effective_ranks,
     massive_dimensions,
     median_magnitude,
@@ -27,6 +25,7 @@ from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks, eligible_pos
 from sinkscope.measures.value_variance import log_r_squared, variance_ratio
 from sinkscope.models.anatomy import Neuron
 from sinkscope.statistics import bootstrap_mean_interval
+from sinkscope.tracing.disparity import UNKNOWN, Change, Row, carrying, changes_of, layers_before, layers_of, row_of
 from sinkscope.tracing.layer_call import rank_index
 from sinkscope.tracing.lock import read_lock
 from sinkscope.tracing.recorder import Recording
@@ -40,11 +39,6 @@ NEEDED = frozenset(
     }
 )
 """The observables that findings need."""
-UNKNOWN = -1
-"""Stands for the massive dimension of a position that was not recorded in full."""
-HYSTERESIS = 0.5
-"""Disparity disappears only below this fraction of the thresholds at which it appears. Otherwise noise around a
-threshold would make it appear twice."""
 
 
 @dataclass(frozen=True)
@@ -179,39 +173,46 @@ class Findings:
         return sorted(largest_ratio, key=lambda position: -largest_ratio[position])
 
     @cached_property
-    def disparity_layers(self) -> dict[int, tuple[list[int], list[int]]]:
-        """By focus position: the layers in which disparity appears, and those in which it disappears; -1 stands for the
-        stream that enters layer 0.
+    def changes(self) -> dict[int, list[Change]]:
+        """By focus position: every massive dimension that appears or disappears there, layer by layer."""
+        num_rows = len(self._positions)
+        return {position: changes_of(self._row_at(row, position) for row in range(num_rows)) for position in self.focus}
 
-        Walks through the layers with the dimensions that are massive so far. A dimension joins when it is massive, and
-        stays while it is above HYSTERESIS times the thresholds. Disparity appears when the set becomes non-empty.
-        """
-        result = {}
-        for position in self.focus:
-            appears_in: list[int] = []
-            disappears_in: list[int] = []
-            current: set[int] = set()
-            for row in range(len(self._positions)):
-                massive, still_large = self._disparity_at(row, position)
-                # In a row that was not recorded in full the dimensions are not known, so they can't be compared.
-                staying = still_large if UNKNOWN in current | still_large else current & still_large
-                after = massive | (staying if current else set())
-                if after and not current:
-                    appears_in.append(row - 1)
-                elif current and not after:
-                    disappears_in.append(row - 1)
-                current = after
-            result[position] = (appears_in, disappears_in)
-        return result
+    @cached_property
+    def carried_by(self) -> dict[int, list[Change]]:
+        """By focus position: the appearances that carry its sink."""
+        return {position: carrying(changes, self.head_rate(position)) for position, changes in self.changes.items()}
+
+    @cached_property
+    def disparity_layers(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By focus position: the layers in which disparity that carries its sink appears, and those in which it
+        disappears; -1 stands for the stream that enters layer 0."""
+        return {position: layers_of(changes, self.carried_by[position]) for position, changes in self.changes.items()}
+
+    def layers_before(self, position: int) -> range:
+        """The layers in which interventions act unless others are chosen; see `disparity.layers_before`."""
+        appears_in, _ = self.disparity_layers.get(position, ([], []))
+        return layers_before(appears_in, self.head_rate(position), parallel=self.recording.anatomy.parallel)
+
+    def head_rate(self, position: int) -> Tensor:
+        """[L] share of each layer's heads and sequences that count a key as a sink; NaN in layers without attention,
+        and where the key was not recorded."""
+        recording = self.recording
+        rate_L = torch.full((recording.num_layers,), float("nan"))
+        if position in recording.keys.tolist():
+            key = int((recording.keys == position).nonzero()[0])
+            layers = sorted(recording.at_layers("head_sink_rate"))
+            rate_L[layers] = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, key].mean()).float()
+        return rate_L
 
     @property
     def appears_in(self) -> list[int]:
-        """Layers in which disparity appears at the foremost position in focus."""
+        """Layers in which disparity that carries the sink appears, at the foremost position in focus."""
         return self.disparity_layers[self.focus[0]][0] if self.focus else []
 
     @property
     def disappears_in(self) -> list[int]:
-        """Layers in which disparity disappears at the foremost position in focus."""
+        """Layers in which it disappears there."""
         return self.disparity_layers[self.focus[0]][1] if self.focus else []
 
     @property
@@ -366,24 +367,19 @@ class Findings:
         total = self.recording.rows("dimension_total")[:, None] / batch.num_sequences
         return massive_dimensions(here, rest_of(total, here) / (batch.length - 1))
 
-    def _disparity_at(self, row: int, position: int) -> tuple[set[int], set[int]]:
-        """(massive dimensions, dimensions still large enough to stay) of a position in a row of the residual stream.
+    def _row_at(self, row: int, position: int) -> Row:
+        """What stands at a position in a row of the residual stream.
 
         If the position was not recorded in full there, its DomRatio is judged by the same thresholds, as that of one
         unknown dimension.
         """
         slot = self.slot(row - 1, position)
         if slot is not None:
-            massive, ratio, contrast = (values[row, slot] for values in self._disparity)
-        else:
-            ratio_T = self.recording["dom_ratio"][row - 1] if row else torch.ones(position + 1)
-            ratio, contrast = ratio_T[position][None], (ratio_T[position] / ratio_T.nanmedian())[None]
-            massive = (ratio >= MASSIVE_RATIO) & (contrast >= MASSIVE_CONTRAST)
-        still = (ratio >= HYSTERESIS * MASSIVE_RATIO) & (contrast >= HYSTERESIS * MASSIVE_CONTRAST)
-        massive_set, still_set = (set(mask.nonzero().flatten().tolist()) for mask in (massive, still))
-        if slot is None:
-            return {UNKNOWN} if massive_set else set(), {UNKNOWN} if still_set else set()
-        return massive_set, still_set
+            _, ratio, contrast = self._disparity
+            return row_of(ratio[row, slot], contrast[row, slot], range(ratio.shape[-1]))
+        ratio_T = self.recording["dom_ratio"][row - 1] if row else torch.ones(position + 1)
+        ratio = ratio_T[position]
+        return row_of(ratio[None], (ratio / ratio_T.nanmedian())[None], [UNKNOWN])
 
 
 def _side_by_side(

@@ -126,6 +126,9 @@ DIMENSIONS = Schema(
         Column("magnitude", "float", "Mean magnitude over sequences"),
         Column("ratio", "float", "Magnitude over the mean magnitude of all dimensions at the position"),
         Column("contrast", "float", "Magnitude over that of the same dimension at the other positions"),
+        Column(
+            "appears", "bool", "Whether it becomes massive in this layer, or at least half of its ratio is new there"
+        ),
     ),
 )
 HEADS = schema_with(
@@ -216,9 +219,12 @@ LAYERS = Schema(
             "effective_rank_without_sink", "float", "The same without the tokens at sinks; null without a sink", True
         ),
         Column(
-            "born", "bool", "Whether disparity appears in this layer, at the strongest sink or else where it is largest"
+            "born",
+            "bool",
+            "Whether disparity that carries the sink appears in this layer, at the strongest sink or else where it is "
+            "largest",
         ),
-        Column("erased", "bool", "Whether disparity disappears in this layer there"),
+        Column("erased", "bool", "Whether it disappears in this layer there"),
     ),
     ordered_by="layer",
 )

@@ -43,7 +43,7 @@ def trace_tables(findings: Findings) -> dict[str, Mapping[str, list | np.ndarray
         SINKS.name: _sinks(findings),
         POSITIONS.name: _positions(findings),
         NEURONS.name: _neurons(findings),
-        DIMENSIONS.name: _rows(DIMENSIONS, findings.massive),
+        DIMENSIONS.name: _dimensions(findings),
         HEADS.name: _heads(findings),
         LAYERS.name: _layers(findings),
         **({DISTANCES.name: _distances(findings)} if "by_distance" in findings.recording else {}),
@@ -90,6 +90,21 @@ def _sinks(findings: Findings) -> dict:
         num_layers=[len(sink.layers) for sink in sinks],
         first_layer=[min(sink.layers, default=None) for sink in sinks],
         last_layer=[max(sink.layers, default=None) for sink in sinks],
+    )
+
+
+def _dimensions(findings: Findings) -> dict:
+    appearances = {
+        (change.layer, position, change.dimension)
+        for position, changes in findings.changes.items()
+        for change in changes
+        if change.appears
+    }
+    entries = findings.massive
+    return _rows(
+        DIMENSIONS,
+        entries,
+        appears=[(entry.layer, entry.position, entry.dimension) in appearances for entry in entries],
     )
 
 

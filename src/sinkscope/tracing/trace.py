@@ -245,18 +245,24 @@ def story(findings: Findings) -> str:
         text = f"Positions {', '.join(named)} and {last} are sinks{among}"
     if not findings.massive_dimensions:
         return text + ", with no dimension disparity behind it." + _cut(findings)
-    dimensions = ", ".join(map(str, findings.massive_dimensions[:3]))
+    carried_by = {change.dimension for change in findings.carried_by[position]}
+    dimensions = [dimension for dimension in findings.massive_dimensions if dimension in carried_by]
+    if not dimensions:
+        number = ", ".join(map(str, findings.massive_dimensions[:3]))
+        return (
+            f"{text}; dimensions stand out there ({number}), but only behind heads that have the sink already."
+            + _cut(findings)
+        )
     appears_in = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.appears_in]
-    text += f"; disparity appears in {' and '.join(appears_in)}" if appears_in else ""
+    text += f"; disparity appears in {' and '.join(appears_in)}"
     disappears_in = [f"layer {layer}" for layer in findings.disappears_in]
     text += f", disappears in {' and '.join(disappears_in)}" if disappears_in else ""
-    text += (
-        f", in dimension {dimensions}"
-        if len(findings.massive_dimensions) == 1
-        else f", mostly in dimensions {dimensions}"
-    )
+    named = ", ".join(map(str, dimensions[:3]))
+    text += f", in dimension {named}" if len(dimensions) == 1 else f", mostly in dimensions {named}"
     writers = [
-        neuron for neuron in findings.super_neurons if neuron.role == "writes" and neuron.position == findings.focus[0]
+        neuron
+        for neuron in findings.super_neurons
+        if neuron.role == "writes" and neuron.position == position and neuron.dimension in dimensions
     ]
     # A later layer may write more without the sink needing it, so the neuron that first wrote the disparity is named.
     first = [neuron for layer in findings.appears_in for neuron in writers if neuron.layer == layer]
