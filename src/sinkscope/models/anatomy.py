@@ -22,6 +22,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.families import FAMILIES, Family
 from sinkscope.models.finding import find_family
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.sharded import unsharded, whole
 
 AnyModule = Any
 """A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
@@ -211,7 +212,10 @@ class Layer:
         if self.post_norm is None:
             _, weight_EF = self.down_weights()[0]
             return torch.ones(weight_EF.shape[0], device=weight_EF.device)
-        return self.post_norm.forward(torch.ones_like(held(self.post_norm, "weight"))).detach().float()
+        parameter = self.post_norm.weight
+        # Ones that are sharded as the gain is, or the two could not be multiplied.
+        ones = torch.ones_like(held(self.post_norm, "weight") if parameter.is_meta else parameter)
+        return whole(self.post_norm.forward(ones).detach()).float()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -349,7 +353,10 @@ def _family_of(model: AnyModule) -> Family:
     """The row of the table, or what a short pass finds."""
     model_type = model.config.get_text_config().model_type
     row = next((family for family in FAMILIES if model_type in family.model_types), None)
-    return find_family(model) if row is None else row
+    if row is not None:
+        return row
+    with unsharded(model):
+        return find_family(model)
 
 
 def _layer(family: Family, index: int, block: AnyModule) -> Layer:
@@ -464,10 +471,11 @@ def projection_weight(projection: AnyModule) -> Tensor:
 
 
 def held(module: AnyModule, name: str) -> Tensor:
-    """The values of a module's parameter, also where accelerate keeps them on the CPU or on disk between passes."""
+    """The whole values of a module's parameter, also where it is sharded over processes, or where accelerate keeps it
+    on the CPU or on disk between passes."""
     parameter = getattr(module, name)
     if not parameter.is_meta:
-        return parameter.detach()
+        return whole(parameter.detach())
     from accelerate.utils import align_module_device
 
     with align_module_device(module):

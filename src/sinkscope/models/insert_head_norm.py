@@ -19,6 +19,7 @@ from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import AnyModule, anatomy_of
 from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.sharded import is_tensor_parallel
 from sinkscope.models.weights import check_in_memory
 
 NAME = "head_norm"
@@ -36,6 +37,11 @@ def insert_head_norm(
     """
     anatomy = anatomy_of(model)
     check_in_memory(bare_model(model), "Head-wise RMSNorm")
+    if is_tensor_parallel(bare_model(model)):
+        raise InputError(
+            "This model is tensor-parallel: each process has some of the heads, and the norm would need all. Use FSDP2 "
+            "(fully_shard) or DDP."
+        )
     projections = [layer.output_projection for layer in anatomy.layers]
     if any(hasattr(projection, NAME) for projection in projections):
         raise InputError("The model has head-wise RMSNorm already. Call remove_head_norm(model) first.")

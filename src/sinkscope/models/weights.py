@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.sharded import whole
 
 HASHED_ELEMENTS = 1 << 20
 """Of a larger tensor, this many elements are hashed."""
@@ -113,10 +114,11 @@ def check_in_memory(model: nn.Module, purpose: str) -> None:
 
 
 def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once with its name, sorted; those that accelerate keeps elsewhere are brought in one by one."""
+    """Every parameter once with its name, sorted; those that are sharded, or that accelerate keeps elsewhere, are
+    brought in one by one."""
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.is_meta:
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
             continue
         from accelerate.utils import align_module_device
 

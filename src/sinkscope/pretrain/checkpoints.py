@@ -30,10 +30,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from sinkscope.errors import InputError
+from sinkscope.models.sharded import whole
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.optimisers import CapturableMuon
-from sinkscope.pretrain.parallel import Processes, laid_out_as, whole
+from sinkscope.pretrain.parallel import Processes, laid_out_as
 from sinkscope.pretrain.tokens import file_sha256
 from sinkscope.progress import Say
 from sinkscope.results.run_folder import MARK, remove_run, run_folder

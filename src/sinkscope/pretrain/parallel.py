@@ -1,8 +1,8 @@
 """The processes that train a run: one alone, or those that torchrun started, with DDP or FSDP2.
 
 DDP keeps a whole model in every process; FSDP2 gives each process a shard of every weight, a DTensor. A collective
-(`from_first`, `summed`, `whole`) must be called by all processes in the same order, or they wait for each other for
-ever.
+(`from_first`, `summed`, `sharded.whole`) must be called by all processes in the same order, or they wait for each other
+for ever.
 """
 
 from __future__ import annotations
@@ -117,11 +117,6 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
     if hasattr(module, "set_requires_gradient_sync"):  # FSDP2 adds this method to the module
         module.set_requires_gradient_sync(enabled)  # type: ignore[operator]
     yield
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all processes if it is sharded: then a collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.measures.super_neurons import channel_sparsity
-from sinkscope.models.loaded import LoadedModel, ModelLike
+from sinkscope.models.loaded import LoadedModel, ModelLike, bare_model
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens
+from sinkscope.models.sharded import is_sharded
 from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.config import check_probe_length
 from sinkscope.pretrain.metrics import JsonLines, read_rows
@@ -83,6 +84,7 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
     `.whole` holds numbers to log, `.layers` those of each layer; QUANTITIES says what they mean. The model runs in the
     dtype of its weights, not compiled. Its mode, its gradients and the random state are left as they were.
     """
+    model = bare_model(model)
     loaded = loaded_model(model) if isinstance(model, nn.Module) else load(model)
     findings = trace(loaded, batch, effective_rank=effective_rank).findings
     with evaluation_mode(loaded.model):
@@ -215,21 +217,25 @@ class SinkProbe(TrainerCallback):
             # Else the Trainer counts no tokens, and rows of two runs could not be compared at equal tokens. The count
             # adds up over processes, so it is turned on in each of them.
             args.include_num_input_tokens_seen = "all"
-        if not state.is_world_process_zero:
+        if not self._takes_part(state, kwargs["model"]):
             return
         if self.batch is None:
             self.batch = random_batch(kwargs["model"], length=self.length, num_sequences=self.num_sequences)
-        folder = Path(args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "probes.jsonl"
-        # When training resumes, rows up to its step stay. Later ones are dropped: those steps are done again.
-        earlier = read_rows(path) if state.global_step and path.exists() else []
-        self._file = JsonLines(path, [row for row in earlier if row["step"] <= state.global_step])
+        if state.is_world_process_zero:
+            self._open(Path(args.output_dir or "."), state.global_step)
         if not state.global_step:
             self._probe(state, control, kwargs["model"])
 
+    def _open(self, folder: Path, step: int) -> None:
+        """Opens probes.jsonl. When training resumes, rows up to its step stay; later ones are dropped, since those
+        steps are done again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "probes.jsonl"
+        earlier = read_rows(path) if step and path.exists() else []
+        self._file = JsonLines(path, [row for row in earlier if row["step"] <= step])
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if state.is_world_process_zero and state.global_step % self.every == 0:
+        if state.global_step % self.every == 0 and self._takes_part(state, kwargs["model"]):
             self._probe(state, control, kwargs["model"])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
@@ -237,10 +243,15 @@ class SinkProbe(TrainerCallback):
             self._file.close()
             self._file = None
 
+    def _takes_part(self, state: TrainerState, model: Any) -> bool:
+        """Whether this process probes: the first one or, if they share the weights, each of them."""
+        return state.is_world_process_zero or is_sharded(model)
+
     def _probe(self, state: TrainerState, control: TrainerControl, model: Any) -> None:
         assert self.batch is not None
-        assert self._file is not None
         result = probe(model, self.batch)
+        if self._file is None:  # only the first process writes
+            return
         tokens = int(state.num_input_tokens_seen)
         row = {"step": state.global_step, "tokens": tokens, "batch": self.batch.kind, **result.row()}
         self.rows.append(row)

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sinkscope.models.sharded import whole
 from sinkscope.pretrain.decoder import Decoder
 from sinkscope.pretrain.optimisers import build_optimisers, learning_rate, set_learning_rate
-from sinkscope.pretrain.parallel import Processes, gradient_sync, local, spread, whole
+from sinkscope.pretrain.parallel import Processes, gradient_sync, local, spread
 
 if TYPE_CHECKING:
     from sinkscope.pretrain.config import TrainingConfig

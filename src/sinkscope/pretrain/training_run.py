@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sinkscope.errors import InputError
+from sinkscope.models.sharded import whole_copy
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.pretrain.checkpoints import (
     FOLDER,
@@ -36,7 +37,7 @@ from sinkscope.pretrain.metrics import (
     read_rows,
     write_tables,
 )
-from sinkscope.pretrain.parallel import Processes, whole
+from sinkscope.pretrain.parallel import Processes
 from sinkscope.pretrain.probes import probe, random_batch, text_batch
 from sinkscope.pretrain.step import TrainingStep, flops_per_token, matrix_rate
 from sinkscope.pretrain.tokenize import load_tokenizer
@@ -263,15 +264,8 @@ class TrainingRun:
         if self.group.mode != "fsdp":
             return model if self.group.is_first else None
         # Gathering is collective, so every process takes part in it, also those that do not keep the result.
-        weights = {name: whole(parameter.detach()) for name, parameter in self.step.parameters.items()}
-        if not self.group.is_first:
-            return None
-        # Built without memory, then given the gathered tensors: the sharded model stays as it is.
-        with torch.device("meta"):
-            copy = Decoder(self.decoder_config)
-        copy.load_state_dict(weights, strict=False, assign=True)  # not strict: tied weights have one name here
-        copy.tie_weights()
-        return copy
+        copy = whole_copy(model, self.step.parameters)
+        return copy if self.group.is_first else None
 
 
 class _Timer:

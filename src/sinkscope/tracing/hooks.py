@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.models.anatomy import Layer
+from sinkscope.models.sharded import unsharded
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
@@ -193,7 +194,8 @@ class _LayerHooks:
                         f"The down projection of layer {layer} got no neurons. {blame(self.passing.anatomy)}"
                     )
                 call.neurons = neurons
-                self.on_hook(HookPoint.NEURONS, call)
+                with unsharded(module):  # FSDP2 has freed the block's weights by now
+                    self.on_hook(HookPoint.NEURONS, call)
                 neurons.clear()
             self.calls.clear()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkscope.measures.dimension_disparity import MASSIVE_RATIO
 from sinkscope.models.anatomy import Anatomy, Layer
+from sinkscope.models.sharded import unsharded
 from sinkscope.processes import moved
 from sinkscope.tracing.attention_hook import CausalMask, attention_hook, direct_call
 from sinkscope.tracing.open_interventions import suspend
@@ -108,7 +109,7 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
     def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
         args, kwargs = _at_positions(call, positions_Q, length)
         # Calls forward directly: hooks that others put on the module are not meant for these few rows.
-        with direct_call(anatomy, layer):
+        with unsharded(layer.block), direct_call(anatomy, layer):
             layer.attention.forward(state_BQE, *args, **kwargs)
         return key_of_layer[layer.index]
 

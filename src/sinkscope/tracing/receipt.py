@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, input_device, projection_weight
 from sinkscope.models.loaded import LoadedModel, find_bos
+from sinkscope.models.sharded import is_sharded
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule, ReadingRequest
@@ -62,7 +63,7 @@ class Receipt:
     seconds: float
     """How long the comparison took. It is made once for each model object, and again when the model changes."""
     states: tuple[str, ...]
-    """What is special about how the model runs: compiled, offloaded, adapted (PEFT), autocast."""
+    """What is special about how the model runs: compiled, offloaded, sharded, adapted (PEFT), autocast."""
     missing_bos: int | None = None
     """The model's BOS token, if it has one but no text begins with it."""
     doubled_bos: int = 0
@@ -159,8 +160,11 @@ def receipt_of_own_pass(loaded: LoadedModel) -> Receipt:
 def check_reading(model: nn.Module, anatomy: Anatomy) -> PassComparison:
     """How the owner's pass and the pass that we read differ; refuses a model in which they differ too much.
 
-    They are compared once for each model object, and again when its hooks, weights, type or attention have changed.
+    They are compared once for each model object, and again when its hooks, weights, type or attention have changed;
+    each time if the model is sharded, since all processes must compare together and each knows only its shards.
     """
+    if is_sharded(model):
+        return _compare(model, anatomy)
     state = _state_of_model(model, anatomy)
     compared_state, comparison = _compared.get(model, (None, None))
     if comparison is None or compared_state != state:
@@ -177,6 +181,7 @@ def states(model: nn.Module) -> tuple[str, ...]:
         "compiled": any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
         or hasattr(model, "_orig_mod"),
         "offloaded": any(parameter.is_meta for parameter in model.parameters()),
+        "sharded": is_sharded(model),
         "adapted": bool(getattr(model, "peft_config", None)),
         "autocast": torch.is_autocast_enabled("cpu" if device_type == "meta" else device_type),
     }
@@ -211,10 +216,15 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
         nothing_read = ReadingRequest(keys=query.new_zeros(0).long())  # an empty list of keys: only the output counts
         return read_attention(query, key, value, rule, nothing_read)[0].output
 
-    with suspend(), torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(devices=[]):
-        with _final_state(anatomy) as owners_states:
+    with suspend(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluation_mode(model), _final_state(anatomy) as owners_states:
             model(ids_BT)
-        with _final_state(anatomy) as read_states, _checked_calls(anatomy), attention_hook(anatomy, attend):
+        with (
+            evaluation_mode(model),
+            _final_state(anatomy) as read_states,
+            _checked_calls(anatomy),
+            attention_hook(anatomy, attend),
+        ):
             try:
                 anatomy.decoder(input_ids=ids_BT, use_cache=False)
             except (TypeError, AttributeError) as error:

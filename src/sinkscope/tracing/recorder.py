@@ -22,7 +22,9 @@ from sinkscope.arguments import check_context, check_count, check_keys
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, Layer, anatomy_of, input_device
 from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.sharded import from_rank_0, is_sharded
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.processes import moved
 from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances
 from sinkscope.tracing.hooks import open_hooks
@@ -119,6 +121,13 @@ class Recorder:
             for of_process, path in shares:
                 self.add(of_process)
                 self.attention_path = self.attention_path or path
+
+    def take_from_rank_0(self) -> None:
+        """Takes what rank 0 recorded of the same sequences, so that all go on with the same numbers to the bit: what
+        they find decides which weights they gather next."""
+        recorded = moved((dict(self.joined), self.attention_path), "cpu")
+        joined, self.attention_path = from_rank_0(recorded)
+        self.joined = defaultdict(dict, joined)
 
     def results(self) -> dict[str, dict[int, Any]]:
         """By name and layer, the values over all passes. A reducer may give several, with a suffix to the name:
@@ -232,7 +241,7 @@ def record(
     progress: Progress | None = None,
 ) -> Recording:
     """The observables of a causal language model on a batch of tokens; `keys` restricts attention to chosen keys."""
-    anatomy = anatomy_of(loaded.model)
+    anatomy, sharded = anatomy_of(loaded.model), is_sharded(loaded.model)
     comparison = check_reading(loaded.model, anatomy)
     keys_S = _checked_keys(keys, batch.length, anatomy.context)
     started_at = time.perf_counter()
@@ -254,6 +263,8 @@ def record(
             if progress is not None:
                 progress(done, num_passes)
         recorder.join_processes()
+        if sharded:
+            recorder.take_from_rank_0()
         return recorder
 
     # A pass that sees the whole batch finds both itself, before it needs them.

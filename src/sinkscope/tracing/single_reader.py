@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.sharded import unsharded
 from sinkscope.tracing.open_interventions import check_owner
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -66,8 +67,9 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """While open, dropout is off and this thread alone may read the model. Afterwards each module has its mode back."""
-    with single_reader(model):
+    """While open, dropout is off and this thread alone may read the model, whose weights outside blocks are whole.
+    Afterwards each module has its mode back."""
+    with single_reader(model), unsharded(model):
         training = [module for module in model.modules() if module.training]
         for module in training:
             module.training = False

@@ -15,6 +15,7 @@ from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
+from sinkscope.models.sharded import from_rank_0, is_sharded, is_tensor_parallel, whole_copy
 from sinkscope.models.token_batches import token_batch
 from sinkscope.progress import Progress
 from sinkscope.results.result import Result
@@ -148,6 +149,10 @@ def trace(
     check_is_object(model)
     loaded = load(model)
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
+    if is_sharded(loaded.model):
+        batch = from_rank_0(batch)
+        if is_tensor_parallel(loaded.model):
+            loaded = replace(loaded, model=whole_copy(loaded.model))
     selected = [o for o in resolved(observables) if effective_rank or o is not EFFECTIVE_RANK]
     check_one_pass(len({len(ids) for ids in batch.whole}))
     recording = record(loaded, batch, selected, keys=keys, chunk_tokens=chunk_tokens, progress=progress)
